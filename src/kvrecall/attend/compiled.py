@@ -1,0 +1,73 @@
+"""Decode attention over a set of rows for the CPU, compiled with numba: rows are read once, where they lie, by all query heads
+of their group (bytes: 2 D per row and KV head; torch's own kernel reads them once per query head)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from kvrecall.numeric import as_bits, load_float
+from kvrecall.structs import Partial, Rows
+
+_FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan/ninf: -inf marks an empty part
+
+
+def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
+    """As `reference.attend_rows`, for T_q = 1 and CPU tensors. Accumulates in fp32."""
+    b, heads, _, dim = queries.shape
+    out = torch.empty(b, heads, 1, dim)
+    lse = torch.empty(b, heads, 1)
+    bits, kind = as_bits(rows.kv)
+    lengths = rows.lengths.contiguous().numpy()  # one array layout, one compilation
+    _attend(queries[:, :, 0].float().numpy(), bits, kind, lengths, np.float32(scaling), np.float32(softcap), out.numpy(), lse.numpy())
+    return Partial(out, lse)
+
+
+@njit(cache=True, parallel=True, nogil=True, fastmath=_FAST)
+def _attend(queries, kv, kind, lengths, scaling, softcap, out, lse):  # noqa: ANN001, ANN202
+    b_n, kv_heads = kv.shape[0], kv.shape[1]
+    dim = kv.shape[4]
+    group = queries.shape[1] // kv_heads
+    for task in prange(b_n * kv_heads):
+        h = task % kv_heads
+        b = task // kv_heads
+        row = np.empty(dim, np.float32)
+        n = lengths[b, h]
+        logits = np.empty((group, n), np.float32)
+        for i in range(n):
+            for d in range(dim):
+                row[d] = load_float(kv[b, h, i, 0, d], kind)
+            for g in range(group):
+                total = np.float32(0.0)
+                for d in range(dim):
+                    total += row[d] * queries[b, h * group + g, d]
+                total *= scaling
+                if softcap > 0:
+                    total = softcap * np.tanh(total / softcap)
+                logits[g, i] = total
+        acc = np.zeros((group, dim), np.float32)
+        for g in range(group):
+            peak = np.float32(-np.inf)
+            for i in range(n):
+                peak = max(peak, logits[g, i])
+            total = np.float32(0.0)
+            for i in range(n):
+                weight = np.float32(np.exp(logits[g, i] - peak))
+                logits[g, i] = weight
+                total += weight
+            lse[b, h * group + g, 0] = peak + np.log(total) if n > 0 else np.float32(-np.inf)
+            inverse = np.float32(1.0) / total if n > 0 else np.float32(0.0)
+            for i in range(n):
+                logits[g, i] *= inverse
+        for i in range(n):
+            for d in range(dim):
+                row[d] = load_float(kv[b, h, i, 1, d], kind)
+            for g in range(group):
+                weight = logits[g, i]
+                for d in range(dim):
+                    acc[g, d] += weight * row[d]
+        for g in range(group):
+            for d in range(dim):
+                out[b, h * group + g, 0, d] = acc[g, d]

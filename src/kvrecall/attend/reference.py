@@ -1,0 +1,34 @@
+"""Attention over a set of rows in fp32 torch: the oracle, and the path of devices without a kernel of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.structs import Partial, Rows
+
+
+def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
+    """Each query attends to the real rows of its KV head.
+
+    queries: `[B, H_q, T_q, D]`, any float dtype. softcap: 0 for none, else logits become softcap * tanh(logits / softcap).
+    """
+    kv = rows.kv.float()
+    b, kv_heads, count = kv.shape[:3]
+    grouped = queries.float().unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T_q, D]
+    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, kv[:, :, :, 0]) * scaling
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    real = torch.arange(count, device=kv.device) < rows.lengths.to(kv.device).unsqueeze(-1)  # [B, H_kv, N]
+    real = real.view(b, kv_heads, 1, 1, count)
+    return softmax_rows(logits.masked_fill(~real, float("-inf")), kv[:, :, :, 1].masked_fill(~real.view(b, kv_heads, count, 1), 0.0))
+
+
+def softmax_rows(logits: Tensor, values: Tensor) -> Partial:
+    """Softmax of logits `[B, H_kv, G, T_q, N]` (-inf = not attended) over values `[B, H_kv, N, D]`."""
+    peak = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:-1], 1), float("-inf"))
+    weights = torch.exp(logits - torch.where(peak.isfinite(), peak, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("bhgtn,bhnd->bhgtd", weights / torch.where(total > 0, total, 1.0), values)
+    lse = (peak + torch.log(total)).squeeze(-1)
+    return Partial(out.flatten(1, 2), lse.flatten(1, 2))

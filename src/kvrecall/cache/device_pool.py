@@ -1,0 +1,74 @@
+"""The tokens that stay on the compute device: sink, local and buffer of every sequence, side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.structs import Rows
+
+
+class DevicePool:
+    """Rows `[B, H_kv, capacity, K|V, D]`; sequence b's first `lengths[b]` rows are its sink, then its window, oldest first.
+
+    The window is only non-empty when the sink is full, so the resident tokens are one contiguous run and attention over them
+    needs no mask and no concatenation.
+    """
+
+    def __init__(self, sequences: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._kv = torch.empty(sequences, heads, capacity, 2, dim, dtype=dtype, device=device)
+        self.lengths = [0] * sequences
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated on the device."""
+        return self._kv.numel() * self._kv.element_size()
+
+    def rows(self) -> Rows:
+        """All sequences' resident rows, as views; valid until the next change."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self._kv.device)
+        return Rows(self._kv, lengths.unsqueeze(1).expand(-1, self._kv.shape[1]))
+
+    def view(self, sequence: int, start: int = 0) -> Tensor:
+        """One sequence's resident rows from `start` on, `[H_kv, n, 2, D]`; valid until the next change."""
+        return self._kv[sequence, :, start : self.lengths[sequence]]
+
+    def append_step(self, keys: Tensor, values: Tensor, valid: list[bool] | None) -> None:
+        """Adds one token to every sequence (those marked valid): keys, values `[B, H_kv, 1, D]`."""
+        if valid is None and len(set(self.lengths)) == 1:
+            at = self.lengths[0]
+            self._ensure(at + 1)
+            self._kv[:, :, at, 0] = keys[:, :, 0]
+            self._kv[:, :, at, 1] = values[:, :, 0]
+            self.lengths = [at + 1] * len(self.lengths)
+            return
+        self._ensure(max(self.lengths) + 1)
+        for b, at in enumerate(self.lengths):
+            if valid is None or valid[b]:
+                self._kv[b, :, at, 0] = keys[b, :, 0]
+                self._kv[b, :, at, 1] = values[b, :, 0]
+                self.lengths[b] = at + 1
+
+    def replace(self, sequence: int, start: int, rows: Tensor) -> None:
+        """Makes `rows` `[H_kv, n, 2, D]` everything that follows the first `start` rows (rows must not alias the pool)."""
+        end = start + rows.shape[1]
+        self._ensure(end)
+        self._kv[sequence, :, start:end] = rows
+        self.lengths[sequence] = end
+
+    def drop_oldest(self, sequence: int, start: int, count: int) -> None:
+        """Removes `count` rows behind the first `start`, closing the gap."""
+        self.replace(sequence, start, self.view(sequence, start + count).clone())
+
+    def select(self, sequences: list[int]) -> DevicePool:
+        """A new pool whose sequence i is a copy of this one's `sequences[i]`."""
+        chosen = object.__new__(DevicePool)
+        chosen._kv = self._kv[torch.tensor(sequences, device=self._kv.device)]
+        chosen.lengths = [self.lengths[b] for b in sequences]
+        return chosen
+
+    def _ensure(self, tokens: int) -> None:
+        if tokens > self._kv.shape[2]:
+            grown = self._kv.new_empty(*self._kv.shape[:2], tokens, *self._kv.shape[3:])
+            grown[:, :, : self._kv.shape[2]] = self._kv
+            self._kv = grown

@@ -1,0 +1,114 @@
+"""The retrieval zone's K and V in host memory, for one sequence of one layer."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_memory import allocate
+
+
+class HostPool:
+    """Rows `[H_kv, token, K|V, D]`: one contiguous row of 2 D numbers per token and head.
+
+    The pool grows by segments and never moves a row. Rows are written once, so copies of a sequence (beams, several answers
+    to one prompt, forks of a conversation) share segments; only a shared, partly filled last segment is closed to further
+    appends, and the next rows open a new one.
+    """
+
+    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, *, pin: bool = False, segment_tokens: int = 4096) -> None:
+        self._shape = (heads, head_dim)
+        self._dtype, self._pin, self._segment_tokens = dtype, pin, segment_tokens
+        self._segments: list[Tensor] = []
+        self._starts: list[int] = []
+        self._shared = 0  # leading segments that another pool may read, so nothing may be written into them
+        self._reserved = 0
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are stored (a shared segment counts in every pool that reads it)."""
+        heads, dim = self._shape
+        return self.length * heads * 2 * dim * self._dtype.itemsize
+
+    def reserve(self, tokens: int) -> None:
+        """Announces the length this pool will reach, so that the next segment is sized for all of it."""
+        self._reserved = max(self._reserved, tokens)
+
+    def append(self, rows: Tensor) -> None:
+        """Stores rows `[H_kv, n, 2, D]` from any device behind those that are there."""
+        while rows.shape[1]:
+            room = self._room()
+            if not room:
+                room = self._open_segment(rows.shape[1])
+            part = rows[:, :room]
+            offset = self.length - self._starts[-1]
+            self._segments[-1][:, offset : offset + part.shape[1]].copy_(part)
+            self.length += part.shape[1]
+            rows = rows[:, part.shape[1] :]
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets everything after the first `tokens` rows; whole segments behind them are released."""
+        self.length = min(tokens, self.length)
+        while self._starts and self._starts[-1] >= self.length:
+            self._segments.pop()
+            self._starts.pop()
+        self._shared = min(self._shared, len(self._segments))
+
+    def fork(self) -> HostPool:
+        """A pool with the same rows that shares their memory; neither sees what the other appends."""
+        copy = object.__new__(HostPool)
+        copy.__dict__.update(self.__dict__)
+        copy._segments, copy._starts = list(self._segments), list(self._starts)
+        self._shared = copy._shared = len(self._segments)
+        return copy
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""
+        heads, dim = self._shape
+        out = torch.empty(heads, ids.shape[1], 2, dim, dtype=self._dtype)
+        if not ids.numel():
+            return out
+        flat_out, flat_ids = out.view(-1, 2 * dim), ids.long()
+        if len(self._segments) == 1:
+            return self._take(0, flat_ids, out)
+        ends = [*self._starts[1:], self.length]
+        for index, (start, end) in enumerate(zip(self._starts, ends, strict=True)):
+            inside = (flat_ids >= start) & (flat_ids < end)
+            if inside.any():
+                head, slot = inside.nonzero(as_tuple=True)
+                source = self._segments[index][head, flat_ids[head, slot] - start]
+                flat_out[head * ids.shape[1] + slot] = source.view(-1, 2 * dim)
+        return out
+
+    def blocks(self, start: int = 0) -> Iterator[Tensor]:
+        """Views of rows start..length in order, each `[H_kv, n, 2, D]`; valid while the pool is not truncated."""
+        first = bisect_right(self._starts, start) - 1 if self._starts else 0
+        for index in range(max(first, 0), len(self._segments)):
+            begin = self._starts[index]
+            end = self._starts[index + 1] if index + 1 < len(self._starts) else self.length
+            if end > max(begin, start):
+                yield self._segments[index][:, max(start - begin, 0) : end - begin]
+
+    def _room(self) -> int:
+        if len(self._segments) == self._shared:
+            return 0
+        return self._starts[-1] + self._segments[-1].shape[1] - self.length
+
+    def _open_segment(self, needed: int) -> int:
+        heads, dim = self._shape
+        announced = self._reserved - self.length
+        tokens = max(needed, announced if announced > 0 else self._segment_tokens)
+        self._segments.append(allocate((heads, tokens, 2, dim), self._dtype, self._pin))
+        self._starts.append(self.length)
+        return tokens
+
+    def _take(self, index: int, ids: Tensor, out: Tensor) -> Tensor:
+        heads, dim = self._shape
+        segment = self._segments[index]
+        offsets = torch.arange(heads).unsqueeze(1) * segment.shape[1]
+        torch.index_select(segment.view(-1, 2 * dim), 0, (ids + offsets).flatten(), out=out.view(-1, 2 * dim))
+        return out

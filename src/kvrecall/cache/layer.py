@@ -1,0 +1,97 @@
+"""Where K and V of one layer live: resident rows on the device, the retrieval zone on the host, zone lengths by count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.device_pool import DevicePool
+from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.zones import ZoneLengths, ZoneSizes
+from kvrecall.structs import Rows
+
+
+class LayerStore:
+    """K and V of all sequences of one layer. Every sequence has its own lengths; padding is never stored."""
+
+    def __init__(self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes) -> None:
+        self.sizes = sizes
+        self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
+        pin = device.type == "cuda"
+        self.host = [HostPool(heads, dim, dtype, pin=pin) for _ in range(sequences)]
+
+    @property
+    def sequences(self) -> int:
+        """B, the number of sequences."""
+        return len(self.host)
+
+    def zones(self, sequence: int) -> ZoneLengths:
+        """Zone lengths of one sequence, now."""
+        retrieval = self.host[sequence].length
+        return self.sizes.lengths(self.resident.lengths[sequence] + retrieval, retrieval)
+
+    def append_step(self, keys: Tensor, values: Tensor, valid: list[bool] | None) -> None:
+        """Adds one token per valid sequence to the resident rows: `[B, H_kv, 1, D]`. Call `evict` after attending."""
+        self.resident.append_step(keys, values, valid)
+
+    def append_chunk(self, sequence: int, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Adds a chunk `[H_kv, n, D]` of a prompt to one sequence and settles its zones.
+
+        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, for the index; None when none did.
+        """
+        rows = torch.stack([keys, values], dim=2)
+        before = self.zones(sequence)
+        after = self.sizes.lengths(before.total + rows.shape[1], before.retrieval)
+        moved = self.sizes.evicted(after, settle=True)
+        window = torch.cat([self.resident.view(sequence, before.sink), rows], dim=1)
+        to_sink = after.sink - before.sink
+        if to_sink:
+            self.resident.replace(sequence, before.sink, window[:, :to_sink])
+            window = window[:, to_sink:]
+        self.resident.replace(sequence, after.sink, window[:, moved:])
+        if not moved:
+            return None
+        self.host[sequence].append(window[:, :moved])
+        return window[:, :moved]
+
+    def evict(self, sequence: int) -> Tensor | None:
+        """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`."""
+        zones = self.zones(sequence)
+        moved = self.sizes.evicted(zones, settle=False)
+        if not moved:
+            return None
+        rows = self.resident.view(sequence, zones.sink)[:, :moved].clone()
+        self.host[sequence].append(rows)
+        self.resident.drop_oldest(sequence, zones.sink, moved)
+        return rows
+
+    def crop(self, sequence: int, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens; local is refilled from the host so that it stays as full as it can be."""
+        zones = self.zones(sequence)
+        sink = min(tokens, zones.sink)
+        keep_host = max(0, min(zones.retrieval, tokens - sink - self.sizes.local_tokens))
+        back = [block.to(self.resident.view(sequence).device) for block in self.host[sequence].blocks(keep_host)]
+        window = torch.cat([*back, self.resident.view(sequence, zones.sink)], dim=1)
+        self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host].clone())
+        self.host[sequence].truncate(keep_host)
+
+    def select(self, sequences: list[int]) -> LayerStore:
+        """A new store whose sequence i is this one's `sequences[i]`; host rows are shared, resident ones copied."""
+        chosen = object.__new__(LayerStore)
+        chosen.sizes = self.sizes
+        chosen.resident = self.resident.select(sequences)
+        chosen.host = [self.host[b].fork() for b in sequences]
+        return chosen
+
+    def blocks(self, sequence: int) -> Iterator[Tensor]:
+        """Every stored row of one sequence in order of position, as views `[H_kv, n, 2, D]` on device or host."""
+        sink = self.zones(sequence).sink
+        yield self.resident.view(sequence)[:, :sink]
+        yield from self.host[sequence].blocks()
+        yield self.resident.view(sequence, sink)
+
+    def resident_rows(self) -> Rows:
+        """Sink + local + buffer of all sequences, for attention."""
+        return self.resident.rows()

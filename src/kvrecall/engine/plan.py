@@ -1,0 +1,72 @@
+"""What a context will need, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.errors import ParameterError
+from kvrecall.integrations.transformers.cache import ModelSignature
+from kvrecall.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes for a context under a method, beside full attention. `*_per_token` sum over layers and KV heads."""
+
+    method: str
+    context_tokens: int
+    batch: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    host_bytes_per_token: int
+    summary_bytes_per_token: float
+    host_bytes: int
+    summary_bytes: int
+    resident_bytes: int
+    device_bytes: int
+    full_attention_device_bytes: int
+    available_host_bytes: int
+    available_device_bytes: int | None
+    fits_host: bool
+    fits_device: bool | None
+    full_attention_fits_device: bool | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def plan(
+    config: PretrainedConfig, *, context_tokens: int, method: Method, batch: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> Plan:
+    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included."""
+    for name, value in (("context_tokens", context_tokens), ("batch", batch)):
+        if value < 1:
+            raise ParameterError(name, "an integer >= 1", value, "It is a count.")
+    model = ModelSignature.of(config)
+    layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    row = 2 * model.head_dim * dtype.itemsize * model.kv_heads * layers
+    sizes = method.zone_sizes()
+    retrieved = max(0, context_tokens - sizes.sink_tokens - sizes.local_tokens)
+    searched = layers - sum(0 <= layer < layers for layer in method.dense_layers)
+    summary = method.summary_bytes(model.head_dim, dtype) * model.kv_heads * searched
+    resident = row * sizes.resident_capacity * batch
+    summaries = int(summary * retrieved * batch)
+    host, full = row * retrieved * batch, row * context_tokens * batch
+    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    host_free = available_host_bytes()
+    return Plan(
+        method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
+        row, summary, host, summaries, resident, resident + summaries, full, host_free, device_free,
+        host <= host_free if device_free is not None else host + resident + summaries <= host_free,
+        None if device_free is None else resident + summaries <= device_free,
+        None if device_free is None else full <= device_free,
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Chunked prefill: the prompt goes through the model piece by piece, so activations stay small and progress is visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrecall.errors import ContextLengthError, ParameterError, ShapeError
+from kvrecall.integrations.transformers import RetrievalCache, attach
+
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in total)."""
+
+
+@torch.inference_mode()
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: RetrievalCache,
+    *,
+    chunk_tokens: int = 1024,
+    attention_mask: Tensor | None = None,
+    on_progress: Progress | None = None,
+    expect_tokens: int | None = None,
+) -> None:
+    """Feeds a prompt `[B, T]` into the cache, of which the cache may already hold a prefix.
+
+    attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final length including the answer, to size memory exactly.
+    Checks the context length and the host's memory before anything is stored. After Ctrl-C or an error, every layer holds
+    the same whole chunks, so prefill can be called again with the same arguments and goes on from there.
+    """
+    check_prompt(model, input_ids, chunk_tokens, attention_mask)
+    total = input_ids.shape[1]
+    cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
+    positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+    done = min(cache.get_seq_length(), total)
+    try:
+        with attach(model):
+            while done < total:
+                if on_progress:
+                    on_progress(done, total)
+                end = min(done + chunk_tokens, total)
+                model.base_model(
+                    input_ids=input_ids[:, done:end],
+                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                    position_ids=None if positions is None else positions[:, done:end],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                done = end
+    finally:
+        cache.align()
+    if on_progress:
+        on_progress(total, total)
+
+
+def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:
+    """Raises for prompts and settings that cannot work, before anything is stored."""
+    if input_ids.ndim != 2 or not input_ids.shape[1]:
+        raise ShapeError("input_ids", "a non-empty [batch, tokens] tensor", list(input_ids.shape), "Tokenise the prompt first.")
+    if chunk_tokens < 1:
+        raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ShapeError("attention_mask", list(input_ids.shape), list(attention_mask.shape), "Pass the tokenizer's mask.")
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and input_ids.shape[1] > limit:
+        raise ContextLengthError("prompt", limit, input_ids.shape[1])

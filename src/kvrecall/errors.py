@@ -1,0 +1,114 @@
+"""One class per mistake a user can make. Every message says: name, what was expected, what was given, the remedy.
+
+All errors derive from `KVRecallError`; those about a value also derive from `ValueError`, so callers that know nothing of
+this package still catch them. They are raised before anything is stored, so a cache stays usable after any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KVRecallError(Exception):
+    """Base class of every error that kvrecall raises on purpose."""
+
+
+class ParameterError(KVRecallError, ValueError):
+    """A parameter lies outside what the mechanism supports."""
+
+    def __init__(self, name: str, expected: str, got: object, remedy: str) -> None:
+        super().__init__(f"{name}: expected {expected}, got {got!r}. {remedy}")
+        self.name, self.expected, self.got, self.remedy = name, expected, got, remedy
+
+
+class UnknownNameError(KVRecallError, ValueError):
+    """A name (method, model, parameter, …) that is not registered; the message lists the known ones."""
+
+    def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = get_close_matches(got, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
+        self.kind, self.got, self.known = kind, got, known
+
+
+class ShapeError(KVRecallError, ValueError):
+    """A tensor or model whose shape the cache cannot take."""
+
+    def __init__(self, name: str, expected: str, got: object, remedy: str) -> None:
+        super().__init__(f"{name}: expected {expected}, got {got}. {remedy}")
+
+
+class NonFiniteError(KVRecallError, ValueError):
+    """Keys or values contain NaN or infinity; nothing of the offending append was stored."""
+
+    def __init__(self, layer: int, sequence: int, what: str = "keys or values") -> None:
+        super().__init__(
+            f"layer {layer}, sequence {sequence}: expected finite {what}, got NaN or infinity. "
+            "Check the model's dtype (float16 overflows where bfloat16 does not) and its weights."
+        )
+        self.layer, self.sequence = layer, sequence
+
+
+class CacheModelError(KVRecallError, ValueError):
+    """The cache was made for another model than the one that uses it."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(
+            f"cache: expected the model it was made for ({expected}), got {got}. "
+            "Make a new RetrievalCache from this model's config."
+        )
+
+
+class NotAttachedError(KVRecallError, RuntimeError):
+    """A RetrievalCache reached an attention layer that is not ours, so the retrieval could not happen."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "RetrievalCache: expected to run inside `with kvrecall.attach(model):`, got a forward pass without it. "
+            "Wrap the call to the model in the context manager; the cache is unchanged."
+        )
+
+
+class DeviceError(KVRecallError, ValueError):
+    """A tensor, cache or model sits on another device or has another dtype than the rest."""
+
+    def __init__(self, name: str, expected: object, got: object) -> None:
+        super().__init__(f"{name}: expected {expected}, got {got}. Move or cast the model, or make a new cache.")
+
+
+class HostMemoryError(KVRecallError, MemoryError):
+    """The host does not have the memory that this context needs; raised before prefill starts."""
+
+    def __init__(self, need_bytes: int, available_bytes: int, tokens: int) -> None:
+        super().__init__(
+            f"host memory: {tokens:,} tokens need {need_bytes:,} bytes ({need_bytes / 2**30:.2f} GiB), "
+            f"{available_bytes:,} bytes ({available_bytes / 2**30:.2f} GiB) are available. "
+            "Shorten the context, lower the batch size, or free memory; nothing was stored."
+        )
+        self.need_bytes, self.available_bytes, self.tokens = need_bytes, available_bytes, tokens
+
+
+class ContextLengthError(KVRecallError, ValueError):
+    """A prompt that the model's context cannot hold."""
+
+    def __init__(self, name: str, limit_tokens: int, got_tokens: int) -> None:
+        super().__init__(
+            f"{name}: expected at most {limit_tokens:,} tokens, got {got_tokens:,}. "
+            "Shorten it or choose a model with a longer context."
+        )
+
+
+class InputFileError(KVRecallError, ValueError):
+    """A file that cannot be read, or holds nothing to read."""
+
+    def __init__(self, path: object, problem: str, remedy: str = "Give a readable, non-empty UTF-8 text file.") -> None:
+        super().__init__(f"{path}: {problem}. {remedy}")
+
+
+class ModelFilesError(KVRecallError, RuntimeError):
+    """Model weights that cannot be found, fetched or verified."""
+
+    def __init__(self, name: str, problem: str, remedy: str) -> None:
+        super().__init__(f"model {name!r}: {problem}. {remedy}")

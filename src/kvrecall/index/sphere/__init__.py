@@ -1,0 +1,132 @@
+"""ParisKV's index: sign-pattern centroids on the sphere, collision tiers, 4-bit rerank (sections 4.1, 4.2.2, Appendix B)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import Index, LayerShape, stack_selections
+from kvrecall.index.sphere import reference
+from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
+from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, check_schedule, stage_sizes
+from kvrecall.index.table import TokenTable
+from kvrecall.select.gqa import check_mode, search_queries
+from kvrecall.structs import Budget, Selection
+
+_ENCODE_TOKENS = 8192
+"""Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
+
+
+@dataclass(frozen=True)
+class SphereConfig:
+    """What a sphere index is made with; recorded with the cache."""
+
+    gqa: str = "mean_q"
+    schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
+    min_candidates_per_k: int = 4
+    seed: int = 42
+    weight_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        check_mode(self.gqa)
+        check_schedule(self.schedule)
+
+
+class SphereIndex(Index):
+    """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids."""
+
+    def __init__(self, shape: LayerShape, config: SphereConfig, compiled: bool | None = None) -> None:
+        """compiled: None picks the compiled path on a CPU where numba can be imported."""
+        blocks = shape.head_dim // BLOCK
+        self.config, self._kv_heads = config, shape.kv_heads
+        self._rotation = rotation_matrix(shape.head_dim, config.seed).to(shape.device)
+
+        def table(width: int, dtype: torch.dtype) -> TokenTable:
+            return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
+
+        self._signs = table(blocks, torch.uint8)
+        self._magnitudes = table(blocks * MAGNITUDE_BYTES, torch.uint8)
+        self._weights = table(blocks, config.weight_dtype)
+        counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
+        self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
+        self._compiled = _compiled_available(shape.device) if compiled is None else compiled
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._signs.lengths
+
+    @property
+    def nbytes(self) -> int:
+        tables = self._signs.nbytes + self._magnitudes.nbytes + self._weights.nbytes
+        return tables + self._counts.numel() * self._counts.element_size()
+
+    @staticmethod
+    def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16) -> float:
+        """Device bytes per token and KV head: 96 at D = 128 with 16-bit weights."""
+        return head_dim // BLOCK * (1 + MAGNITUDE_BYTES + weight_dtype.itemsize)
+
+    def reserve(self, tokens: int) -> None:
+        for table in (self._signs, self._magnitudes, self._weights):
+            table.reserve(tokens)
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        for piece in keys.split(_ENCODE_TOKENS, dim=1):
+            codes = encode(piece, self._rotation, self.config.weight_dtype)
+            self._signs.append(sequence, codes.signs)
+            self._magnitudes.append(sequence, codes.magnitudes)
+            self._weights.append(sequence, codes.weights)
+            self._count(sequence, codes.signs, 1)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
+        for table in (self._signs, self._magnitudes, self._weights):
+            table.truncate(sequence, tokens)
+
+    def select(self, sequences: list[int]) -> SphereIndex:
+        chosen = object.__new__(SphereIndex)
+        chosen.__dict__.update(self.__dict__)
+        for name in ("_signs", "_magnitudes", "_weights"):
+            setattr(chosen, name, getattr(self, name).select(sequences))
+        chosen._counts = self._counts[torch.tensor(sequences, device=self._counts.device)]
+        return chosen
+
+    def codes(self, sequence: int) -> Codes:
+        """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
+        return Codes(self._signs.view(sequence), self._magnitudes.view(sequence), self._weights.view(sequence))
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        config = self.config
+        grouped = search_queries(queries, self._kv_heads, config.gqa)
+        # One product per sequence: a batched one may round differently, and a sequence must find what it finds alone.
+        rotated = torch.stack([query @ self._rotation.T for query in grouped])
+        sizes = [stage_sizes(config.schedule, self.lengths[b], budget.top_k, config.min_candidates_per_k) for b in sequences]
+        if self._compiled:
+            from kvrecall.index.sphere.compiled import search_batch
+
+            return search_batch(
+                (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts),
+                [self.lengths[b] for b in sequences], sequences, rotated, sizes, budget, config.gqa,
+            )  # fmt: skip
+        found = [
+            reference.search_sequence(
+                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling
+            )
+            for b, query, size in zip(sequences, rotated, sizes, strict=True)
+        ]  # fmt: skip
+        return stack_selections(found)
+
+    def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
+        ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
+        ones = torch.full_like(ids, sign, dtype=torch.int32)
+        self._counts[sequence].scatter_add_(-1, ids, ones)
+
+
+def _compiled_available(device: torch.device) -> bool:
+    if device.type != "cpu":
+        return False
+    from importlib.util import find_spec
+
+    return find_spec("numba") is not None

@@ -1,0 +1,95 @@
+"""Key summaries of the sphere index: what is stored per token and KV head, and how it is made (ParisKV section 4.1).
+
+A rotated unit key is cut into S = D / 8 blocks of 8 coordinates. Per block: 8 sign bits (the id of the nearest of the 2^8
+sign-pattern centroids, Eq. 5-6, and at the same time the signs of the 4-bit code, stored once), 8 three-bit magnitudes
+packed into 3 bytes, and one weight w = |k| r / alpha (Eq. 9). For D = 128 and bf16 weights: 16 + 48 + 32 = 96 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.sphere.levels import lloyd_max
+
+BLOCK = 8
+"""Coordinates per block: the paper's m. Eight sign bits fill one byte."""
+MAGNITUDE_BYTES = 3
+"""Bytes of 8 packed three-bit magnitudes."""
+CENTROIDS = 1 << BLOCK
+_MIN_ALPHA = 1e-6
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Summaries of n tokens, token-major. S = D / 8 blocks.
+
+    signs: uint8 `[..., n, S]`; bit j is set when coordinate j of the block is >= 0 (so sign(0) = +).
+    magnitudes: uint8 `[..., n, 3 S]`; bits 3j .. 3j+2 of each little-endian group of 3 bytes hold coordinate j's level.
+    weights: bf16, fp16 or fp32 `[..., n, S]`; all zero marks a key of zero norm.
+    """
+
+    signs: Tensor
+    magnitudes: Tensor
+    weights: Tensor
+
+
+def magnitude_levels(device: torch.device | str = "cpu") -> Tensor:
+    """fp32 `[8]` reconstruction levels for blocks of 8 coordinates."""
+    return torch.tensor(lloyd_max(BLOCK)[1], dtype=torch.float32, device=device)
+
+
+def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16) -> Codes:
+    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32), for a rotation `[D, D]` on the same device."""
+    x = keys.float()
+    # The largest magnitude comes out first: squares of huge keys would overflow, those of tiny ones vanish.
+    scale = x.abs().amax(-1, keepdim=True)
+    x = x / torch.where(scale > 0, scale, 1.0)
+    relative_norm = x.norm(dim=-1, keepdim=True)
+    unit = x / torch.where(relative_norm > 0, relative_norm, 1.0)
+    blocks = (unit @ rotation.T).unflatten(-1, (-1, BLOCK))  # [..., n, S, 8]
+    radius = blocks.norm(dim=-1)
+    direction = blocks / torch.where(radius > 0, radius, 1.0).unsqueeze(-1)
+
+    positive = blocks >= 0
+    thresholds = torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=keys.device)
+    levels = torch.bucketize(direction.abs(), thresholds, right=True)
+    reconstructed = magnitude_levels(keys.device)[levels]  # magnitudes of v; its signs are those of u
+    alpha = (reconstructed * direction.abs()).sum(-1).clamp_min(_MIN_ALPHA)  # <v, u>, Eq. 7
+    norm = (scale * relative_norm).clamp_max(torch.finfo(torch.float32).max)
+    weights = (norm * (radius / alpha)).clamp_max(torch.finfo(weight_dtype).max)
+    return Codes(pack_bits(positive), pack_magnitudes(levels), weights.to(weight_dtype))
+
+
+def pack_bits(positive: Tensor) -> Tensor:
+    """bool `[..., 8]` -> uint8 `[...]`, coordinate 0 in the least significant bit."""
+    shifts = torch.arange(BLOCK, device=positive.device)
+    return (positive.long() << shifts).sum(-1).to(torch.uint8)
+
+
+def unpack_signs(signs: Tensor) -> Tensor:
+    """uint8 `[..., S]` -> fp32 `[..., S, 8]` of +1 and -1."""
+    shifts = torch.arange(BLOCK, device=signs.device)
+    return ((signs.unsqueeze(-1).long() >> shifts) & 1).float() * 2 - 1
+
+
+def pack_magnitudes(levels: Tensor) -> Tensor:
+    """int64 `[..., S, 8]` in 0..7 -> uint8 `[..., 3 S]`."""
+    shifts = torch.arange(BLOCK, device=levels.device) * MAGNITUDE_BYTES
+    word = (levels << shifts).sum(-1, keepdim=True)
+    return ((word >> torch.tensor([0, 8, 16], device=levels.device)) & 255).to(torch.uint8).flatten(-2)
+
+
+def unpack_magnitudes(packed: Tensor) -> Tensor:
+    """uint8 `[..., 3 S]` -> int64 `[..., S, 8]` in 0..7."""
+    word = packed.unflatten(-1, (-1, MAGNITUDE_BYTES)).long() << torch.tensor([0, 8, 16], device=packed.device)
+    shifts = torch.arange(BLOCK, device=packed.device) * MAGNITUDE_BYTES
+    return (word.sum(-1, keepdim=True) >> shifts) & 7
+
+
+def decode(codes: Codes) -> Tensor:
+    """Rotated keys `[..., n, D]` fp32 as the rerank sees them: w v per block (Eq. 10)."""
+    magnitudes = magnitude_levels(codes.signs.device)[unpack_magnitudes(codes.magnitudes)]
+    return (codes.weights.float().unsqueeze(-1) * unpack_signs(codes.signs) * magnitudes).flatten(-2)

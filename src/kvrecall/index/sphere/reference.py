@@ -1,0 +1,86 @@
+"""Two-stage search of ParisKV (Appendix B.2) in plain fp32 torch: the oracle of every faster path.
+
+Sums are written in a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that a compiled
+path can reproduce the scores bit for bit and therefore the ids exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, Codes, magnitude_levels, unpack_magnitudes, unpack_signs
+from kvrecall.index.sphere.schedule import StageSizes
+from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.topk import top_k_positions, union_rows
+
+
+def centroid_proxies(queries: Tensor) -> Tensor:
+    """Dot products of query blocks with all 256 sign patterns (unscaled), `[..., D]` -> `[..., S, 256]`."""
+    blocks = queries.unflatten(-1, (-1, BLOCK))
+    patterns = unpack_signs(torch.arange(CENTROIDS, device=queries.device).to(torch.uint8))  # [256, 8]
+    scores = patterns[:, 0] * blocks[..., :1]
+    for j in range(1, BLOCK):
+        scores = scores + patterns[:, j] * blocks[..., j : j + 1]
+    return scores
+
+
+def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ...]) -> Tensor:
+    """Bonus of every centroid for every query (Eq. 15), 0..6.
+
+    queries: rotated `[..., D]`. counts: keys per centroid, integer `[..., S, 256]`.
+    A tier admits a centroid while the keys of all better centroids number fewer than the tier's target, so whole buckets are
+    admitted and the straddling one is in. Equal proxies rank by centroid id. Returns int64 `[..., S, 256]`.
+    """
+    order = torch.sort(centroid_proxies(queries), dim=-1, descending=True, stable=True).indices
+    ordered_counts = counts.long().expand_as(order).gather(-1, order)
+    better = ordered_counts.cumsum(-1) - ordered_counts
+    targets = torch.tensor(tier_targets, device=queries.device)
+    tiers = (better.unsqueeze(-1) < targets).sum(-1)
+    return torch.zeros_like(tiers).scatter_(-1, order, tiers)
+
+
+def collision_scores(signs: Tensor, bonus: Tensor) -> Tensor:
+    """Coarse scores: signs uint8 `[..., n, S]`, bonus `[..., S, 256]` -> int64 `[..., n]`."""
+    return bonus.gather(-1, signs.long().transpose(-1, -2)).sum(-2)
+
+
+def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
+    """RSQ-IP estimates of <k, q> (Eq. 24), codes of C tokens `[..., C, ·]`, rotated queries `[..., D]` -> fp32 `[..., C]`.
+
+    The query is not normalised: the factor |q| of Eq. 24 cancels the one taken out of q.
+    """
+    signed = unpack_signs(codes.signs) * magnitude_levels(codes.signs.device)[unpack_magnitudes(codes.magnitudes)]
+    products = signed * queries.unflatten(-1, (-1, BLOCK)).unsqueeze(-3)  # [..., C, S, 8]
+    pairs = products[..., 0::2] + products[..., 1::2]
+    dots = ((pairs[..., 0] + pairs[..., 1]) + pairs[..., 2]) + pairs[..., 3]
+    terms = codes.weights.float() * dots
+    total = terms[..., 0]
+    for s in range(1, terms.shape[-1]):
+        total = total + terms[..., s]
+    return total
+
+
+def search_sequence(
+    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Searches the n tokens of one sequence.
+
+    codes: `[H_kv, n, ·]`. counts: `[H_kv, S, 256]`. queries: rotated fp32 `[H_kv, G', D]`, G' = 1 for `mean_q`, else G.
+    Returns (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`).
+    """
+    zero_norm = (codes.weights == 0).all(-1).unsqueeze(1)  # [H_kv, 1, n]: rank behind everything, whatever the query
+    bonus = collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets)
+    coarse = collision_scores(codes.signs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1), bonus)
+    if mode != "per_head":
+        coarse = coarse.amax(1, keepdim=True)
+    candidates = top_k_positions(coarse.masked_fill(zero_norm, -1), sizes.candidates)  # [H_kv, 1 or G, C]
+
+    heads = torch.arange(codes.signs.shape[0], device=candidates.device)[:, None, None]
+    picked = Codes(codes.signs[heads, candidates], codes.magnitudes[heads, candidates], codes.weights[heads, candidates])
+    estimates = estimate_scores(picked, queries)  # [H_kv, G', C]
+    if mode != "per_head":
+        estimates = reduce_scores(estimates, mode, scaling).unsqueeze(1)
+    barred = zero_norm.expand(-1, candidates.shape[1], -1).gather(-1, candidates)
+    best = top_k_positions(estimates.masked_fill(barred, float("-inf")), top_k)
+    return union_rows(candidates.gather(-1, best).to(torch.int32))

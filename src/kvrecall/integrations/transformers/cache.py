@@ -1,0 +1,148 @@
+"""RetrievalCache: a transformers Cache whose full-attention layers live in host memory and are searched, not scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.errors import CacheModelError, DeviceError, HostMemoryError, ParameterError
+from kvrecall.integrations.transformers import attached
+from kvrecall.integrations.transformers.layer import RetrievalLayer
+from kvrecall.methods.base import Method
+from kvrecall.stats import CacheStats
+
+_CHECKED_TOKENS = 256
+"""Appends of more tokens than this ask the host for its free memory first; single tokens are not worth the file read."""
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """What a cache must share with the model that uses it."""
+
+    model_type: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> ModelSignature:
+        """Signature of the text decoder of a model's config."""
+        text = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return ModelSignature(text.model_type, text.num_hidden_layers, heads, kv_heads, dim)
+
+    def __str__(self) -> str:
+        return f"{self.model_type}, {self.layers} layers, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
+
+
+class RetrievalCache(Cache):
+    """Drop-in `past_key_values` for `generate` inside `kvrecall.attach(model)`.
+
+    Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers.
+    """
+
+    def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False) -> None:
+        """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too (slower)."""
+        if not isinstance(method, Method):
+            raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
+        if not isinstance(config, PretrainedConfig):
+            raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
+        self.method, self.profile = method, profile
+        self.signature = ModelSignature.of(config)
+        self._known_configs: dict[int, bool] = {}
+        self.reserved_tokens = 0
+        self.on_queries: Callable[[int, Tensor], None] | None = None
+        """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
+        template = DynamicCache(config=config).layers
+        super().__init__(layers=[RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template)])
+        if not self.retrieval_layers:
+            raise CacheModelError("a model with full-attention layers", str(self.signature))
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]:
+        """The layers that are ours."""
+        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    def stats(self) -> CacheStats:
+        """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""
+        return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
+
+    def fork(self, method: Method | None = None) -> RetrievalCache:
+        """A cache with the same tokens, optionally under another method; host rows are shared copy-on-write.
+
+        Answers several questions about one document after a single prefill. Zone sizes must stay the same.
+        """
+        method = method or self.method
+        if method.zone_sizes() != self.method.zone_sizes():
+            raise ParameterError("method", f"zones like {self.method.zone_sizes()}", method.zone_sizes(), "Set the same zone sizes.")
+        copy = object.__new__(RetrievalCache)
+        copy.__dict__.update(self.__dict__)
+        copy.method = method
+        copy.layers = [x.fork(copy) if isinstance(x, RetrievalLayer) else _copied(x) for x in self.layers]
+        return copy
+
+    def reserve(self, tokens: int, sequences: int = 1) -> None:
+        """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
+
+        Raises HostMemoryError, with the bytes, when the host cannot hold it; the cache is unchanged then.
+        """
+        present = self.get_seq_length()
+        self._check_host(max(0, tokens - present), sequences, None)
+        self.reserved_tokens = tokens
+        for layer in self.retrieval_layers:
+            if layer.state is not None:
+                layer._reserve(tokens)
+
+    def align(self) -> None:
+        """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""
+        shortest = min(layer.get_seq_length() for layer in self.retrieval_layers)
+        for layer in self.layers:
+            extra = (layer.get_seq_length() - shortest) if hasattr(layer, "get_seq_length") else 0
+            if extra > 0:
+                layer.crop(-extra)
+
+    def belongs_to(self, config: PretrainedConfig) -> bool:
+        """Whether a layer's config describes the model that this cache was made for."""
+        if id(config) not in self._known_configs:
+            self._known_configs[id(config)] = ModelSignature.of(config) == self.signature
+        return self._known_configs[id(config)]
+
+    def attached(self) -> bool:
+        """Whether some model is attached right now."""
+        return attached.active()
+
+    def before_layer(self, number: int, keys: Tensor) -> None:
+        """First layer of a forward pass: the memory for the new tokens must be there before any layer stores them."""
+        first = self.retrieval_layers[0]
+        if number != first.number:
+            return
+        if any(layer.get_seq_length() != first.get_seq_length() for layer in self.retrieval_layers):
+            self.align()
+            raise DeviceError("cache", "layers of equal length", "a cache whose last forward pass was interrupted; it is mended now")
+        if keys.shape[2] > _CHECKED_TOKENS:
+            self._check_host(keys.shape[2], keys.shape[0], keys)
+
+    def _check_host(self, tokens: int, sequences: int, keys: Tensor | None) -> None:
+        itemsize = keys.element_size() if keys is not None else 2
+        states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
+        if states:
+            itemsize = states[0].shape.dtype.itemsize
+        row = 2 * self.signature.head_dim * itemsize * self.signature.kv_heads
+        need = row * len(self.retrieval_layers) * tokens * sequences
+        available = available_host_bytes()
+        if need > available:
+            raise HostMemoryError(need, available, tokens * sequences)
+
+
+def _copied(layer: object) -> object:
+    from copy import deepcopy
+
+    return deepcopy(layer)

@@ -1,0 +1,188 @@
+"""One full-attention layer of a transformers cache, backed by a LayerState."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvrecall.errors import CacheModelError, DeviceError, NotAttachedError, ParameterError, ShapeError
+from kvrecall.index.base import LayerShape
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
+from kvrecall.layer_state import LayerState
+from kvrecall.methods.base import HEAD_DIMS
+from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.structs import AttentionParams
+
+if TYPE_CHECKING:
+    from kvrecall.integrations.transformers.cache import RetrievalCache
+
+LAYER_TAG = "_kvrecall_layer"
+"""Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
+
+
+class RetrievalLayer(CacheLayerMixin):
+    """Implements the cache-layer protocol. `update` only checks and passes on; storing happens in `attend`, which the
+    attention function calls with the queries, because the protocol never shows a cache the query or the mask.
+
+    Lengths that transformers sees are logical: they count padding, which is never stored.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: RetrievalCache, number: int) -> None:
+        super().__init__()
+        self.cache, self.number = cache, number
+        self.state: LayerState | None = None
+        self._logical = 0
+        self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None while nothing was padding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        b, heads, _, dim = key_states.shape
+        if dim not in HEAD_DIMS or value_states.shape[-1] != dim:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            raise ShapeError("head_dim", f"one of {sizes}, the same for K and V", f"{dim} and {value_states.shape[-1]}", "Use another model.")
+        query_heads = self.cache.signature.query_heads
+        shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
+        self.state = LayerState(self.number, shape, self.cache.method, self.cache.profile)
+        if self.cache.reserved_tokens:
+            self._reserve(self.cache.reserved_tokens)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
+        if not self.cache.attached():
+            raise NotAttachedError
+        self.cache.before_layer(self.number, key_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        state = self._ready()
+        shape = state.shape
+        if key_states.shape[0] != shape.sequences:
+            raise ShapeError("batch", f"{shape.sequences} sequences", key_states.shape[0], "Use a new cache for another batch.")
+        if (key_states.shape[1], key_states.shape[3]) != (shape.kv_heads, shape.head_dim):
+            got = f"keys of {key_states.shape[1]} heads x {key_states.shape[3]}"
+            raise CacheModelError(f"keys of {shape.kv_heads} heads x {shape.head_dim}", got)
+        if (key_states.dtype, key_states.device) != (shape.dtype, shape.device):
+            raise DeviceError("keys", f"{shape.dtype} on {shape.device}", f"{key_states.dtype} on {key_states.device}")
+        state.guard(key_states, value_states)
+        setattr(key_states, LAYER_TAG, self)
+        return key_states, value_states
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """Stores the new tokens and attends: queries `[B, H_q, T, D]` -> `[B, H_q, T, D]`.
+
+        mask: bool `[B, logical length + T]`, False for padding, or None.
+        """
+        new = queries.shape[2]
+        valid = self._new_validity(mask, new)
+        if self.cache.on_queries is not None:
+            self.cache.on_queries(self.number, queries)
+        with deferred_interrupt():
+            if new == 1:
+                flags = None if valid is None else valid[:, 0].tolist()
+                out = decode_step(self._ready(), queries, keys, values, flags, params)
+            else:
+                out = prefill_layer(self._ready(), queries, keys, values, valid, params)
+            self._advance(valid, new)
+        return out
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._logical + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self._logical
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        """Nothing to do: the retrieval zone is on the host already."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: rows are fetched when they are selected."""
+
+    def reset(self) -> None:
+        self.state, self._valid, self._logical, self.is_initialized = None, None, 0, False
+
+    def crop(self, tokens: int) -> None:
+        """Negative: removes that many tokens from the end. Positive: keeps that many (logical) tokens."""
+        keep = self._logical + tokens if tokens <= 0 else min(tokens, self._logical)
+        if self.state is None or keep == self._logical:
+            return
+        if keep < 0:
+            raise ParameterError("crop", f"at most {self._logical} tokens to remove", -tokens, "The cache is unchanged.")
+        for b in range(self.state.shape.sequences):
+            real = keep if self._valid is None else int(self._valid[b, :keep].sum())
+            self.state.crop(b, real)
+        self._logical = keep
+        self._valid = None if self._valid is None else self._valid[:, :keep]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self._select([b for b in range(self.state.shape.sequences) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero().squeeze(1)
+            self._select(indices.tolist())
+
+    def fork(self, cache: RetrievalCache) -> RetrievalLayer:
+        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write."""
+        copy = RetrievalLayer(cache, self.number)
+        if self.state is not None:
+            copy.state = self.state.fork(cache.method)
+            copy.is_initialized = True
+        copy._logical, copy._valid = self._logical, self._valid
+        return copy
+
+    def _ready(self) -> LayerState:
+        assert self.state is not None
+        return self.state
+
+    def _reserve(self, tokens: int) -> None:
+        state = self._ready()
+        sizes = state.store.sizes
+        retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
+        for pool in state.store.host:
+            pool.reserve(retrieved)
+        if state.index is not None:
+            state.index.reserve(retrieved)
+
+    def _select(self, sequences: list[int]) -> None:
+        if self.state is None or sequences == list(range(self.state.shape.sequences)):
+            return
+        self.state = self.state.select(sequences)
+        self._valid = None if self._valid is None else self._valid[sequences]
+
+    def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
+        """bool `[B, T]` on the CPU for the new tokens, None when all are valid."""
+        if mask is None:
+            return None
+        if mask.ndim != 2 or mask.shape[1] < self._logical + new:
+            expected = f"a 2-D padding mask [batch, {self._logical + new}]"
+            raise ShapeError("attention_mask", expected, list(mask.shape), "Pass the tokenizer's attention_mask or none.")
+        mask = mask[:, : self._logical + new].bool().cpu()
+        past = torch.ones_like(mask[:, : self._logical]) if self._valid is None else self._valid
+        if not torch.equal(mask[:, : self._logical], past):
+            raise ShapeError("attention_mask", "the same padding as before for stored tokens", "another one", "Use a new cache.")
+        fresh = mask[:, self._logical :]
+        return None if fresh.all() else fresh
+
+    def _advance(self, valid: Tensor | None, new: int) -> None:
+        if valid is not None or self._valid is not None:
+            b = self._ready().shape.sequences
+            past = torch.ones(b, self._logical, dtype=torch.bool) if self._valid is None else self._valid
+            fresh = torch.ones(b, new, dtype=torch.bool) if valid is None else valid
+            self._valid = torch.cat([past, fresh], 1)
+        self._logical += new

@@ -1,0 +1,26 @@
+"""Combines attention over disjoint parts of the tokens into attention over their union (log-sum-exp merge)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.structs import Partial
+
+
+def merge(parts: list[Partial]) -> Partial:
+    """Attention over the union of disjoint parts; an empty part (lse = -inf) changes nothing."""
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([p.lse for p in parts])
+    total = torch.logsumexp(lse, 0)
+    weights = torch.exp(lse - torch.where(total.isfinite(), total, 0.0)).unsqueeze(-1)
+    out = weights[0] * parts[0].out
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        out = torch.addcmul(out, weight, part.out)
+    return Partial(out, total)
+
+
+def sink_logits(logits: Tensor, like: Partial) -> Partial:
+    """The part of learned attention sinks (gpt-oss): one logit `[H_q]` per head that takes mass and gives no value."""
+    return Partial(torch.zeros_like(like.out), logits.float().view(1, -1, 1).expand_as(like.lse))

@@ -1,0 +1,33 @@
+"""Full: dense attention over everything through the same cache, the reference for answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import LayerShape
+from kvrecall.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(Method):
+    """No index, no search: every step reads the whole retrieval zone from the host."""
+
+    name: ClassVar[str] = "full"
+    paper: ClassVar[str] = "full attention"
+
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k is not None:
+            raise ParameterError("top_k", "None", self.top_k, "Full attends to everything; use kvrecall.Exact(top_k=...).")
+
+    def build_index(self, shape: LayerShape) -> None:
+        return None
+
+    def summary_bytes(self, head_dim: int, dtype: torch.dtype) -> float:
+        return 0.0

@@ -1,0 +1,73 @@
+"""ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (Qi et al.), https://github.com/amy-77/ParisKV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
+from kvrecall.methods.base import Method
+
+_WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParisKV(Method):
+    """Codes on the sphere that no drift can make stale, searched in two stages.
+
+    1. Keys are normalised and turned by one fixed random rotation, which makes every block of 8 coordinates look like a
+       random direction; the nearest of 2^8 sign patterns is its centroid, known before any key is seen.
+    2. Stage I counts, per block, whether a key's centroid is among the query's best (six tiers inside the top
+       `collision_ratio` of the keys) and keeps the top `candidate_ratio` of the keys.
+    3. Stage II estimates their inner products from 4-bit codes and one corrective weight per block; `top_k` are fetched.
+    4. New keys wait in a buffer and are encoded in batches of `update_interval`.
+
+    candidate_ratio (beta), collision_ratio (rho): shares in (0, 1]; None takes them from `schedule`, by length of the zone.
+    min_candidates_per_k: never rerank fewer than this many candidates per fetched token.
+    gqa: "mean_q" (the paper's code), "mean_softmax", "max" or "per_head".
+    seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
+    """
+
+    name: ClassVar[str] = "pariskv"
+    paper: ClassVar[str] = "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs"
+
+    candidate_ratio: float | None = None
+    collision_ratio: float | None = None
+    schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
+    min_candidates_per_k: int = 4
+    gqa: str = "mean_q"
+    seed: int = 42
+    weight_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k is None:
+            raise ParameterError("top_k", "an integer > 0", None, "Use kvrecall.Full() to attend to everything.")
+        if self.min_candidates_per_k < 1:
+            raise ParameterError("min_candidates_per_k", "an integer >= 1", self.min_candidates_per_k, "The default is 4.")
+        if self.weight_dtype not in _WEIGHT_DTYPES:
+            raise ParameterError("weight_dtype", f"one of {', '.join(_WEIGHT_DTYPES)}", self.weight_dtype, "The default is bfloat16.")
+        self.sphere_config()
+
+    def sphere_config(self) -> SphereConfig:
+        """The index's configuration; raises for ratios outside (0, 1] and for unknown modes."""
+        steps = tuple(
+            RatioStep(
+                s.below_tokens,
+                s.candidate_ratio if self.candidate_ratio is None else self.candidate_ratio,
+                s.collision_ratio if self.collision_ratio is None else self.collision_ratio,
+            )
+            for s in self.schedule
+        )
+        return SphereConfig(self.gqa, steps, self.min_candidates_per_k, self.seed, _WEIGHT_DTYPES[self.weight_dtype])
+
+    def build_index(self, shape: LayerShape) -> SphereIndex:
+        return SphereIndex(shape, self.sphere_config())
+
+    def summary_bytes(self, head_dim: int, dtype: torch.dtype) -> float:
+        return SphereIndex.nbytes_per_token(head_dim, _WEIGHT_DTYPES[self.weight_dtype])

@@ -1,0 +1,48 @@
+"""Names of methods -> classes, imported only when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from importlib import import_module
+from typing import Any
+
+from kvrecall.errors import UnknownNameError
+from kvrecall.methods.base import Method
+
+_METHODS = {
+    "pariskv": ("kvrecall.methods.pariskv", "ParisKV"),
+    "exact": ("kvrecall.methods.exact", "Exact"),
+    "full": ("kvrecall.methods.full", "Full"),
+}
+
+
+def names() -> list[str]:
+    """Registered method names, sorted."""
+    return sorted(_METHODS)
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method; the name is not case-sensitive. Raises UnknownNameError."""
+    key = name.lower()
+    if key not in _METHODS:
+        raise UnknownNameError("method", name, names())
+    module, attribute = _METHODS[key]
+    return getattr(import_module(module), attribute)
+
+
+def get(name: str, **params: Any) -> Method:
+    """A method by name with some of its parameters set; raises UnknownNameError for an unknown method or parameter."""
+    chosen = method_class(name)
+    known = [f.name for f in fields(chosen)]
+    for param in params:
+        if param not in known:
+            raise UnknownNameError(f"parameter of {name}", param, known)
+    return chosen(**params)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """name, one-line summary, paper and parameters with defaults, for tables and help texts."""
+    chosen = method_class(name)
+    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(chosen)}
+    summary = (chosen.__doc__ or "").strip().splitlines()[0]
+    return {"name": chosen.name, "summary": summary, "paper": chosen.paper, "parameters": defaults}

@@ -1,0 +1,65 @@
+"""Scalar building blocks of the compiled CPU kernels (numba): reading 16-bit floats, ordering floats.
+
+Import this module only from compiled kernels: it imports numba.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+
+def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
+    """Zero-copy view of a CPU float tensor as unsigned integers, and the kind that `load_float` needs."""
+    bits = torch.uint32 if tensor.dtype == torch.float32 else torch.uint16
+    return tensor.detach().view(bits).numpy(), _KINDS[tensor.dtype]
+
+
+@intrinsic
+def bits_to_float(typingctx, bits):  # noqa: ANN001, ANN201 - numba's own protocol
+    """uint32 -> float32 with the same bits."""
+
+    def build(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), build
+
+
+@intrinsic
+def float_to_bits(typingctx, value):  # noqa: ANN001, ANN201
+    """float32 -> uint32 with the same bits."""
+
+    def build(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), build
+
+
+@njit(inline="always")
+def load_float(bits, kind):  # noqa: ANN001, ANN201
+    """Finite fp32, bf16 or fp16 bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""
+    wide = np.uint32(bits)
+    if kind == FLOAT32:
+        return bits_to_float(wide)
+    if kind == BFLOAT16:
+        return bits_to_float(np.uint32(wide << np.uint32(16)))
+    sign = np.uint32((wide & np.uint32(0x8000)) << np.uint32(16))
+    magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
+    scaled = bits_to_float(magnitude) * np.float32(2.0**112)
+    return bits_to_float(np.uint32(float_to_bits(scaled) | sign))
+
+
+@njit(inline="always")
+def sort_key(value):  # noqa: ANN001, ANN201
+    """uint32 whose order is the order of non-NaN floats; -0.0 and 0.0 share a key."""
+    bits = float_to_bits(np.float32(value + np.float32(0.0)))
+    if bits & np.uint32(0x80000000):
+        return np.uint32(~bits)
+    return np.uint32(bits | np.uint32(0x80000000))

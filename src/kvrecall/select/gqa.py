@@ -1,0 +1,46 @@
+"""How the query heads of one KV head share a search.
+
+`mean_q`       search once with the mean of the group's queries (the paper's code; equals the mean of the raw logits).
+`mean_softmax` score with every head, rank by the mean over heads of softmax(scaling * score).
+`max`          score with every head, rank by the largest score.
+`per_head`     search with every head, fetch the union.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import UnknownNameError
+
+GQAMode = Literal["mean_q", "mean_softmax", "max", "per_head"]
+GQA_MODES: tuple[str, ...] = get_args(GQAMode)
+
+
+def check_mode(mode: str) -> None:
+    """Raises UnknownNameError for a mode that does not exist."""
+    if mode not in GQA_MODES:
+        raise UnknownNameError("gqa mode", mode, GQA_MODES)
+
+
+def search_queries(queries: Tensor, kv_heads: int, mode: str) -> Tensor:
+    """fp32 queries to search with, `[B, H_q, D]` -> `[B, H_kv, 1 or G, D]` (1 for `mean_q`)."""
+    grouped = queries.float().unflatten(1, (kv_heads, -1))
+    return grouped.mean(2, keepdim=True) if mode == "mean_q" else grouped
+
+
+def reduce_scores(scores: Tensor, mode: str, scaling: float) -> Tensor:
+    """Ranking scores of a group, fp32 `[..., G, C]` -> `[..., C]`, or `[..., G, C]` unchanged for `per_head`.
+
+    The softmax runs over the C given keys in float64, so that two implementations round to the same fp32 ranking.
+    """
+    if mode == "per_head":
+        return scores
+    if mode == "mean_softmax":
+        logits = scores.double() * scaling
+        peak = logits.amax(-1, keepdim=True)
+        weights = torch.exp(logits - torch.where(peak.isfinite(), peak, 0.0))
+        return (weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)).mean(-2).float()
+    return scores.amax(-2)

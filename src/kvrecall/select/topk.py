@@ -1,0 +1,29 @@
+"""Deterministic top-k: the larger score wins, among equals the lower position; results come in ascending position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def top_k_positions(scores: Tensor, k: int) -> Tensor:
+    """int64 positions `[..., min(k, n)]`, ascending, of the k largest of scores `[..., n]`."""
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return order[..., : min(k, scores.shape[-1])].sort(dim=-1).values
+
+
+def union_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Union over the next-to-last dimension: int `[..., G, K]` (-1 = none) -> ascending int32 `[..., G K]` padded, counts.
+
+    The padded width is cut to the longest union.
+    """
+    flat = ids.flatten(-2)
+    last = torch.iinfo(flat.dtype).max
+    ordered = torch.where(flat < 0, last, flat).sort(dim=-1).values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    kept = torch.where(first, ordered, last).sort(dim=-1).values
+    counts = (kept != last).sum(-1)
+    width = int(counts.max()) if counts.numel() else 0
+    kept = kept[..., :width]
+    return torch.where(kept == last, -1, kept).to(torch.int32), counts.to(torch.int32)

@@ -1,0 +1,112 @@
+"""What the stages hand to each other. Shapes use the letters of `docs/glossary.md`.
+
+B sequences · H_q, H_kv heads · G = H_q / H_kv · D head dim · N retrieval-zone tokens · K selected tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much one search may return.
+
+    top_k: tokens per KV head (per query head for `gqa="per_head"`, whose union may be larger).
+    scaling: factor of the attention logits, needed where scores of several heads meet in a softmax.
+    """
+
+    top_k: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What a model asks of its attention beyond the tensors.
+
+    scaling: factor of q k. softcap: 0 for none, else logits become softcap * tanh(logits / softcap) (Gemma 2).
+    sink_logits: learned logits `[H_q]` that take softmax mass without a value (gpt-oss), or None.
+    """
+
+    scaling: float
+    softcap: float = 0.0
+    sink_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Retrieval-zone tokens chosen for one step.
+
+    ids: int32 `[B, H_kv, K]`, positions inside the retrieval zone of each sequence, ascending, unique, padded with -1.
+    counts: int32 `[B, H_kv]`, how many ids of each row are real.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Key-value rows that are resident on the compute device.
+
+    kv: `[B, H_kv, T, 2, D]`, one contiguous row K|V per token and head, in the model's dtype.
+    lengths: int32 `[B, H_kv]`, rows that are real; the rest is never read.
+    """
+
+    kv: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention over a part of the tokens.
+
+    out: fp32 `[B, H_q, T_q, D]`, normalised within the part.
+    lse: fp32 `[B, H_q, T_q]`, natural logarithm of the sum of exponentials; -inf for an empty part, whose `out` is 0.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def empty_like(query: Tensor) -> Partial:
+        """Identity of the merge for a query `[B, H_q, T_q, D]`."""
+        out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        return Partial(out, torch.full(query.shape[:-1], float("-inf"), device=query.device))
+
+
+@dataclass
+class StepStats:
+    """Counters of one layer, summed over sequences and decode steps (bytes and tokens are exact counts, not estimates)."""
+
+    steps: int = 0
+    searches: int = 0
+    attended_tokens: int = 0
+    """Tokens attended per KV head, summed over steps, sequences and KV heads; see `attended_rows` for the divisor."""
+    attended_rows: int = 0
+    """Number of (step, sequence, KV head) triples counted in `attended_tokens`."""
+    retrieved_tokens: int = 0
+    reused_rows: int = 0
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def attended_per_step(self) -> float:
+        """Mean tokens attended per KV head, sequence and decode step."""
+        return self.attended_tokens / self.attended_rows if self.attended_rows else 0.0
+
+    def add_time(self, stage: str, seconds: float) -> None:
+        """Adds wall time to one stage (`encode`, `search`, `fetch`, `attend`, `merge`, `prefill`, `update`)."""
+        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+
+    def merged(self, other: StepStats) -> StepStats:
+        """Sum of two layers' counters; steps and searches add up too, so a total counts layer-steps."""
+        stages = set(self.stage_seconds) | set(other.stage_seconds)
+        names = [n for n in self.__dataclass_fields__ if n != "stage_seconds"]
+        total = StepStats(**{n: getattr(self, n) + getattr(other, n) for n in names})
+        total.stage_seconds = {s: self.stage_seconds.get(s, 0.0) + other.stage_seconds.get(s, 0.0) for s in sorted(stages)}
+        return total
