@@ -42,6 +42,22 @@ def float_to_bits(typingctx, value):  # noqa: ANN001, ANN201
     return types.uint32(types.float32), build
 
 
+@intrinsic
+def prefetch(typingctx, address):  # noqa: ANN001, ANN201
+    """Asks for the cache line at an integer address, to be read soon; never faults."""
+
+    def build(context, builder, signature, args):  # noqa: ANN001, ANN202
+        integer, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name=name)
+        flags = [integer(0), integer(3), integer(1)]  # for reading, keep in all caches, data
+        builder.call(function, [builder.inttoptr(args[0], pointer), *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), build
+
+
 @njit(inline="always")
 def load_float(bits, kind):  # noqa: ANN001, ANN201
     """Finite fp32, bf16 or fp16 bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""

@@ -11,7 +11,7 @@ from kvrecall.index.base import Index, LayerShape, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix
-from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, check_schedule, stage_sizes
+from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import check_mode, search_queries
 from kvrecall.structs import Budget, Selection
@@ -52,6 +52,7 @@ class SphereIndex(Index):
         self._weights = table(blocks, config.weight_dtype)
         counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
         self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
+        self._zero_norms = [False] * shape.sequences  # only kept for the compiled path
         self._compiled = _compiled_available(shape.device) if compiled is None else compiled
 
     @property
@@ -74,11 +75,13 @@ class SphereIndex(Index):
 
     def append(self, sequence: int, keys: Tensor) -> None:
         for piece in keys.split(_ENCODE_TOKENS, dim=1):
-            codes = encode(piece, self._rotation, self.config.weight_dtype)
+            codes = self._encode(piece)
             self._signs.append(sequence, codes.signs)
             self._magnitudes.append(sequence, codes.magnitudes)
             self._weights.append(sequence, codes.weights)
             self._count(sequence, codes.signs, 1)
+            if self._compiled and not self._zero_norms[sequence]:
+                self._zero_norms[sequence] = bool((codes.weights == 0).all(-1).any())
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
@@ -90,6 +93,7 @@ class SphereIndex(Index):
         chosen.__dict__.update(self.__dict__)
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
+        chosen._zero_norms = [self._zero_norms[b] for b in sequences]
         chosen._counts = self._counts[torch.tensor(sequences, device=self._counts.device)]
         return chosen
 
@@ -99,16 +103,13 @@ class SphereIndex(Index):
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config
-        grouped = search_queries(queries, self._kv_heads, config.gqa)
-        # One product per sequence: a batched one may round differently, and a sequence must find what it finds alone.
-        rotated = torch.stack([query @ self._rotation.T for query in grouped])
-        sizes = [stage_sizes(config.schedule, self.lengths[b], budget.top_k, config.min_candidates_per_k) for b in sequences]
+        rotated, sizes = self._prepare(queries, budget, sequences)
         if self._compiled:
             from kvrecall.index.sphere.compiled import search_batch
 
             return search_batch(
                 (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts),
-                [self.lengths[b] for b in sequences], sequences, rotated, sizes, budget, config.gqa,
+                [self.lengths[b] for b in sequences], [self._zero_norms[b] for b in sequences], sequences, rotated, sizes, budget, config.gqa,
             )  # fmt: skip
         found = [
             reference.search_sequence(
@@ -118,7 +119,34 @@ class SphereIndex(Index):
         ]  # fmt: skip
         return stack_selections(found)
 
+    def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor]:
+        """What stage I leaves for the rerank, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
+        rotated, sizes = self._prepare(queries, budget, sequences)
+        return [
+            reference.stage_one(self.codes(b), self._counts[b], query, size, self.config.gqa)
+            for b, query, size in zip(sequences, rotated, sizes, strict=True)
+        ]
+
+    def _prepare(self, queries: Tensor, budget: Budget, sequences: list[int]) -> tuple[Tensor, list[StageSizes]]:
+        config = self.config
+        grouped = search_queries(queries, self._kv_heads, config.gqa)
+        # One product per sequence: a batched one may round differently, and a sequence must find what it finds alone.
+        rotated = torch.stack([query @ self._rotation.T for query in grouped])
+        least = config.min_candidates_per_k
+        return rotated, [stage_sizes(config.schedule, self.lengths[b], budget.top_k, least) for b in sequences]
+
+    def _encode(self, keys: Tensor) -> Codes:
+        if self._compiled:
+            from kvrecall.index.sphere import compiled_encode
+
+            return compiled_encode.encode(keys, self._rotation, self.config.weight_dtype)
+        return encode(keys, self._rotation, self.config.weight_dtype)
+
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
+        if self._compiled:
+            from kvrecall.index.sphere import compiled_encode
+
+            return compiled_encode.count_signs(signs.contiguous(), self._counts[sequence], sign)
         ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
         ones = torch.full_like(ids, sign, dtype=torch.int32)
         self._counts[sequence].scatter_add_(-1, ids, ones)

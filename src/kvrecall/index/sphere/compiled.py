@@ -17,10 +17,11 @@ from torch import Tensor
 
 from kvrecall.index.sphere.codes import magnitude_levels
 from kvrecall.index.sphere.schedule import StageSizes
-from kvrecall.numeric import as_bits, load_float, sort_key
+from kvrecall.numeric import as_bits, load_float, prefetch, sort_key
 from kvrecall.structs import Budget, Selection
 
 _CHUNK = 2048
+_AHEAD = 16
 _MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q = 0, 1, 2, 3
 _MODES = {"mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q}
 
@@ -28,18 +29,23 @@ _MODES = {"mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "me
 def search_batch(
     tables: tuple[Tensor, Tensor, Tensor, Tensor],
     lengths: list[int],
+    zero_norms: list[bool],
     sequences: list[int],
     queries: Tensor,
     sizes: list[StageSizes],
     budget: Budget,
     mode: str,
 ) -> Selection:
-    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. queries: rotated `[b, H_kv, G', D]`."""
+    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. queries: rotated `[b, H_kv, G', D]`.
+
+    lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
+    need not look at weights).
+    """
     signs, magnitudes, weights, counts = tables
     weight_bits, kind = as_bits(weights)
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
-        np.array(lengths, np.int64), np.array(sequences, np.int64), queries.contiguous().numpy(),
+        np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
     )  # fmt: skip
@@ -47,7 +53,7 @@ def search_batch(
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _search(signs, magnitudes, weights, kind, counts, lengths, sequences, queries, wanted, targets, levels, top_k, scaling, mode):  # noqa: ANN001, ANN202
+def _search(signs, magnitudes, weights, kind, counts, lengths, zero_norms, sequences, queries, wanted, targets, levels, top_k, scaling, mode):  # noqa: ANN001, ANN202
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
     sets = group if mode == _PER_HEAD else 1
@@ -75,7 +81,9 @@ def _search(signs, magnitudes, weights, kind, counts, lengths, sequences, querie
         start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
         if start < end:
             row = sequences[b]
-            _scan(signs[row, h], weights[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            _scan(signs[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            if zero_norms[b]:
+                _bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
 
     # Per chunk: how many tokens pass the threshold, how many ties it may take, where its candidates start.
     threshold = np.empty((b_n, heads, sets), np.int64)
@@ -207,23 +215,16 @@ def _pair_tables(block, levels, out):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _scan(signs, weights, bonus, start, end, coarse, histogram):  # noqa: ANN001, ANN202
-    """coarse[j, i] = 1 + bonus sum (the group's largest unless it has one set per head); 0 for a key of zero norm."""
+def _scan(signs, bonus, start, end, coarse, histogram):  # noqa: ANN001, ANN202
+    """coarse[j, i] = 1 + bonus sum (the group's largest unless it has one set per head)."""
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
     for i in range(start, end):
-        zero = True
-        for s in range(blocks):
-            if weights[i, s] != 0:
-                zero = False
-                break
         best = 0
         for g in range(group):
             total = 1
             for s in range(blocks):
                 total += bonus[g, s, signs[i, s]]
-            if zero:
-                total = 0
             if sets == 1:
                 best = max(best, total)
             else:
@@ -232,6 +233,22 @@ def _scan(signs, weights, bonus, start, end, coarse, histogram):  # noqa: ANN001
         if sets == 1:
             coarse[0, i] = best
             histogram[0, best] += 1
+
+
+@njit(cache=True)
+def _bar_zero_norms(weights, start, end, coarse, histogram):  # noqa: ANN001, ANN202
+    """Moves keys of zero norm to coarse score 0, behind everything."""
+    for i in range(start, end):
+        zero = True
+        for s in range(weights.shape[1]):
+            if weights[i, s] != 0:
+                zero = False
+                break
+        if zero:
+            for j in range(coarse.shape[0]):
+                histogram[j, coarse[j, i]] -= 1
+                histogram[j, 0] += 1
+                coarse[j, i] = 0
 
 
 @njit(cache=True)
@@ -276,9 +293,19 @@ def _compact(coarse, start, end, threshold, quota, out, at):  # noqa: ANN001, AN
 
 @njit(cache=True)
 def _rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger):  # noqa: ANN001, ANN202
-    """Estimated inner products (Eq. 24) of the chosen tokens; the sums are ordered as in the reference."""
+    """Estimated inner products (Eq. 24) of the chosen tokens; the sums are ordered as in the reference.
+
+    Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
+    """
     blocks = pairs.shape[0]
+    sign_base, magnitude_base, weight_base = signs.ctypes.data, magnitudes.ctypes.data, weights.ctypes.data
     for c in range(chosen.shape[0]):
+        if c + _AHEAD < chosen.shape[0]:
+            later = np.int64(chosen[c + _AHEAD])
+            prefetch(sign_base + later * signs.strides[0])
+            prefetch(magnitude_base + later * magnitudes.strides[0])
+            prefetch(magnitude_base + (later + 1) * magnitudes.strides[0] - 1)
+            prefetch(weight_base + later * weights.strides[0])
         i = chosen[c]
         total = np.float32(0.0)
         for s in range(blocks):

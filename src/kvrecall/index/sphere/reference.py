@@ -61,26 +61,42 @@ def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
     return total
 
 
-def search_sequence(
-    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Searches the n tokens of one sequence.
+def stage_one(codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, mode: str) -> Tensor:
+    """Candidates of one sequence by collisions (Appendix B.2.1).
 
     codes: `[H_kv, n, ·]`. counts: `[H_kv, S, 256]`. queries: rotated fp32 `[H_kv, G', D]`, G' = 1 for `mean_q`, else G.
-    Returns (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`).
+    Returns ascending int64 ids `[H_kv, 1 or G, C]` (G sets for `per_head`; other modes share the group's largest score).
     """
-    zero_norm = (codes.weights == 0).all(-1).unsqueeze(1)  # [H_kv, 1, n]: rank behind everything, whatever the query
     bonus = collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets)
     coarse = collision_scores(codes.signs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1), bonus)
     if mode != "per_head":
         coarse = coarse.amax(1, keepdim=True)
-    candidates = top_k_positions(coarse.masked_fill(zero_norm, -1), sizes.candidates)  # [H_kv, 1 or G, C]
+    return top_k_positions(coarse.masked_fill(_zero_norm(codes), -1), sizes.candidates)
 
+
+def stage_two(codes: Codes, queries: Tensor, candidates: Tensor, top_k: int, mode: str, scaling: float) -> tuple[Tensor, Tensor]:
+    """The best `top_k` candidates by estimated inner product (Appendix B.2.2); arguments as in `stage_one`.
+
+    Returns (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`).
+    """
     heads = torch.arange(codes.signs.shape[0], device=candidates.device)[:, None, None]
     picked = Codes(codes.signs[heads, candidates], codes.magnitudes[heads, candidates], codes.weights[heads, candidates])
     estimates = estimate_scores(picked, queries)  # [H_kv, G', C]
     if mode != "per_head":
         estimates = reduce_scores(estimates, mode, scaling).unsqueeze(1)
-    barred = zero_norm.expand(-1, candidates.shape[1], -1).gather(-1, candidates)
+    barred = _zero_norm(codes).expand(-1, candidates.shape[1], -1).gather(-1, candidates)
     best = top_k_positions(estimates.masked_fill(barred, float("-inf")), top_k)
     return union_rows(candidates.gather(-1, best).to(torch.int32))
+
+
+def search_sequence(
+    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Both stages over the n tokens of one sequence."""
+    candidates = stage_one(codes, counts, queries, sizes, mode)
+    return stage_two(codes, queries, candidates, top_k, mode, scaling)
+
+
+def _zero_norm(codes: Codes) -> Tensor:
+    """bool `[H_kv, 1, n]`: keys of zero norm, which rank behind everything, whatever the query."""
+    return (codes.weights == 0).all(-1).unsqueeze(1)

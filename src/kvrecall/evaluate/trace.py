@@ -1,0 +1,124 @@
+"""Capture queries, keys and values of a real model, so that any method can be replayed over them without the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrecall.engine.prefill import prefill
+from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.integrations.transformers import RetrievalCache, attach
+from kvrecall.methods.full import Full
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """One layer of one sequence, post-RoPE. Query s saw the tokens 0 .. prompt_tokens + s, its own included.
+
+    keys, values: `[H_kv, prompt_tokens + steps, D]`; queries: `[steps, H_q, D]`, of the decode steps.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+
+
+@dataclass(frozen=True)
+class TraceInfo:
+    """Where a trace comes from. scaling: factor of the attention logits."""
+
+    model: str
+    prompt_tokens: int
+    steps: int
+    scaling: float
+    layers: tuple[int, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A capture: its origin and its layers by number."""
+
+    info: TraceInfo
+    layers: dict[int, LayerTrace]
+
+    def save(self, path: Path) -> None:
+        """Writes one safetensors file; the origin is in its metadata."""
+        tensors = {}
+        for number, layer in self.layers.items():
+            for name in ("keys", "values", "queries"):
+                tensors[f"layer.{number}.{name}"] = getattr(layer, name).contiguous()
+        save_file(tensors, path, metadata={"kvrecall": json.dumps(asdict(self.info))})
+
+    @staticmethod
+    def load(path: Path) -> Trace:
+        """Reads what `save` wrote; raises InputFileError for anything else."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                info = json.loads((file.metadata() or {})["kvrecall"])
+                info["layers"] = tuple(info["layers"])
+                layers = {
+                    n: LayerTrace(*(file.get_tensor(f"layer.{n}.{name}") for name in ("keys", "values", "queries")))
+                    for n in info["layers"]
+                }
+        except (OSError, KeyError, ValueError) as error:
+            raise InputFileError(path, f"not a trace ({error})", "Make one with `kvrecall trace`.") from None
+        except Exception as error:  # safetensors raises its own type for a broken file
+            raise InputFileError(path, f"not a trace ({error})", "Make one with `kvrecall trace`.") from None
+        return Trace(TraceInfo(**info), layers)
+
+
+@torch.inference_mode()
+def capture(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    layers: tuple[int, ...] | None = None,
+    steps: int = 32,
+    chunk_tokens: int = 1024,
+    name: str = "",
+    text: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Trace:
+    """Runs a prompt `[1, T]` and `steps` greedy tokens under full attention and keeps what the chosen layers saw."""
+    cache = RetrievalCache(model.config, Full())
+    numbers = [layer.number for layer in cache.retrieval_layers]
+    chosen = tuple(numbers) if layers is None else layers
+    unknown = sorted(set(chosen) - set(numbers))
+    if unknown:
+        raise ParameterError("layers", f"full-attention layers among {numbers[0]}..{numbers[-1]}", unknown, "Choose others.")
+    if input_ids.shape[0] != 1 or input_ids.shape[1] < 2 or steps < 1:
+        raise ParameterError("prompt", "one sequence of 2 tokens or more, and 1 step or more", list(input_ids.shape), "Trace one prompt.")
+    total = input_ids.shape[1] + steps
+    tell = None if on_progress is None else (lambda done, _: on_progress(done, total))
+    queries: dict[int, list[Tensor]] = {n: [] for n in chosen}
+    prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
+    cache.on_queries = lambda n, q: queries[n].append(q[0, :, 0].cpu().clone()) if n in queries else None
+    token = input_ids[:, -1:]
+    with attach(model):
+        for step in range(steps):
+            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            if tell:
+                tell(input_ids.shape[1] + step + 1, total)
+    captured = {}
+    for layer in cache.retrieval_layers:
+        if layer.number in queries and layer.state is not None:
+            rows = torch.cat([block.cpu() for block in layer.state.store.blocks(0)], 1)
+            captured[layer.number] = LayerTrace(rows[:, :, 0], rows[:, :, 1], torch.stack(queries[layer.number]))
+    # The last prompt token is the first query, so a query's own position is prompt - 1 + step.
+    scaling = float(getattr(_first_attention(model), "scaling", cache.signature.head_dim**-0.5))
+    info = TraceInfo(name or cache.signature.model_type, input_ids.shape[1] - 1, steps, scaling, chosen, text)
+    return Trace(info, captured)
+
+
+def _first_attention(model: PreTrainedModel) -> torch.nn.Module:
+    return next((m for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "layer_idx")), model)
