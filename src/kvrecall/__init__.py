@@ -12,11 +12,36 @@ host memory and attends to them together with a small dense window. Nothing is e
 Importing this package changes nothing global.
 """
 
-from kvrecall.integrations.transformers import RetrievalCache, attach
-from kvrecall.methods.base import Method
-from kvrecall.methods.exact import Exact
-from kvrecall.methods.full import Full
-from kvrecall.methods.pariskv import ParisKV
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrecall.integrations.transformers import RetrievalCache, attach
+    from kvrecall.methods.base import Method
+    from kvrecall.methods.exact import Exact
+    from kvrecall.methods.full import Full
+    from kvrecall.methods.pariskv import ParisKV
 
 __version__ = "0.1.0"
 __all__ = ["Exact", "Full", "Method", "ParisKV", "RetrievalCache", "__version__", "attach"]
+
+_HOMES = {
+    "Exact": "kvrecall.methods.exact",
+    "Full": "kvrecall.methods.full",
+    "Method": "kvrecall.methods.base",
+    "ParisKV": "kvrecall.methods.pariskv",
+    "RetrievalCache": "kvrecall.integrations.transformers",
+    "attach": "kvrecall.integrations.transformers",
+    "methods": None,  # packages that are attributes too
+    "engine": None,
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: torch and transformers take seconds, and `kvrecall --help` needs neither."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvrecall' has no attribute {name!r}")
+    home = _HOMES[name]
+    return import_module(f"kvrecall.{name}") if home is None else getattr(import_module(home), name)

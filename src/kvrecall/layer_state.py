@@ -13,7 +13,7 @@ from kvrecall.cache.layer import LayerStore
 from kvrecall.errors import NonFiniteError
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
-from kvrecall.structs import Budget, Selection, StepStats
+from kvrecall.structs import Budget, Selection, StepStats, lasting_tensors
 
 
 class LayerState:
@@ -28,7 +28,8 @@ class LayerState:
         self.stats = StepStats()
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         self._timed = shape.device.type == "cpu" or profile
-        self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
+        with lasting_tensors():
+            self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
 
     @property
     def top_k(self) -> int:
@@ -95,10 +96,13 @@ class LayerState:
 
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
-        return self._copy(sequences, self.method)
+        copy = self._copy(sequences, self.method)
+        copy.stats = self.stats
+        return copy
 
     def fork(self, method: Method) -> LayerState:
-        """The same sequences under another method: host rows are shared, the index is rebuilt from them if it differs."""
+        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
+        them if the method differs."""
         return self._copy(list(range(self.store.sequences)), method)
 
     def count_step(self, whole: list[int]) -> None:
@@ -140,10 +144,10 @@ class LayerState:
         copy.store = self.store.select(sequences)
         copy.trigger = method.build_trigger()
         copy.held, copy.stats = {}, StepStats()
-        copy._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
+        with lasting_tensors():
+            copy._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
         if method == self.method:
             copy.index = None if self.index is None else self.index.select(sequences)
-            copy.stats = StepStats(**{**self.stats.__dict__, "stage_seconds": dict(self.stats.stage_seconds)})
         else:
             copy.store.sizes = method.zone_sizes()
             copy.index = None if self.layer in method.dense_layers else method.build_index(copy.shape)

@@ -5,10 +5,20 @@ B sequences · H_q, H_kv heads · G = H_q / H_kv · D head dim · N retrieval-zo
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+
+def lasting_tensors() -> AbstractContextManager[object]:
+    """Context in which to allocate what outlives a step.
+
+    Tensors made under `torch.inference_mode` may not be written to outside it, yet a cache that was filled there may well be
+    used by `generate`, which only switches gradients off.
+    """
+    return torch.inference_mode(False)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.structs import Rows
+from kvrecall.structs import Rows, lasting_tensors
 
 
 class DevicePool:
@@ -16,7 +16,8 @@ class DevicePool:
     """
 
     def __init__(self, sequences: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._kv = torch.empty(sequences, heads, capacity, 2, dim, dtype=dtype, device=device)
+        with lasting_tensors():
+            self._kv = torch.empty(sequences, heads, capacity, 2, dim, dtype=dtype, device=device)
         self.lengths = [0] * sequences
 
     @property
@@ -63,12 +64,14 @@ class DevicePool:
     def select(self, sequences: list[int]) -> DevicePool:
         """A new pool whose sequence i is a copy of this one's `sequences[i]`."""
         chosen = object.__new__(DevicePool)
-        chosen._kv = self._kv[torch.tensor(sequences, device=self._kv.device)]
+        with lasting_tensors():
+            chosen._kv = self._kv[torch.tensor(sequences, device=self._kv.device)]
         chosen.lengths = [self.lengths[b] for b in sequences]
         return chosen
 
     def _ensure(self, tokens: int) -> None:
         if tokens > self._kv.shape[2]:
-            grown = self._kv.new_empty(*self._kv.shape[:2], tokens, *self._kv.shape[3:])
+            with lasting_tensors():
+                grown = self._kv.new_empty(*self._kv.shape[:2], tokens, *self._kv.shape[3:])
             grown[:, :, : self._kv.shape[2]] = self._kv
             self._kv = grown

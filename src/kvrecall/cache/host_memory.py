@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvrecall.structs import lasting_tensors
+
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """Uninitialised CPU tensor on its own pages; page-locked and mapped for CUDA when `pin`.
@@ -26,7 +28,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, count * dtype.itemsize)
-    tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+    with lasting_tensors():
+        tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
     if pin:
         _register(tensor, pages)
     return tensor

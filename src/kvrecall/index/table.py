@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrecall.structs import lasting_tensors
+
 
 class TokenTable:
     """Rows `[B, H_kv, capacity, width]`; the first `lengths[b]` tokens of sequence b are real, the rest is undefined.
@@ -14,7 +16,8 @@ class TokenTable:
     """
 
     def __init__(self, sequences: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = torch.empty(sequences, heads, 0, width, dtype=dtype, device=device)
+        with lasting_tensors():
+            self.rows = torch.empty(sequences, heads, 0, width, dtype=dtype, device=device)
         self.lengths = [0] * sequences
 
     @property
@@ -25,7 +28,8 @@ class TokenTable:
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` tokens per sequence; keeps contents."""
         if tokens > self.rows.shape[2]:
-            grown = self.rows.new_empty(*self.rows.shape[:2], tokens, self.rows.shape[3])
+            with lasting_tensors():
+                grown = self.rows.new_empty(*self.rows.shape[:2], tokens, self.rows.shape[3])
             grown[:, :, : self.rows.shape[2]] = self.rows
             self.rows = grown
 
@@ -46,7 +50,8 @@ class TokenTable:
         """A new table whose sequence i is this table's sequence `sequences[i]` (repeats allowed), sharing no memory."""
         chosen = TokenTable.__new__(TokenTable)
         chosen.lengths = [self.lengths[b] for b in sequences]
-        chosen.rows = self.rows[torch.tensor(sequences, device=self.rows.device)]
+        with lasting_tensors():
+            chosen.rows = self.rows[torch.tensor(sequences, device=self.rows.device)]
         return chosen
 
     def view(self, sequence: int) -> Tensor:

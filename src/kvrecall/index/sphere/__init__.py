@@ -14,7 +14,7 @@ from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import check_mode, search_queries
-from kvrecall.structs import Budget, Selection
+from kvrecall.structs import Budget, Selection, lasting_tensors
 
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
@@ -51,7 +51,8 @@ class SphereIndex(Index):
         self._magnitudes = table(blocks * MAGNITUDE_BYTES, torch.uint8)
         self._weights = table(blocks, config.weight_dtype)
         counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
-        self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
+        with lasting_tensors():
+            self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
         self._zero_norms = [False] * shape.sequences  # only kept for the compiled path
         self._compiled = _compiled_available(shape.device) if compiled is None else compiled
 
@@ -94,7 +95,8 @@ class SphereIndex(Index):
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
         chosen._zero_norms = [self._zero_norms[b] for b in sequences]
-        chosen._counts = self._counts[torch.tensor(sequences, device=self._counts.device)]
+        with lasting_tensors():
+            chosen._counts = self._counts[torch.tensor(sequences, device=self._counts.device)]
         return chosen
 
     def codes(self, sequence: int) -> Codes:

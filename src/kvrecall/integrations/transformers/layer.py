@@ -72,6 +72,7 @@ class RetrievalLayer(CacheLayerMixin):
         setattr(key_states, LAYER_TAG, self)
         return key_states, value_states
 
+    @torch.no_grad()
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens and attends: queries `[B, H_q, T, D]` -> `[B, H_q, T, D]`.
 

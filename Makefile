@@ -1,0 +1,45 @@
+# Every verb does its own set-up; `make` alone lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install demo test lint format bench-cpu test-gpu clean
+
+help: ## List the verbs
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Create .venv and install kvrecall with all development tools
+	@echo "kvrecall is installed in $(VENV)"
+
+$(STAMP): pyproject.toml scripts/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
+	@touch $@
+
+demo: $(STAMP) ## Ask a small model questions about a long document (ARGS="--all" for every question)
+	@$(BIN)/kvrecall demo $(ARGS)
+
+test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP) ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP) ## Fix style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
+	$(BIN)/python -m pytest -q benchmarks -m "not gpu" --benchmark-only $(ARGS)
+
+test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
+	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+clean: ## Remove caches and build output (keeps .venv and model weights)
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks htmlcov .coverage
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,83 @@
+"""One answer, from prompt ids to text on the screen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from kvrecall.cli.session import Session, token_bar
+
+_NO_CONTROL = {code: None for code in [*range(32), 127] if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a model may write escape sequences, a terminal should not obey them."""
+    return text.translate(_NO_CONTROL)
+
+
+def answer(
+    session: Session,
+    ids: list[int],
+    cache: Any,
+    *,
+    max_new_tokens: int,
+    chunk_tokens: int,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    quiet: bool = False,
+    write: Callable[[str], None] | None = None,
+) -> Any:
+    """Runs the engine under two bars, prefill and decode; returns its result.
+
+    With `write` the text is passed on as it comes, and takes the place of the second bar.
+    """
+    from kvrecall import engine
+
+    with ExitStack() as bars:
+        on_prefill = bars.enter_context(token_bar("reading", quiet))
+        on_token: Callable[[int], None] | None = None
+
+        def decode(count: int) -> None:
+            nonlocal on_token
+            if on_token is None:
+                bars.close()  # two live displays cannot share a screen
+                update = bars.enter_context(token_bar("answering", quiet or write is not None))
+                on_token = lambda n: update(n, max_new_tokens)  # noqa: E731
+            on_token(count)
+
+        return engine.generate(
+            session.model,
+            session.tokenizer,
+            session.tensor(ids),
+            cache,
+            max_new_tokens=max_new_tokens,
+            chunk_tokens=chunk_tokens,
+            on_prefill=on_prefill,
+            on_text=None if write is None else lambda text: write(printable(text)),
+            on_token=decode,
+            temperature=temperature,
+            seed=seed,
+        )
+
+
+def to_stdout(text: str) -> None:
+    """Writes a piece of an answer at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def summary(session: Session, method: Any, prompt_tokens: int, result: Any, cache: Any) -> dict[str, Any]:
+    """What --json says about an answer."""
+    return {
+        "answer": result.texts[0],
+        "model": session.name,
+        "method": method.name,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(result.new_tokens[0]),
+        "load_seconds": round(session.load_seconds, 3),
+        "prefill_seconds": round(result.prefill_seconds, 3),
+        "decode_seconds": round(result.decode_seconds, 3),
+        "stats": cache.stats().to_dict(),
+    }

@@ -1,0 +1,27 @@
+"""All verbs under one name."""
+
+from __future__ import annotations
+
+import typer
+
+from kvrecall.cli.ask import ask
+from kvrecall.cli.demo import demo
+from kvrecall.cli.generate import generate
+from kvrecall.cli.info import info
+from kvrecall.cli.models import models
+from kvrecall.cli.plan import plan
+from kvrecall.cli.recall import recall
+from kvrecall.cli.trace import trace
+
+app = typer.Typer(
+    name="kvrecall",
+    help="Long-context decoding over a KV cache that lives in host memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback with the values of all locals in it is of no use to the people who see it.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (ask, generate, demo, plan, info, trace, recall):
+    app.command()(verb)
+app.add_typer(models, name="models")

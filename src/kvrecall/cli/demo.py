@@ -1,0 +1,124 @@
+"""`kvrecall demo`: one document, read once; each question answered by retrieval and by full attention."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvrecall.cli import options
+from kvrecall.cli.answer import answer, printable, summary, to_stdout
+from kvrecall.cli.harbour import Question, excerpt, harbour_log
+from kvrecall.cli.report import seconds, stats_table
+from kvrecall.cli.session import Session, download_bar, open_session, token_bar
+from kvrecall.cli.verb import Result, notes, verb
+
+QUESTIONS = 3
+EXCERPT_TOKENS = 1800
+"""What the smallest model gets to read: it is weak beyond 2,000 tokens."""
+
+
+@verb
+def demo(
+    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
+    method: options.MethodName = options.DEFAULT_METHOD,
+    settings: options.Settings = None,
+    every: Annotated[bool, typer.Option("--all", help="Ask every question, not only the first three.")] = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    max_new_tokens: options.MaxNewTokens = 48,
+    chunk_tokens: options.ChunkTokens = 1024,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, side by side."""
+    chosen = options.method_of(method, settings)
+
+    from kvrecall import Full, RetrievalCache, engine
+    from kvrecall.engine.prompts import DocumentPrompt
+    from kvrecall.models import FALLBACK
+
+    session = open_session(model or _default(as_json), dtype, device, quiet=as_json)
+    document, questions = harbour_log()
+    questions = questions if every else questions[:QUESTIONS]
+    if session.name == FALLBACK:
+        notes().print(f"{FALLBACK} reads an excerpt of {EXCERPT_TOKENS:,} tokens: it is weak beyond 2,000.")
+        document = excerpt(document, questions, lambda text: len(session.tokenizer(text)["input_ids"]), EXCERPT_TOKENS)
+        # So short a text would be attended whole, and there would be nothing to see.
+        chosen = replace(chosen, full_attention_threshold=0)
+    prompt = DocumentPrompt.of(session.tokenizer, document)
+    limit = session.limit_tokens
+    prompts = [prompt.ask(q.question, max_new_tokens=max_new_tokens, limit_tokens=limit) for q in questions]
+
+    cache = RetrievalCache(session.model.config, chosen)
+    start = time.perf_counter()
+    with token_bar(f"{session.name} reads the harbour log", quiet=as_json) as on_progress:
+        engine.prefill(session.model, session.tensor(prompt.prefix), cache, chunk_tokens=chunk_tokens, on_progress=on_progress)
+    read_seconds = time.perf_counter() - start
+
+    console = Console(file=sys.stdout, highlight=False)
+    if not as_json:
+        console.print(
+            f"{session.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n"
+        )
+    # A fork keeps its zones, so both methods must agree about them.
+    zones = {"sink_tokens": chosen.sink_tokens, "local_tokens": chosen.local_tokens, "update_interval": chosen.update_interval}
+    full = Full(**zones)
+    told: list[dict[str, Any]] = []
+    for question, ids in zip(questions, prompts, strict=True):
+        if not as_json:
+            console.print(Text(question.question, style="bold"))
+        row = {"question": question.question, "expected": question.answer, "depth": question.depth}
+        for key, other in (("retrieval", chosen), ("full_attention", full)):
+            fork = cache.fork(other)
+            write = to_stdout if key == "retrieval" and not as_json else None
+            limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens}
+            result = answer(session, ids, fork, **limits, quiet=as_json, write=write)
+            about = summary(session, other, len(ids), result, fork)
+            row[key] = {**about, "right": question.answered_by(about["answer"])}
+            if write:
+                to_stdout("\n")
+        told.append(row)
+        if not as_json:
+            console.print(_side_by_side(question, chosen.name, row))
+            console.print()
+    if not as_json:
+        _conclude(console, session, chosen.name, told)
+    return {
+        "model": session.name,
+        "method": chosen.name,
+        "document_tokens": prompt.document_tokens,
+        "prefill_seconds": round(read_seconds, 3),
+        "questions": told,
+    }
+
+
+def _default(quiet: bool) -> str:
+    from kvrecall.models import default_model
+
+    with download_bar("fetching a model", quiet) as on_progress:
+        return default_model(on_progress, lambda notice: notes().print(Text(notice), soft_wrap=True))
+
+
+def _side_by_side(question: Question, method: str, row: dict[str, Any]) -> Table:
+    table = Table(show_edge=False, pad_edge=False, header_style="dim", expand=False)
+    cells = []
+    for heading, key in ((method, "retrieval"), ("full attention", "full_attention")):
+        about = row[key]
+        table.add_column(f"{heading} · {about['stats']['total']['attended_per_step']:,.0f} tokens per step", ratio=1)
+        mark = Text("✓ ", style="green") if about["right"] else Text(f"✗ (expected {question.answer}) ", style="red")
+        cells.append(mark + Text(printable(about["answer"]).strip(), style="default"))
+    table.add_row(*cells)
+    return table
+
+
+def _conclude(console: Console, session: Session, method: str, told: list[dict[str, Any]]) -> None:
+    right = {key: sum(row[key]["right"] for row in told) for key in ("retrieval", "full_attention")}
+    console.print(f"Right answers of {len(told)}: {method} {right['retrieval']}, full attention {right['full_attention']}.\n")
+    console.print(Text(f"The last answer by {method}:", style="bold"))
+    console.print(stats_table(told[-1]["retrieval"]))

@@ -1,0 +1,83 @@
+"""`kvrecall info`"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+
+from kvrecall.cli import options
+from kvrecall.cli.models import known_models
+from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.verb import Result, verb
+
+PACKAGES = ("torch", "transformers", "numba", "triton", "numpy", "gguf", "accelerate")
+
+
+@verb
+def info(as_json: options.AsJson = False) -> Result:
+    """Show versions, devices, methods and models."""
+    from kvrecall import methods
+
+    told: Result = {
+        "versions": _versions(),
+        "devices": _devices(),
+        "methods": [methods.describe(name) for name in methods.names()],
+        "models": known_models(),
+    }
+    if not as_json:
+        _show(told)
+    return told
+
+
+def _versions() -> dict[str, str | None]:
+    import kvrecall
+
+    found: dict[str, str | None] = {"kvrecall": kvrecall.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    from kvrecall.cache.host_memory import available_host_bytes
+
+    named = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
+    cpu = {"device": "cpu", "name": named or platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    devices: list[dict[str, Any]] = [{**cpu, "threads": torch.get_num_threads(), "available_bytes": available_host_bytes()}]
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(number)
+            name = torch.cuda.get_device_name(number)
+            devices.append({"device": f"cuda:{number}", "name": name, "available_bytes": free, "total_bytes": total})
+    return devices
+
+
+def _show(told: Result) -> None:
+    console = Console(file=sys.stdout, highlight=False)
+    versions = plain_table("versions")
+    for name, version in told["versions"].items():
+        versions.add_row(name, version or "not installed")
+    devices = plain_table("devices", "device", "name", "memory free")
+    for device in told["devices"]:
+        cores = f" · {device['cores']} cores" if "cores" in device else ""
+        devices.add_row(device["device"], device["name"] + cores, size(device["available_bytes"]))
+    methods = plain_table("methods", "name", "what it does")
+    for method in told["methods"]:
+        methods.add_row(method["name"], method["summary"])
+    models = plain_table("models", "name", "state", "size")
+    for model in told["models"]:
+        models.add_row(model["name"], model["state"], size(model["bytes"]))
+    for table in (versions, devices, methods, models):
+        table.title_style = "bold"
+        console.print(table)
+        console.print()

@@ -1,0 +1,98 @@
+"""`kvrecall models list|pull|check`"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvrecall.cli import options
+from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.session import download_bar
+from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.errors import KVRecallError
+
+models = typer.Typer(help="The small models that kvrecall knows by name.", no_args_is_help=True)
+
+Names = Annotated[list[str] | None, typer.Argument(help="Known names; see `kvrecall models list`.")]
+
+
+def known_models() -> list[dict[str, Any]]:
+    """Every known model and whether its file is here. A file that was never verified is hashed, once."""
+    from kvrecall.models import DEFAULT, KNOWN, find, models_dir
+
+    told = []
+    for model in KNOWN.values():
+        path = find(model.name)
+        there = (models_dir() / model.filename).exists()
+        state = "ready" if path else "damaged" if there else "not fetched"
+        row = {"name": model.name, "default": model.name == DEFAULT, "state": state, "path": str(path) if path else None}
+        told.append({**row, "bytes": model.bytes, "description": model.description, "licence": model.licence})
+    return told
+
+
+@models.command("list")
+@verb
+def list_models(as_json: options.AsJson = False) -> Result:
+    """List the known models and where their files are."""
+    from kvrecall.models import models_dir
+
+    told: Result = {"folder": str(models_dir()), "models": known_models()}
+    if not as_json:
+        table = plain_table(None, "name", "state", "size", "licence", "what it is")
+        for row in told["models"]:
+            name = row["name"] + (" (default)" if row["default"] else "")
+            table.add_row(name, row["state"], size(row["bytes"]), row["licence"], row["description"])
+        console = Console(file=sys.stdout, highlight=False)
+        console.print(table)
+        console.print(Text(f"\nfolder: {told['folder']}"), soft_wrap=True)
+    return told
+
+
+@models.command("pull")
+@verb
+def pull_models(names: Names = None, as_json: options.AsJson = False) -> Result:
+    """Fetch and verify models (the default one if none is named)."""
+    from kvrecall.models import DEFAULT, find, pull
+    from kvrecall.models.registry import known
+
+    told = []
+    wanted = [known(name) for name in names or [DEFAULT]]
+    for model in wanted:
+        fetched = find(model.name) is None
+        with download_bar(f"fetching {model.name}", quiet=as_json) as on_progress:
+            path = pull(model.name, on_progress)
+        told.append({"name": model.name, "path": str(path), "bytes": model.bytes, "fetched": fetched})
+        if not as_json:
+            print(f"{model.name}: {'fetched and verified' if fetched else 'already there'}, {path}")
+    return {"models": told}
+
+
+@models.command("check")
+@verb
+def check_models(names: Names = None, as_json: options.AsJson = False) -> Result:
+    """Compute the hashes of stored models again (all that are here if none is named). Exit code 2 if any is wrong."""
+    from kvrecall.models import KNOWN, check, models_dir
+    from kvrecall.models.registry import known
+
+    here = [model for model in KNOWN.values() if (models_dir() / model.filename).exists()]
+    wanted = [known(name) for name in names] if names else here
+    told, first_error = [], None
+    for model in wanted:
+        try:
+            with download_bar(f"checking {model.name}", quiet=as_json) as on_progress:
+                path = check(model.name, on_progress)
+        except KVRecallError as error:
+            first_error = first_error or error
+            continue
+        told.append({"name": model.name, "path": str(path), "ok": True})
+        if not as_json:
+            print(f"{model.name}: ok, {path}")
+    if first_error:
+        raise first_error
+    if not wanted and not as_json:
+        notes().print("no models here yet; `kvrecall models pull` fetches the default one")
+    return {"models": told}

@@ -1,0 +1,63 @@
+"""Options that several verbs share, and what their values mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from kvrecall.errors import ParameterError
+
+MODEL_HELP = "Known name, folder, .gguf file or hub repository."
+
+Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+MethodName = Annotated[str, typer.Option("--method", help="Retrieval method; `kvrecall info` lists them.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Parameter of the method, as JSON; may be repeated.")
+]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the fastest if left out.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; the best if left out.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per piece of prefill.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+DEFAULT_METHOD = "pariskv"
+
+
+def method_of(name: str, settings: list[str] | None) -> Any:
+    """The method of that name with `--set` applied; raises `UnknownNameError` or `ParameterError`."""
+    from kvrecall import methods
+
+    given = dict(_setting(text) for text in settings or [])
+    try:
+        return methods.get(name, **given)
+    except (TypeError, AttributeError) as error:
+        # A value of a type that the method's checks did not foresee, such as a list where a number belongs.
+        defaults = methods.describe(name)["parameters"]
+        expected = ", ".join(f"{key}={defaults[key]!r}" for key in given)
+        raise ParameterError("--set", f"values of the types in {expected}", given, "Values are read as JSON.") from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ParameterError("--set", "key=value", text, "For example --set top_k=200.")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = value  # a bare word is a string: --set gqa=max
+    return key.strip().replace("-", "_"), tuple(parsed) if isinstance(parsed, list) else parsed
+
+
+def token_count(text: str) -> int:
+    """A number of tokens as people write it: 32768, 32_768, 32k (= 32,768) or 1m (= 1,048,576)."""
+    plain = text.strip().lower().replace("_", "").replace(",", "")
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(plain[-1:], 1)
+    digits = plain[:-1] if factor > 1 else plain
+    if not digits.isdigit() or int(digits) < 1:
+        raise ParameterError("--context", "a count such as 32768, 32k or 1m", text, "Fractions of a token do not exist.")
+    return int(digits) * factor

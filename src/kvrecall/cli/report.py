@@ -1,0 +1,54 @@
+"""Numbers as people read them: sizes, times, and the table under an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+
+def size(count: float | None) -> str:
+    """Bytes in binary units: 1536 -> '1.5 KiB'."""
+    if count is None:
+        return "unknown"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def seconds(value: float) -> str:
+    """Time with the unit that fits: 0.0031 -> '3.1 ms'."""
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def plain_table(title: str | None = None, *headings: str) -> Table:
+    """A table without frames; two nameless columns if there are no headings."""
+    table = Table(title=title, title_justify="left", box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings or ("", ""):
+        table.add_column(heading)
+    return table
+
+
+def stats_table(summary: dict[str, Any]) -> Table:
+    """The table under an answer, from what --json would have printed (see `answer.summary`)."""
+    total = summary["stats"]["total"]
+    zones, stages = total["tokens"], total["stage_seconds"]
+    held = sum(zones.values())
+    table = plain_table()
+    new, decode = summary["new_tokens"], summary["decode_seconds"]
+    rate = f"{new / decode:.1f} tokens/s" if decode > 0 else "—"
+    table.add_row("model, method", f"{summary['model']}, {summary['method']}")
+    table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
+    table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
+    table.add_row("tokens per zone", " · ".join(f"{name} {count:,}" for name, count in zones.items()))
+    share = f" ({total['attended_per_step'] / held:.1%} of {held:,})" if held else ""
+    table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
+    table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
+    table.add_row("moved", f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}")
+    table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
+    if stages:
+        table.add_row("time per stage", " · ".join(f"{name} {seconds(value)}" for name, value in stages.items()))
+    return table

@@ -1,0 +1,74 @@
+"""From options to a loaded model, with progress on standard error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvrecall.cli.verb import notes, status
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready, and what the options said about it."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    load_seconds: float
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """Tokens that the model's context holds, prompt and answer together; None if its config does not say."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def tensor(self, ids: list[int]) -> Any:
+        """Token ids as a batch of one on the model's device."""
+        import torch
+
+        return torch.tensor([ids], device=self.model.device)
+
+
+def open_session(name: str, dtype: str | None, device: str | None, quiet: bool = False) -> Session:
+    """Fetches the model if it is a known one that is missing, and loads it."""
+    from kvrecall import models
+
+    source = models.resolve(name)
+    if source.kind == "known" and models.find(name) is None:
+        with download_bar(f"fetching {name}", quiet) as on_progress:
+            models.pull(name, on_progress)
+    start = time.perf_counter()
+    with status(f"loading {name} (the first time takes half a minute)", quiet):
+        model, tokenizer = models.load(name, dtype=dtype, device=device)
+    return Session(model, tokenizer, name, time.perf_counter() - start)
+
+
+@contextmanager
+def download_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
+    """A bar in bytes that vanishes when done."""
+    with _bar(title, DownloadColumn(binary_units=True), quiet) as on_progress:
+        yield on_progress
+
+
+@contextmanager
+def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
+    """A bar in tokens that vanishes when done."""
+    with _bar(title, MofNCompleteColumn(), quiet) as on_progress:
+        yield on_progress
+
+
+@contextmanager
+def _bar(title: str, count: Any, quiet: bool) -> Iterator[OnProgress]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
+    console = notes()
+    # In a log file a bar would leave blank lines.
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,112 @@
+"""Prompts as token ids: a document once, then any number of questions about it.
+
+The pieces of a prompt (chat template, document, question) are tokenised one by one and joined. So the document's tokens are
+the same whatever is asked, and a cache that holds them serves every question. And text such as `<|im_end|>` inside a document
+or a question stays text: only the template's own markers become special tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvrecall.errors import ContextLengthError, ParameterError
+
+_DOCUMENT, _QUESTION = "\x02document\x02", "\x02question\x02"
+_INTRODUCTION = "Here is a text.\n\n"
+_INSTRUCTION = "\n\nAnswer with one short sentence, from the text above alone.\nQuestion: "
+
+
+@dataclass(frozen=True)
+class DocumentPrompt:
+    """A document, waiting for questions.
+
+    prefix: token ids from the start through the document and the instruction; the same for every question.
+    tail: ids that follow the question.
+    """
+
+    tokenizer: Any
+    prefix: list[int]
+    tail: list[int]
+    document_tokens: int
+
+    @staticmethod
+    def of(tokenizer: Any, document: str) -> DocumentPrompt:
+        """Tokenises a document for questions; with the tokenizer's chat template if it has one, as plain text otherwise."""
+        head, middle, tail = _template(tokenizer)
+        body = _plain_ids(tokenizer, document.rstrip())
+        return DocumentPrompt(tokenizer, head + body + middle, tail, len(body))
+
+    def ask(self, question: str, *, max_new_tokens: int = 0, limit_tokens: int | None = None) -> list[int]:
+        """Ids of the whole prompt for one question.
+
+        Raises `ContextLengthError`, naming the document or the question, if prompt and answer exceed `limit_tokens`.
+        """
+        asked = _plain_ids(self.tokenizer, question.strip())
+        if limit_tokens is not None:
+            self._check(len(asked), max_new_tokens, limit_tokens)
+        return self.prefix + asked + self.tail
+
+    def _check(self, question_tokens: int, max_new_tokens: int, limit_tokens: int) -> None:
+        frame = len(self.prefix) - self.document_tokens + len(self.tail)
+        room = limit_tokens - max_new_tokens - frame
+        if room < 2:
+            raise ParameterError(
+                "max_new_tokens", f"less than {limit_tokens - frame:,}", max_new_tokens, "Prompt and answer share the context."
+            )
+        if self.document_tokens + question_tokens <= room:
+            return
+        if question_tokens > self.document_tokens:
+            raise ContextLengthError("question", max(0, room - self.document_tokens), question_tokens)
+        raise ContextLengthError("document", max(0, room - question_tokens), self.document_tokens)
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a single message in the tokenizer's chat template, or of the plain text if it has none."""
+    split = _rendered(tokenizer, _QUESTION)
+    if split is None:
+        return raw_prompt(tokenizer, text)
+    head, tail = split.split(_QUESTION)
+    return _marked_ids(tokenizer, head) + _plain_ids(tokenizer, text) + _marked_ids(tokenizer, tail)
+
+
+def raw_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text to be continued as it is, with the token that the model expects at its start, if any."""
+    return _start_ids(tokenizer) + _plain_ids(tokenizer, text)
+
+
+def _template(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """Ids before the document, between document and question, and after the question."""
+    rendered = _rendered(tokenizer, _INTRODUCTION + _DOCUMENT + _INSTRUCTION + _QUESTION)
+    if rendered is None:
+        middle = _plain_ids(tokenizer, _INSTRUCTION)
+        return _start_ids(tokenizer) + _plain_ids(tokenizer, _INTRODUCTION), middle, _plain_ids(tokenizer, "\nAnswer:")
+    head, rest = rendered.split(_DOCUMENT)
+    middle, tail = rest.split(_QUESTION)
+    return _marked_ids(tokenizer, head), _marked_ids(tokenizer, middle), _marked_ids(tokenizer, tail)
+
+
+def _rendered(tokenizer: Any, content: str) -> str | None:
+    """The chat template around `content`; None if there is no template, or one that repeats or changes the content."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    message = [{"role": "user", "content": content}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    whole = text.count(_QUESTION) == 1 and text.count(_DOCUMENT) == content.count(_DOCUMENT)
+    return text if whole else None
+
+
+def _marked_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of the template's own text, whose markers are special tokens."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+
+def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a user's text: nothing in it becomes a special token."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
+
+
+def _start_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text (never what it puts after one)."""
+    start = getattr(tokenizer, "bos_token_id", None)
+    return [start] if start is not None and start in tokenizer("a")["input_ids"][:1] else []

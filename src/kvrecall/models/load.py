@@ -1,0 +1,130 @@
+"""A model and its tokenizer, from any kind of source, ready to decode."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrecall.errors import ModelFilesError
+from kvrecall.models import hub
+from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
+from kvrecall.models.pull import pull
+from kvrecall.models.registry import KNOWN, known_config
+from kvrecall.models.resolve import resolve
+from kvrecall.models.store import Progress
+from kvrecall.models.unpack import find_unpacked, keep_unpacked
+
+
+def load(
+    spec: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    on_progress: Progress | None = None,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a known name, a folder, a `.gguf` file or a hub repository; the model in eval mode on `device`.
+
+    Known models are fetched first if need be, with on_progress(bytes_done, bytes_total). Packed weights are dequantised: on
+    CPUs packed ones compute in float32 and prefill slowly. Raises `ModelFilesError`, `UnknownNameError`, `ParameterError`.
+    """
+    place = as_device(device)
+    kind = default_dtype(place) if dtype is None else as_dtype(dtype)
+    source = resolve(spec)
+    if source.kind == "known":
+        model, tokenizer = _load_gguf(source.spec, pull(source.spec, on_progress), kind)
+    elif source.kind == "gguf":
+        assert source.path is not None
+        model, tokenizer = _load_gguf(source.spec, source.path, kind)
+    elif source.kind == "folder":
+        model, tokenizer = _load_folder(source.spec, str(source.path), kind)
+    else:
+        offline = hub.unreachable(source.spec, "config.json")
+        if offline and not _is_cached(source.spec):
+            raise ModelFilesError(source.spec, offline, "Check the name and the network, or give a local folder or .gguf file.")
+        model, tokenizer = _load_folder(source.spec, source.spec, kind, local_files_only=offline is not None)
+    return model.to(place).eval(), tokenizer
+
+
+def _load_folder(spec: str, location: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
+            return model, AutoTokenizer.from_pretrained(location, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelFilesError(
+            spec,
+            f"could not be loaded ({_first_line(error)})",
+            "It needs config, weights and tokenizer.",
+        ) from error
+
+
+def _load_gguf(spec: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    if unpacked := find_unpacked(path, dtype):
+        return _load_folder(spec, str(unpacked), dtype)
+    require_gguf_packages(spec)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    # Reading the config from the file takes 8 s for a vocabulary of 150,000.
+    config = {"config": known_config(spec)} if spec in KNOWN else {}
+    try:
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the dequantiser's progress bar has no switch of its own
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **config, **_dequantize())
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+    except Exception as error:
+        # A damaged file surfaces as any of a dozen exceptions, from struct.error to IndexError.
+        raise ModelFilesError(spec, f"could not be read as GGUF ({_first_line(error)})", "Fetch the file again.") from error
+    with quiet():
+        keep_unpacked(path, model, tokenizer)
+    return model, tokenizer
+
+
+def _dequantize() -> dict[str, Any]:
+    """Until transformers 5.18 GGUF weights are always dequantised; since then only on request, and packed otherwise."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    if config is None or "dequantize" not in inspect.signature(config).parameters:
+        return {}
+    return {"quantization_config": config(dequantize=True)}
+
+
+def require_gguf_packages(spec: str) -> None:
+    """Raises `ModelFilesError` unless the packages are there that transformers needs to read GGUF files."""
+    from importlib.util import find_spec
+
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise ModelFilesError(spec, f"GGUF files need {' and '.join(missing)}", 'Run `pip install "kvrecall[demo]"`.')
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what transformers logs and draws while it loads; its settings are as before afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _is_cached(repo: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo, "config.json"), str)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"

@@ -1,0 +1,108 @@
+"""ask and generate, for real on a tiny model, and every way to call them wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.tiny import save_tiny_model
+
+
+def test_ask_prints_the_answer_alone_on_stdout(cli: Cli, tiny: Path, document: Path) -> None:
+    result = cli("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5)
+    assert result.exit_code == 0, result.output
+    told = cli.json("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5)
+    assert result.stdout.strip() == told["answer"].strip()
+    for words in ("tokens per zone", "attended per step", "searches", "held", "moved", "time per stage"):
+        assert words in result.stderr
+
+
+def test_ask_json_tells_everything(cli: Cli, tiny: Path, document: Path) -> None:
+    told = cli.json("ask", document, "what", "-m", tiny, "--max-new-tokens", 4, "--set", "top_k=50", "--set", "gqa=max")
+    assert told["method"] == "pariskv" and told["model"] == str(tiny) and 1 <= told["new_tokens"] <= 4
+    assert told["prompt_tokens"] > 3000 and told["prefill_seconds"] > 0
+    total = told["stats"]["total"]
+    assert sum(total["tokens"].values()) >= told["prompt_tokens"] and total["searches"] > 0
+    assert total["attended_per_step"] < 64 + 256 + 512 + 50 + 1
+
+
+def test_methods_differ_in_what_they_attend_to(cli: Cli, tiny: Path, document: Path) -> None:
+    told = cli.json("ask", document, "what", "-m", tiny, "--max-new-tokens", 3, "--method", "full")
+    assert told["stats"]["total"]["attended_per_step"] > 3000
+
+
+def test_generate_takes_prompt_or_file_or_stdin(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("the red boat", encoding="utf-8")
+    common = ("-m", tiny, "--max-new-tokens", 3)
+    direct = cli("generate", "the red boat", *common)
+    assert direct.exit_code == 0 and direct.stdout == cli("generate", "--prompt-file", path, *common).stdout
+    assert direct.stdout == cli("generate", "--prompt-file", "-", *common, stdin="the red boat").stdout
+    raw = cli.json("generate", "the red boat", "--raw", *common)
+    assert raw["prompt_tokens"] == 3 and cli.json("generate", "the red boat", *common)["prompt_tokens"] == 7
+
+
+def test_sampling_is_repeatable_with_a_seed(cli: Cli, tiny: Path) -> None:
+    args = ("generate", "boat", "-m", tiny, "--max-new-tokens", 12, "--temperature", 2.0, "--seed")
+    assert cli.json(*args, 1)["answer"] == cli.json(*args, 1)["answer"] != cli.json(*args, 2)["answer"]
+
+
+def test_model_without_chat_template(cli: Cli, tmp_path: Path, document: Path) -> None:
+    model = save_tiny_model(tmp_path / "plain", chat_template=None)
+    assert cli.json("ask", document, "what", "-m", model, "--max-new-tokens", 2)["new_tokens"] >= 1
+
+
+def test_missing_file(cli: Cli, tmp_path: Path) -> None:
+    assert cli.error("ask", tmp_path / "none.txt", "what").startswith("InputFileError") and not (tmp_path / "models").exists()
+    assert "Is a directory" in cli.error("ask", tmp_path, "what")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"", "is empty"), (b" \n\t ", "only whitespace"), (b"caf\xe9 au lait", "not UTF-8 text (byte 3)")]
+)
+def test_file_with_nothing_to_read(cli: Cli, tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "f.txt"
+    path.write_bytes(content)
+    assert problem in cli.error("ask", path, "what")
+    assert problem in cli.error("generate", "--prompt-file", path)
+
+
+def test_empty_question_and_prompt(cli: Cli, document: Path) -> None:
+    assert "question: expected some text" in cli.error("ask", document, "  ")
+    assert "prompt: expected some text" in cli.error("generate", "")
+    assert "PROMPT or --prompt-file" in cli.error("generate")
+    assert "got 'both'" in cli.error("generate", "boat", "--prompt-file", document)
+
+
+def test_too_long_for_the_model(cli: Cli, tmp_path: Path, document: Path) -> None:
+    model = save_tiny_model(tmp_path / "short", max_tokens=256)
+    assert cli.error("ask", document, "what", "-m", model, "--max-new-tokens", 8).startswith("ContextLengthError: document:")
+    short = tmp_path / "s.txt"
+    short.write_text("boat", encoding="utf-8")
+    assert "question: expected at most" in cli.error("ask", short, "red " * 300, "-m", model, "--max-new-tokens", 8)
+    assert "max_new_tokens: expected less than" in cli.error("ask", short, "red", "-m", model, "--max-new-tokens", 256)
+    assert "prompt: expected at most 248" in cli.error("generate", "red " * 300, "-m", model, "--max-new-tokens", 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "pariskb"), "UnknownNameError: unknown method 'pariskb'"),
+        (("--set", "top_k"), "ParameterError: --set: expected key=value"),
+        (("--set", "=3"), "ParameterError: --set: expected key=value"),
+        (("--set", "topk=3"), "Did you mean 'top_k'?"),
+        (("--set", "top_k=0"), "ParameterError: top_k"),
+        (("--set", 'top_k="many"'), "ParameterError: top_k"),
+        (("--set", "schedule=[1]"), "ParameterError: --set: expected values of the types in schedule="),
+        (("--model", "nothing-like-it"), "UnknownNameError: unknown model"),
+        (("--model", "./nothing"), "ModelFilesError: model './nothing': no such file or folder"),
+        (("--dtype", "int4"), "ParameterError: dtype"),
+        (("--device", "toaster"), "ParameterError: device"),
+    ],
+)
+def test_wrong_options(cli: Cli, tiny: Path, document: Path, options: tuple[str, str], message: str) -> None:
+    model = () if "--model" in options else ("-m", tiny)
+    assert message in cli.error("ask", document, "what", *model, *options)
+    assert message in cli.error("generate", "boat", *model, *options)

@@ -1,0 +1,148 @@
+"""Help, plan, info, models; and what happens to errors, interruptions and chatty libraries in any verb."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrecall import cli as package
+from kvrecall import engine, models
+from kvrecall.cli.report import seconds, size
+from kvrecall.errors import ModelFilesError
+from tests.cli.conftest import Cli
+
+VERBS = ["ask", "generate", "demo", "plan", "info", "models", "models list", "models pull", "models check"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help(cli: Cli, verb: str) -> None:
+    result = cli(*verb.split(), "--help")
+    assert result.exit_code == 0 and "Usage:" in result.output
+    assert verb == "models" or "--json" in result.output
+
+
+def test_bare_command_shows_the_verbs(cli: Cli) -> None:
+    assert all(verb.split()[0] in cli().output for verb in VERBS)
+
+
+def test_plan(cli: Cli, tiny: Path) -> None:
+    told = cli.json("plan", "--context", "128k", "--batch", 2, "--method", "full")
+    assert told["context_tokens"] == 131072 and told["batch"] == 2 and told["summary_bytes"] == 0
+    assert cli.json("plan", "--context", "128k")["summary_bytes"] > 0
+    shown = cli("plan", "-m", tiny, "--context", "1_000").stdout
+    assert "1,000 tokens" in shown and "full attention" in shown and "available" in shown
+
+
+@pytest.mark.parametrize("context", ["0", "-5", "many", "1.5k", "k", ""])
+def test_plan_of_something_that_is_no_count(cli: Cli, context: str) -> None:
+    assert "--context: expected a count such as 32768, 32k or 1m" in cli.error("plan", f"--context={context}")
+
+
+def test_info(cli: Cli) -> None:
+    told = cli.json("info")
+    assert told["versions"]["torch"] and told["devices"][0]["device"] == "cpu"
+    assert {"pariskv", "full"} <= {m["name"] for m in told["methods"]} and len(told["models"]) == len(models.KNOWN)
+    shown = cli("info").stdout
+    assert "pariskv" in shown and "transformers" in shown and "not fetched" in shown
+
+
+def test_models_without_any(cli: Cli) -> None:
+    assert all(row["state"] == "not fetched" and row["path"] is None for row in cli.json("models", "list")["models"])
+    assert "(default)" in cli("models", "list").stdout
+    assert cli.json("models", "check") == {"models": []} and "no models here" in cli("models", "check").stderr
+    assert "kvrecall models pull smollm2-135m" in cli.error("models", "check", "smollm2-135m")
+    assert "unknown model 'x'" in cli.error("models", "pull", "x")
+
+
+def test_models_pull_and_check_report_paths(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = models.models_dir() / "w.gguf"
+    monkeypatch.setattr(models, "pull", lambda name, on_progress: on_progress(1, 1) or path)
+    told = cli.json("models", "pull", "smollm2-135m")["models"][0]
+    assert told["path"] == str(path) and told["fetched"] is True
+    assert "fetched and verified" in cli("models", "pull").stdout
+    monkeypatch.setattr(models, "check", lambda name, on_progress: path)
+    assert cli.json("models", "check", "smollm2-135m")["models"] == [{"name": "smollm2-135m", "path": str(path), "ok": True}]
+
+
+def test_damaged_model_is_shown_and_fails_the_check(cli: Cli) -> None:
+    models.models_dir().mkdir()
+    (models.models_dir() / models.KNOWN["smollm2-135m"].filename).write_bytes(b"GGUF")
+    assert "damaged" in cli("models", "list").stdout
+    assert "expected " + models.KNOWN["smollm2-135m"].sha256 in cli.error("models", "check")
+
+
+def test_interruption_exits_130_without_a_traceback(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "generate", interrupted)
+    for extra in ((), ("--json",)):
+        result = cli("generate", "boat", "-m", tiny, *extra)
+        assert result.exit_code == 130 and result.stdout == "" and result.stderr == "interrupted\n"
+
+
+def test_what_libraries_print_does_not_reach_json(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = models.load
+
+    def chatty(*args: object, **kwargs: object) -> object:
+        print("look at me")
+        return load(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(models, "load", chatty)
+    assert cli.json("generate", "boat", "-m", tiny, "--max-new-tokens", 1)["new_tokens"] == 1
+
+
+def test_mistakes_of_ours_are_not_hidden(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(models, "load", broken)
+    assert isinstance(cli("generate", "boat", "-m", tiny).exception, ZeroDivisionError)
+
+
+def test_exhausted_device_memory_is_one_line(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "generate", exhausted)
+    assert "device memory is exhausted" in cli.error("generate", "boat", "-m", tiny)
+
+
+def test_brackets_in_messages_are_not_markup(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ModelFilesError("m", "needs gguf", 'Run `pip install "kvrecall[demo]"`.')
+
+    monkeypatch.setattr(models, "load_config", fails)
+    assert "kvrecall[demo]" in cli.error("plan")
+
+
+def test_script_without_typer_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith("kvrecall.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as caught:
+        package.main()
+    assert caught.value.code == 2 and 'pip install "kvrecall[cli]"' in capsys.readouterr().err
+
+
+def test_script_runs_as_a_process() -> None:
+    code = "import sys; sys.argv = ['kvrecall', 'plan', '--json']; from kvrecall.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("{") and done.stdout.count("\n") == 1
+
+
+def test_sizes_and_times() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40, None)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 TiB",
+        "unknown",
+    ]
+    assert [seconds(t) for t in (0.0031, 12.34)] == ["3.1 ms", "12.3 s"]

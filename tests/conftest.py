@@ -1,0 +1,35 @@
+"""Markers and the two real models that tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+NO_GPU = "needs a CUDA GPU; torch sees none"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """(model, tokenizer): SmolLM2 135M in float32 on the CPU, where rounding decides no greedy token. Fetched on first use."""
+    from kvrecall import models
+
+    return models.load("smollm2-135m", dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def qwen05b() -> tuple[Any, Any]:
+    """(model, tokenizer): Qwen2.5-Coder 0.5B in bfloat16 on the CPU. Fetched on first use."""
+    from kvrecall import models
+
+    return models.load("qwen2.5-coder-0.5b", dtype=torch.bfloat16, device="cpu")

@@ -1,0 +1,144 @@
+"""Loading from folders, GGUF files and the unpacked cache; configs without weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrecall.errors import ModelFilesError, ParameterError
+from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, hub, load, load_config, unpack
+from tests.tiny import WORDS, save_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny model as `save_pretrained` writes it."""
+    return save_tiny_model(tmp_path / "m")
+
+
+def test_folder_loads_in_eval_mode_and_leaves_settings_alone(folder: Path) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    model, tokenizer = load(folder, dtype="float32", device="cpu")
+    assert not model.training and model.dtype == torch.float32
+    assert tokenizer("the red boat", add_special_tokens=False)["input_ids"] == [5, 6, 7]
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+def test_default_dtype_is_used(folder: Path) -> None:
+    assert load(folder, device="cpu")[0].dtype == default_dtype(torch.device("cpu"))
+
+
+def test_folder_with_missing_parts_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match="could not be loaded"):
+        load(folder)
+
+
+def test_damaged_gguf_is_named(tmp_path: Path, models_folder: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + bytes(64))
+    with pytest.raises(ModelFilesError, match="could not be read as GGUF"):
+        load(path)
+    with pytest.raises(ModelFilesError, match="config could not be read"):
+        load_config(path)
+
+
+def test_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub, "unreachable", lambda *_: "the model hub could not be reached")
+    with pytest.raises(ModelFilesError, match="could not be reached"):
+        load("nobody/nothing-of-this-name")
+    with pytest.raises(ModelFilesError, match="config could not be read"):
+        load_config("nobody/nothing-of-this-name")
+
+
+def test_gguf_packages_are_named_when_missing(tmp_path: Path, models_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelFilesError, match=r"kvrecall\[demo\]"):
+        load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("value", ["int8", "bf32", "", torch.int32])
+def test_bad_dtype(value: Any) -> None:
+    with pytest.raises(ParameterError, match="dtype: expected bfloat16"):
+        as_dtype(value)
+
+
+def test_dtype_names() -> None:
+    assert as_dtype("BF16") == as_dtype("torch.bfloat16") == as_dtype(torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize("value", ["gpu", "cuda:99", "cpu:x"])
+def test_bad_device(value: str) -> None:
+    with pytest.raises(ParameterError, match="device: expected cpu"):
+        as_device(value)
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+def test_configs_of_known_models_need_no_files(name: str, models_folder: Path) -> None:
+    config = load_config(name)
+    assert config.num_hidden_layers in (24, 28, 30) and config.max_position_embeddings >= 8192
+    assert not models_folder.exists()
+
+
+class TestUnpacked:
+    """The folder of dequantised weights, on a file that stands for a GGUF."""
+
+    @pytest.fixture
+    def gguf(self, tmp_path: Path, models_folder: Path) -> Path:
+        path = tmp_path / "w.gguf"
+        path.write_bytes(b"GGUF")
+        return path
+
+    @pytest.fixture
+    def loaded(self, folder: Path) -> tuple[Any, Any]:
+        return load(folder, dtype="float32")
+
+    def test_second_load_reads_the_folder(self, gguf: Path, loaded: tuple[Any, Any]) -> None:
+        assert unpack.find_unpacked(gguf) is None
+        kept = unpack.keep_unpacked(gguf, *loaded)
+        assert kept is not None and unpack.find_unpacked(gguf, torch.float32) == kept == unpack.find_unpacked(gguf)
+        assert unpack.find_unpacked(gguf, torch.bfloat16) is None
+        model, tokenizer = load(gguf, dtype="float32")
+        weights = loaded[0].state_dict()
+        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+        assert tokenizer("red")["input_ids"] == [6] and load_config(gguf).vocab_size == len(WORDS)
+
+    def test_changed_file_gets_another_folder(self, gguf: Path, loaded: tuple[Any, Any]) -> None:
+        unpack.keep_unpacked(gguf, *loaded)
+        os.utime(gguf, ns=(1, 1))
+        assert unpack.find_unpacked(gguf) is None
+
+    def test_incomplete_folder_is_not_used(self, gguf: Path, loaded: tuple[Any, Any]) -> None:
+        kept = unpack.keep_unpacked(gguf, *loaded)
+        assert kept is not None
+        (kept / "kvrecall-complete").unlink()
+        assert unpack.find_unpacked(gguf) is None
+        assert unpack.keep_unpacked(gguf, *loaded) == kept and unpack.find_unpacked(gguf) == kept
+
+    def test_switch_and_full_disk(self, gguf: Path, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(unpack.shutil, "disk_usage", lambda _: unpack.shutil._ntuple_diskusage(9, 9, 0))  # type: ignore[attr-defined]
+            assert unpack.keep_unpacked(gguf, *loaded) is None
+        monkeypatch.setenv("KVRECALL_UNPACK", "0")
+        assert unpack.keep_unpacked(gguf, *loaded) is None and unpack.find_unpacked(gguf) is None
+
+
+@pytest.mark.model
+def test_dequantised_and_unpacked_smollm2_agree(smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRECALL_UNPACK", "0")
+    model, tokenizer = smollm2
+    fresh, fresh_tokenizer = load("smollm2-135m", dtype=torch.float32, device="cpu")
+    text = "The harbour of Averness <|im_end|> 漢字"
+    assert tokenizer(text)["input_ids"] == fresh_tokenizer(text)["input_ids"]
+    assert model.state_dict().keys() == fresh.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
+    assert model.generation_config.eos_token_id == fresh.generation_config.eos_token_id == tokenizer.eos_token_id

@@ -1,0 +1,57 @@
+"""A random Llama with a word-level tokenizer, small enough to make anew in each test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = ["<unk>", "<bos>", "<eos>", "<user>", "<end>", "the", "red", "boat", "harbour", "Question", "Answer", ":", ".", "text"]
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<user>{% endif %}"
+)
+
+
+def tiny_tokenizer(chat_template: str | None = CHAT) -> Any:
+    """Every word it does not know is `<unk>`; with or without a chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=["<user>", "<end>"],
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def save_tiny_model(folder: Path, *, max_tokens: int = 16384, chat_template: str | None = CHAT) -> Path:
+    """Writes model and tokenizer as `save_pretrained` does; one layer, 2 query heads and 1 KV head of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=max_tokens,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer(chat_template).save_pretrained(folder)
+    return folder
