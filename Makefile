@@ -35,7 +35,7 @@ format: $(STAMP) ## Fix style and formatting
 	$(BIN)/ruff format .
 
 bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
-	$(BIN)/python -m pytest -q benchmarks -m "not gpu" --benchmark-only $(ARGS)
+	$(BIN)/python -m kvrecall.bench.cpu_layer $(ARGS)
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

@@ -1,7 +1,7 @@
 """Prints the file list of docs/architecture.md: each module with the first sentence of its docstring.
 
-    python scripts/architecture.py            # print
-    python scripts/architecture.py --write    # replace the list in docs/architecture.md
+python scripts/architecture.py            # print
+python scripts/architecture.py --write    # replace the list in docs/architecture.md
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -96,9 +98,9 @@ class LayerState:
 
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
-        copy = self._copy(sequences, self.method)
-        copy.stats = self.stats
-        return copy
+        other = self._copy(sequences, self.method)
+        other.stats = self.stats
+        return other
 
     def fork(self, method: Method) -> LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
@@ -137,22 +139,20 @@ class LayerState:
             self.stats.add_time(stage, time.perf_counter() - start)
 
     def _copy(self, sequences: list[int], method: Method) -> LayerState:
-        copy = object.__new__(LayerState)
-        copy.__dict__.update(self.__dict__)
-        copy.method = method
-        copy.shape = LayerShape(**{**self.shape.__dict__, "sequences": len(sequences)})
-        copy.store = self.store.select(sequences)
-        copy.trigger = method.build_trigger()
-        copy.held, copy.stats = {}, StepStats()
+        other = copy(self)
+        other.method = method
+        other.shape = replace(self.shape, sequences=len(sequences))
+        other.store = self.store.select(sequences)
+        other.trigger = method.build_trigger()
+        other.held, other.stats = {}, StepStats()
         with lasting_tensors():
-            copy._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
+            other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
         if method == self.method:
-            copy.index = None if self.index is None else self.index.select(sequences)
+            other.index = None if self.index is None else self.index.select(sequences)
         else:
-            copy.store.sizes = method.zone_sizes()
-            copy.index = None if self.layer in method.dense_layers else method.build_index(copy.shape)
-            copy.reindex()
-        return copy
+            other.index = None if self.layer in method.dense_layers else method.build_index(other.shape)
+            other.reindex()
+        return other
 
     def reindex(self) -> None:
         """Fills an empty index from the rows on the host (after the method has changed)."""

@@ -3,6 +3,9 @@
 Import this module only from compiled kernels: it imports numba.
 """
 
+# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import numpy as np
@@ -23,30 +26,30 @@ def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
 
 
 @intrinsic
-def bits_to_float(typingctx, bits):  # noqa: ANN001, ANN201 - numba's own protocol
+def bits_to_float(typingctx, bits):
     """uint32 -> float32 with the same bits."""
 
-    def build(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def build(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), build
 
 
 @intrinsic
-def float_to_bits(typingctx, value):  # noqa: ANN001, ANN201
+def float_to_bits(typingctx, value):
     """float32 -> uint32 with the same bits."""
 
-    def build(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def build(context, builder, signature, args):
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.uint32(types.float32), build
 
 
 @intrinsic
-def prefetch(typingctx, address):  # noqa: ANN001, ANN201
+def prefetch(typingctx, address):
     """Asks for the cache line at an integer address, to be read soon; never faults."""
 
-    def build(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def build(context, builder, signature, args):
         integer, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
         name = "llvm.prefetch.p0"
@@ -59,7 +62,7 @@ def prefetch(typingctx, address):  # noqa: ANN001, ANN201
 
 
 @njit(inline="always")
-def load_float(bits, kind):  # noqa: ANN001, ANN201
+def load_float(bits, kind):
     """Finite fp32, bf16 or fp16 bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""
     wide = np.uint32(bits)
     if kind == FLOAT32:
@@ -73,7 +76,7 @@ def load_float(bits, kind):  # noqa: ANN001, ANN201
 
 
 @njit(inline="always")
-def sort_key(value):  # noqa: ANN001, ANN201
+def sort_key(value):
     """uint32 whose order is the order of non-NaN floats; -0.0 and 0.0 share a key."""
     bits = float_to_bits(np.float32(value + np.float32(0.0)))
     if bits & np.uint32(0x80000000):

@@ -1,6 +1,6 @@
 """The data path of one layer, top to bottom: prefill a chunk, decode one token.
 
-    K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> merge -> out
+K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> merge -> out
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, stage_sizes
 
 pytestmark = pytest.mark.gpu
+ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8}
 
 
 def _tiny(dtype: torch.dtype) -> LlamaForCausalLM:
@@ -90,7 +92,7 @@ def test_search_on_the_gpu_finds_the_same_ids(mode: str, dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "method",
-    [kvrecall.ParisKV(top_k=10_000, sink_tokens=4, local_tokens=16, update_interval=8), kvrecall.Full(sink_tokens=4, local_tokens=16, update_interval=8)],
+    [kvrecall.ParisKV(top_k=10_000, **ZONES), kvrecall.Full(**ZONES)],
     ids=lambda m: m.name,
 )  # fmt: skip
 def test_covering_budget_gives_the_tokens_of_full_attention(method: kvrecall.Method, dtype: torch.dtype) -> None:
@@ -110,9 +112,7 @@ def test_covering_budget_gives_the_tokens_of_full_attention(method: kvrecall.Met
 @pytest.mark.parametrize("gqa", ["mean_q", "per_head"])
 def test_small_budget_runs_and_counts_its_bytes(gqa: str) -> None:
     model = _tiny(torch.bfloat16)
-    method = kvrecall.ParisKV(
-        top_k=16, gqa=gqa, sink_tokens=4, local_tokens=16, update_interval=8, full_attention_threshold=0
-    )
+    method = kvrecall.ParisKV(top_k=16, gqa=gqa, sink_tokens=4, local_tokens=16, update_interval=8, full_attention_threshold=0)
     cache = kvrecall.RetrievalCache(model.config, method)
     ids = torch.randint(0, 512, (1, 300), device="cuda")
     with kvrecall.attach(model):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SMALL = {
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -35,7 +36,7 @@ def tiny(family: str, **changes: Any) -> Any:
         "gpt_oss": (
             "GptOssConfig",
             "GptOssForCausalLM",
-            {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+            {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": ROPE},
         ),
     }[family]  # fmt: skip
     torch.manual_seed(0)

@@ -52,7 +52,9 @@ def _generate(model: Any, cache: Any, inputs: Any, new_tokens: int) -> torch.Ten
 
 
 def _second_turn(tokenizer: Any, first: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    follow = tokenizer("\n\nAnd in one sentence:", return_tensors="pt", add_special_tokens=False).input_ids.expand(first.shape[0], -1)
+    follow = tokenizer("\n\nAnd in one sentence:", return_tensors="pt", add_special_tokens=False).input_ids.expand(
+        first.shape[0], -1
+    )
     ids = torch.cat([first, follow], 1)
     grown = torch.ones(first.shape[0], ids.shape[1] - mask.shape[1], dtype=mask.dtype)
     return {"input_ids": ids, "attention_mask": torch.cat([mask, grown], 1)}

@@ -46,7 +46,9 @@ def run(model: Any, cache: Any, inputs: dict[str, torch.Tensor], new_tokens: int
     return model.generate(**inputs, past_key_values=cache, **call)
 
 
-def same_as_dynamic(model: Any, method: kvrecall.Method, inputs: dict[str, torch.Tensor], **call: Any) -> kvrecall.RetrievalCache:
+def same_as_dynamic(
+    model: Any, method: kvrecall.Method, inputs: dict[str, torch.Tensor], **call: Any
+) -> kvrecall.RetrievalCache:
     expected = run(model, DynamicCache(config=model.config), inputs, **call)
     cache = kvrecall.RetrievalCache(model.config, method)
     with kvrecall.attach(model):
@@ -91,7 +93,9 @@ def test_second_turn_on_the_same_cache(inputs: dict[str, torch.Tensor]) -> None:
     first = run(model, plain, inputs)
     follow = torch.randint(3, 320, (first.shape[0], 25), generator=torch.Generator().manual_seed(9))
     ids = torch.cat([first, follow], 1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(ids.shape[0], ids.shape[1] - inputs["input_ids"].shape[1], dtype=torch.int64)], 1)
+    mask = torch.cat(
+        [inputs["attention_mask"], torch.ones(ids.shape[0], ids.shape[1] - inputs["input_ids"].shape[1], dtype=torch.int64)], 1
+    )
     mask[0, -3:-1] = mask[0, -3:-1] if inputs["attention_mask"].all() else 0  # padding in the middle of a conversation
     turn = {"input_ids": ids, "attention_mask": mask}
     second = run(model, plain, turn)
@@ -108,7 +112,10 @@ def test_ragged_row_is_what_it_is_alone_under_a_small_budget() -> None:
         together = run(model, kvrecall.RetrievalCache(model.config, method), inputs)
         for row in range(3):
             keep = inputs["attention_mask"][row].bool()
-            single = {"input_ids": inputs["input_ids"][row : row + 1, keep], "attention_mask": torch.ones(1, int(keep.sum()), dtype=torch.int64)}
+            single = {
+                "input_ids": inputs["input_ids"][row : row + 1, keep],
+                "attention_mask": torch.ones(1, int(keep.sum()), dtype=torch.int64),
+            }
             alone = run(model, kvrecall.RetrievalCache(model.config, method), single)
             assert torch.equal(alone[0, int(keep.sum()) :], together[row, 111:])
 

@@ -5,6 +5,8 @@ The query heads of a group are folded into the query dimension, so no KV head is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,8 @@ def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scaling: float,
     if softcap or not _has_flash(queries):
         return _math(queries, keys, values, scaling, softcap, causal=True)
     group = queries.shape[0] // keys.shape[0]
-    expanded = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (keys, values))
-    out, lse = _flash(queries.unsqueeze(0), *expanded, scaling, causal=True)
+    keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (keys, values))
+    out, lse = _flash(queries.unsqueeze(0), keys, values, scaling, causal=True)
     return Partial(out.float(), lse.float())
 
 
@@ -50,7 +52,7 @@ def _has_flash(queries: Tensor) -> bool:
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, natural-log lse) of torch's flash kernel, `[1, H, T, D]` each with the same number of heads."""
     if queries.device.type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(queries, keys, values, 0.0, causal, attn_mask=None, scale=scaling)
     pad = -queries.shape[-1] % 8
     if pad:

@@ -21,12 +21,21 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     lse = torch.empty(b, heads, 1)
     bits, kind = as_bits(rows.kv)
     lengths = rows.lengths.contiguous().numpy()  # one array layout, one compilation
-    _attend(queries[:, :, 0].float().numpy(), bits, kind, lengths, np.float32(scaling), np.float32(softcap), out.numpy(), lse.numpy())
+    _attend(
+        queries[:, :, 0].float().numpy(),
+        bits,
+        kind,
+        lengths,
+        np.float32(scaling),
+        np.float32(softcap),
+        out.numpy(),
+        lse.numpy(),
+    )
     return Partial(out, lse)
 
 
 @njit(cache=True, parallel=True, nogil=True, fastmath=_FAST)
-def _attend(queries, kv, kind, lengths, scaling, softcap, out, lse):  # noqa: ANN001, ANN202
+def _attend(queries, kv, kind, lengths, scaling, softcap, out, lse):
     b_n, kv_heads = kv.shape[0], kv.shape[1]
     dim = kv.shape[4]
     group = queries.shape[1] // kv_heads

@@ -21,7 +21,9 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
         logits = softcap * torch.tanh(logits / softcap)
     real = torch.arange(count, device=kv.device) < rows.lengths.to(kv.device).unsqueeze(-1)  # [B, H_kv, N]
     real = real.view(b, kv_heads, 1, 1, count)
-    return softmax_rows(logits.masked_fill(~real, float("-inf")), kv[:, :, :, 1].masked_fill(~real.view(b, kv_heads, count, 1), 0.0))
+    return softmax_rows(
+        logits.masked_fill(~real, float("-inf")), kv[:, :, :, 1].masked_fill(~real.view(b, kv_heads, count, 1), 0.0)
+    )
 
 
 def softmax_rows(logits: Tensor, values: Tensor) -> Partial:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ class DevicePool:
 
     def select(self, sequences: list[int]) -> DevicePool:
         """A new pool whose sequence i is a copy of this one's `sequences[i]`."""
-        chosen = object.__new__(DevicePool)
+        chosen = copy(self)
         with lasting_tensors():
             chosen._kv = self._kv[torch.tensor(sequences, device=self._kv.device)]
         chosen.lengths = [self.lengths[b] for b in sequences]

@@ -10,6 +10,7 @@ import mmap
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
 
 
 def _register(tensor: Tensor, pages: mmap.mmap) -> None:
-    cudart = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()
     address = tensor.data_ptr()
     status = int(cudart.cudaHostRegister(address, len(pages), 0))
     if status != 0:
@@ -52,7 +53,8 @@ def _register(tensor: Tensor, pages: mmap.mmap) -> None:
 
 
 def _release(address: int, pages: mmap.mmap) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)
     del pages
 
 

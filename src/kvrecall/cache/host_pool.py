@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -60,11 +61,10 @@ class HostPool:
 
     def fork(self) -> HostPool:
         """A pool with the same rows that shares their memory; neither sees what the other appends."""
-        copy = object.__new__(HostPool)
-        copy.__dict__.update(self.__dict__)
-        copy._segments, copy._starts = list(self._segments), list(self._starts)
-        self._shared = copy._shared = len(self._segments)
-        return copy
+        fork = copy(self)
+        fork._segments, fork._starts = list(self._segments), list(self._starts)
+        self._shared = fork._shared = len(self._segments)
+        return fork
 
     def gather(self, ids: Tensor) -> Tensor:
         """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""

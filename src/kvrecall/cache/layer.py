@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from kvrecall.structs import Rows
 class LayerStore:
     """K and V of all sequences of one layer. Every sequence has its own lengths; padding is never stored."""
 
-    def __init__(self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes) -> None:
+    def __init__(
+        self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes
+    ) -> None:
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         pin = device.type == "cuda"
@@ -79,8 +82,7 @@ class LayerStore:
 
     def select(self, sequences: list[int]) -> LayerStore:
         """A new store whose sequence i is this one's `sequences[i]`; host rows are shared, resident ones copied."""
-        chosen = object.__new__(LayerStore)
-        chosen.sizes = self.sizes
+        chosen = copy(self)
         chosen.resident = self.resident.select(sequences)
         chosen.host = [self.host[b].fork() for b in sequences]
         return chosen

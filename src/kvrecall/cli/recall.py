@@ -46,7 +46,13 @@ def recall(
     elif not as_json:
         _show(reports)
     info = recorded.info
-    return {"model": info.model, "prompt_tokens": info.prompt_tokens, "steps": info.steps, "method": chosen.name, "layers": reports}
+    return {
+        "model": info.model,
+        "prompt_tokens": info.prompt_tokens,
+        "steps": info.steps,
+        "method": chosen.name,
+        "layers": reports,
+    }
 
 
 def _show(reports: list[dict[str, Any]]) -> None:

@@ -37,7 +37,9 @@ def trace(
     ids = session.tokenizer(text).input_ids
     if wanted is not None:
         if len(ids) + len(tail) < wanted:
-            raise ParameterError("--tokens", f"at most the {len(ids) + len(tail):,} tokens of the text", wanted, "Give more text.")
+            raise ParameterError(
+                "--tokens", f"at most the {len(ids) + len(tail):,} tokens of the text", wanted, "Give more text."
+            )
         ids = ids[: wanted - len(tail)]
     ids = ids + tail
     if session.limit_tokens and len(ids) + steps > session.limit_tokens:

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from kvrecall.engine.prefill import Progress, check_prompt, prefill
 from kvrecall.errors import ContextLengthError, ParameterError
@@ -83,7 +90,7 @@ def generate(
     end = time.perf_counter()
     first = ticker.first or end
     new = _answers(sequences[:, prompt:], config)
-    texts = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+    texts = None if tokenizer is None else [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
     return GenerateResult(sequences, new, texts, first - start, end - first)
 
 

@@ -64,7 +64,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, a
     if chunk_tokens < 1:
         raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ShapeError("attention_mask", list(input_ids.shape), list(attention_mask.shape), "Pass the tokenizer's mask.")
+        raise ShapeError("attention_mask", str(list(input_ids.shape)), list(attention_mask.shape), "Pass the tokenizer's mask.")
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and input_ids.shape[1] > limit:
         raise ContextLengthError("prompt", limit, input_ids.shape[1])

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvrecall.errors import ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere import SphereIndex
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import Method
 from kvrecall.structs import Budget
@@ -98,8 +97,9 @@ def _measure(state: LayerState, layer: LayerTrace, query: Tensor, tokens: int, b
     best = zone_mass.gather(-1, truth).sum(-1)
     recall = fetched.expand_as(zone).gather(-1, truth).float().mean(-1)
     coarse = float("nan")
-    if isinstance(state.index, SphereIndex):
-        candidates = state.index.candidates(query[None], budget, [0])[0]
+    staged = state.index.candidates(query[None], budget, [0])
+    if staged is not None:
+        candidates = staged[0]
         inside = torch.zeros(heads, candidates.shape[1], zones.retrieval, dtype=torch.bool).scatter_(-1, candidates, True)
         coarse = inside.expand(-1, grouped.shape[1], -1).gather(-1, truth).float().mean().item()
     ratio = (caught / best.clamp_min(1e-12)).mean().item()

@@ -96,7 +96,9 @@ def capture(
     if unknown:
         raise ParameterError("layers", f"full-attention layers among {numbers[0]}..{numbers[-1]}", unknown, "Choose others.")
     if input_ids.shape[0] != 1 or input_ids.shape[1] < 2 or steps < 1:
-        raise ParameterError("prompt", "one sequence of 2 tokens or more, and 1 step or more", list(input_ids.shape), "Trace one prompt.")
+        raise ParameterError(
+            "prompt", "one sequence of 2 tokens or more, and 1 step or more", list(input_ids.shape), "Trace one prompt."
+        )
     total = input_ids.shape[1] + steps
     tell = None if on_progress is None else (lambda done, _: on_progress(done, total))
     queries: dict[int, list[Tensor]] = {n: [] for n in chosen}

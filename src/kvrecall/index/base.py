@@ -52,6 +52,11 @@ class Index(ABC):
         queries: `[len(sequences), H_q, D]`, post-RoPE, any float dtype. Sequences with fewer tokens than the budget get all.
         """
 
+    def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
+        """What the first stage of a search leaves for the last one, per sequence int64 `[H_kv, 1 or G, C]`; None where a
+        search has one stage. For evaluation only."""
+        return None
+
     @property
     @abstractmethod
     def nbytes(self) -> int:

@@ -5,6 +5,8 @@ Its "summary" is a copy of the keys on the compute device, so it saves no device
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,7 @@ class ExactIndex(Index):
         self._keys.truncate(sequence, tokens)
 
     def select(self, sequences: list[int]) -> ExactIndex:
-        chosen = object.__new__(ExactIndex)
-        chosen._gqa, chosen._kv_heads = self._gqa, self._kv_heads
+        chosen = copy(self)
         chosen._keys = self._keys.select(sequences)
         return chosen
 

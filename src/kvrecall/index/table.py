@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ class TokenTable:
 
     def select(self, sequences: list[int]) -> TokenTable:
         """A new table whose sequence i is this table's sequence `sequences[i]` (repeats allowed), sharing no memory."""
-        chosen = TokenTable.__new__(TokenTable)
+        chosen = copy(self)
         chosen.lengths = [self.lengths[b] for b in sequences]
         with lasting_tensors():
             chosen.rows = self.rows[torch.tensor(sequences, device=self.rows.device)]

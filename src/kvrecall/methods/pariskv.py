@@ -51,7 +51,9 @@ class ParisKV(Method):
         if self.min_candidates_per_k < 1:
             raise ParameterError("min_candidates_per_k", "an integer >= 1", self.min_candidates_per_k, "The default is 4.")
         if self.weight_dtype not in _WEIGHT_DTYPES:
-            raise ParameterError("weight_dtype", f"one of {', '.join(_WEIGHT_DTYPES)}", self.weight_dtype, "The default is bfloat16.")
+            raise ParameterError(
+                "weight_dtype", f"one of {', '.join(_WEIGHT_DTYPES)}", self.weight_dtype, "The default is bfloat16."
+            )
         self.sphere_config()
 
     def sphere_config(self) -> SphereConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -90,8 +91,7 @@ class SphereIndex(Index):
             table.truncate(sequence, tokens)
 
     def select(self, sequences: list[int]) -> SphereIndex:
-        chosen = object.__new__(SphereIndex)
-        chosen.__dict__.update(self.__dict__)
+        chosen = copy(self)
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
         chosen._zero_norms = [self._zero_norms[b] for b in sequences]
@@ -109,10 +109,10 @@ class SphereIndex(Index):
         if self._compiled:
             from kvrecall.index.sphere.compiled import search_batch
 
-            return search_batch(
-                (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts),
-                [self.lengths[b] for b in sequences], [self._zero_norms[b] for b in sequences], sequences, rotated, sizes, budget, config.gqa,
-            )  # fmt: skip
+            tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts)
+            lengths = [self.lengths[b] for b in sequences]
+            zero_norms = [self._zero_norms[b] for b in sequences]
+            return search_batch(tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa)
         found = [
             reference.search_sequence(
                 self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling

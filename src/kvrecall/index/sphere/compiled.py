@@ -8,6 +8,9 @@ Work is cut into (sequence, KV head, chunk of tokens) so that few heads still fi
 5. final top-k by radix selection on the float bits.
 """
 
+# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import numpy as np
@@ -36,7 +39,9 @@ def search_batch(
     budget: Budget,
     mode: str,
 ) -> Selection:
-    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. queries: rotated `[b, H_kv, G', D]`.
+    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`.
+
+    queries: rotated `[b, H_kv, G', D]`.
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
     need not look at weights).
@@ -53,7 +58,23 @@ def search_batch(
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _search(signs, magnitudes, weights, kind, counts, lengths, zero_norms, sequences, queries, wanted, targets, levels, top_k, scaling, mode):  # noqa: ANN001, ANN202
+def _search(
+    signs,
+    magnitudes,
+    weights,
+    kind,
+    counts,
+    lengths,
+    zero_norms,
+    sequences,
+    queries,
+    wanted,
+    targets,
+    levels,
+    top_k,
+    scaling,
+    mode,
+):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
     sets = group if mode == _PER_HEAD else 1
@@ -109,12 +130,39 @@ def _search(signs, magnitudes, weights, kind, counts, lengths, zero_norms, seque
             chosen = candidates[b, h, j, first:taken]
             if mode == _MEAN_SOFTMAX:
                 for g in range(group):
-                    _rerank(signs[row, h], magnitudes[row, h], weights[row, h], kind, pairs[b, h, g], chosen, scores[b, h, g, first:taken], False)
+                    _rerank(
+                        signs[row, h],
+                        magnitudes[row, h],
+                        weights[row, h],
+                        kind,
+                        pairs[b, h, g],
+                        chosen,
+                        scores[b, h, g, first:taken],
+                        False,
+                    )
             elif mode == _PER_HEAD:
-                _rerank(signs[row, h], magnitudes[row, h], weights[row, h], kind, pairs[b, h, j], chosen, scores[b, h, j, first:taken], False)
+                _rerank(
+                    signs[row, h],
+                    magnitudes[row, h],
+                    weights[row, h],
+                    kind,
+                    pairs[b, h, j],
+                    chosen,
+                    scores[b, h, j, first:taken],
+                    False,
+                )
             else:
                 for g in range(group):
-                    _rerank(signs[row, h], magnitudes[row, h], weights[row, h], kind, pairs[b, h, g], chosen, scores[b, h, 0, first:taken], g > 0)
+                    _rerank(
+                        signs[row, h],
+                        magnitudes[row, h],
+                        weights[row, h],
+                        kind,
+                        pairs[b, h, g],
+                        chosen,
+                        scores[b, h, 0, first:taken],
+                        g > 0,
+                    )
 
     best = np.empty((b_n, heads, sets, top_k), np.int32)
     kept = np.empty((b_n, heads, sets), np.int64)
@@ -141,7 +189,7 @@ def _search(signs, magnitudes, weights, kind, counts, lengths, zero_norms, seque
 
 
 @njit(cache=True)
-def _bonus_table(block, counts, targets, out):  # noqa: ANN001, ANN202
+def _bonus_table(block, counts, targets, out):
     """Collision bonus of the 256 sign patterns. Sorting is a merge of two sorted halves per added coordinate."""
     proxy = np.empty(256, np.float32)
     order = np.empty(256, np.int32)
@@ -181,9 +229,7 @@ def _bonus_table(block, counts, targets, out):  # noqa: ANN001, ANN202
     for i in range(1, 256):  # insertion sort by (proxy descending, id ascending); nearly sorted already
         item = order[i]
         at = i
-        while at > 0 and (
-            proxy[order[at - 1]] < proxy[item] or (proxy[order[at - 1]] == proxy[item] and order[at - 1] > item)
-        ):
+        while at > 0 and (proxy[order[at - 1]] < proxy[item] or (proxy[order[at - 1]] == proxy[item] and order[at - 1] > item)):
             order[at] = order[at - 1]
             at -= 1
         order[at] = item
@@ -198,7 +244,7 @@ def _bonus_table(block, counts, targets, out):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _pair_tables(block, levels, out):  # noqa: ANN001, ANN202
+def _pair_tables(block, levels, out):
     """out[p, code]: v0 q0 + v1 q1 for pair p; code = 6 bits of magnitudes | 2 sign bits << 6."""
     for p in range(4):
         q0, q1 = block[2 * p], block[2 * p + 1]
@@ -215,7 +261,7 @@ def _pair_tables(block, levels, out):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _scan(signs, bonus, start, end, coarse, histogram):  # noqa: ANN001, ANN202
+def _scan(signs, bonus, start, end, coarse, histogram):
     """coarse[j, i] = 1 + bonus sum (the group's largest unless it has one set per head)."""
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
@@ -236,7 +282,7 @@ def _scan(signs, bonus, start, end, coarse, histogram):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _bar_zero_norms(weights, start, end, coarse, histogram):  # noqa: ANN001, ANN202
+def _bar_zero_norms(weights, start, end, coarse, histogram):
     """Moves keys of zero norm to coarse score 0, behind everything."""
     for i in range(start, end):
         zero = True
@@ -252,7 +298,7 @@ def _bar_zero_norms(weights, start, end, coarse, histogram):  # noqa: ANN001, AN
 
 
 @njit(cache=True)
-def _threshold(histogram, wanted, quota, offset):  # noqa: ANN001, ANN202
+def _threshold(histogram, wanted, quota, offset):
     """Smallest score of which some tokens are taken; lower positions take the ties first."""
     chunks = histogram.shape[0]
     above = 0
@@ -278,7 +324,7 @@ def _threshold(histogram, wanted, quota, offset):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _compact(coarse, start, end, threshold, quota, out, at):  # noqa: ANN001, ANN202
+def _compact(coarse, start, end, threshold, quota, out, at):
     for i in range(start, end):
         score = coarse[i]
         if score > threshold:
@@ -292,7 +338,7 @@ def _compact(coarse, start, end, threshold, quota, out, at):  # noqa: ANN001, AN
 
 
 @njit(cache=True)
-def _rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger):  # noqa: ANN001, ANN202
+def _rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger):
     """Estimated inner products (Eq. 24) of the chosen tokens; the sums are ordered as in the reference.
 
     Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
@@ -325,7 +371,7 @@ def _rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger): 
 
 
 @njit(cache=True)
-def _mean_softmax(scores, scaling):  # noqa: ANN001, ANN202
+def _mean_softmax(scores, scaling):
     """Replaces row 0 by the mean over rows of softmax(scaling * row), summed in float64."""
     group, n = scores.shape
     mean = np.zeros(n, np.float64)
@@ -345,7 +391,7 @@ def _mean_softmax(scores, scaling):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _top_k(scores, ids, k, out):  # noqa: ANN001, ANN202
+def _top_k(scores, ids, k, out):
     """ids of the k largest scores in ascending position, ties to the lower one; returns how many there are."""
     n = scores.shape[0]
     if n <= k:
@@ -382,7 +428,7 @@ def _top_k(scores, ids, k, out):  # noqa: ANN001, ANN202
 
 
 @njit(cache=True)
-def _union(best, kept, out):  # noqa: ANN001, ANN202
+def _union(best, kept, out):
     """Merge of ascending id lists without repeats."""
     sets = best.shape[0]
     at = np.zeros(sets, np.int64)

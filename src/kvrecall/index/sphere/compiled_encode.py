@@ -36,7 +36,7 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _encode(rotated, scale, thresholds, levels, signs, magnitudes, weights):  # noqa: ANN001, ANN202
+def _encode(rotated, scale, thresholds, levels, signs, magnitudes, weights):
     """rotated: `[n, S, 8]`, keys divided by `scale`; the norm cancels within a block's direction and returns in its weight."""
     for i in prange(rotated.shape[0]):
         for s in range(rotated.shape[1]):
@@ -70,7 +70,7 @@ def count_signs(signs: Tensor, counts: Tensor, step: int) -> None:
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _count(signs, counts, step):  # noqa: ANN001, ANN202
+def _count(signs, counts, step):
     heads, count, blocks = signs.shape
     for h in prange(heads):
         for i in range(count):

@@ -74,7 +74,9 @@ def stage_one(codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, 
     return top_k_positions(coarse.masked_fill(_zero_norm(codes), -1), sizes.candidates)
 
 
-def stage_two(codes: Codes, queries: Tensor, candidates: Tensor, top_k: int, mode: str, scaling: float) -> tuple[Tensor, Tensor]:
+def stage_two(
+    codes: Codes, queries: Tensor, candidates: Tensor, top_k: int, mode: str, scaling: float
+) -> tuple[Tensor, Tensor]:
     """The best `top_k` candidates by estimated inner product (Appendix B.2.2); arguments as in `stage_one`.
 
     Returns (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvrecall.errors import ParameterError
 
@@ -50,7 +51,7 @@ TIER_PERCENTILES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.00)
 def check_schedule(schedule: tuple[RatioStep, ...]) -> None:
     """Raises ParameterError unless lengths ascend and the last step is open-ended."""
     ends = [step.below_tokens for step in schedule]
-    ascending = all(a is not None and b is not None and a < b for a, b in zip(ends[:-1], ends[1:-1], strict=False))
+    ascending = all(a is not None and b is not None and a < b for a, b in pairwise(ends[:-1]))
     if not ends or ends[-1] is not None or None in ends[:-1] or not ascending:
         raise ParameterError("schedule", "steps with ascending below_tokens and None in the last", ends, "See PAPER_SCHEDULE.")
 

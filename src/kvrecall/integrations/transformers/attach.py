@@ -20,8 +20,10 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Inside, calls with a RetrievalCache retrieve; calls with any other cache, or none, give plain attention.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ParameterError("model", "a transformers PreTrainedModel", type(model).__name__, "Load it with AutoModelForCausalLM.")
-    previous = model.config._attn_implementation
+        raise ParameterError(
+            "model", "a transformers PreTrainedModel", type(model).__name__, "Load it with AutoModelForCausalLM."
+        )
+    previous = model.config._attn_implementation or "sdpa"
     if attached.enter():
         AttentionInterface.register(NAME, retrieval_attention)
         AttentionMaskInterface.register(NAME, retrieval_mask)

@@ -48,9 +48,15 @@ def retrieval_attention(
 
 
 def retrieval_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
     """Padding as a 2-D mask (None without padding) for plain causal layers: no query-by-key tensor at long contexts.
 
     Any other pattern (sliding window, chunks, overlays) belongs to layers that are passed through, so it gets sdpa's mask.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import CacheModelError, DeviceError, HostMemoryError, ParameterError
@@ -82,12 +84,13 @@ class RetrievalCache(Cache):
         """
         method = method or self.method
         if method.zone_sizes() != self.method.zone_sizes():
-            raise ParameterError("method", f"zones like {self.method.zone_sizes()}", method.zone_sizes(), "Set the same zone sizes.")
-        copy = object.__new__(RetrievalCache)
-        copy.__dict__.update(self.__dict__)
-        copy.method = method
-        copy.layers = [x.fork(copy) if isinstance(x, RetrievalLayer) else _copied(x) for x in self.layers]
-        return copy
+            raise ParameterError(
+                "method", f"zones like {self.method.zone_sizes()}", method.zone_sizes(), "Set the same zone sizes."
+            )
+        fork = copy(self)
+        fork.method = method
+        fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
+        return fork
 
     def reserve(self, tokens: int, sequences: int = 1) -> None:
         """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
@@ -105,9 +108,10 @@ class RetrievalCache(Cache):
         """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""
         shortest = min(layer.get_seq_length() for layer in self.retrieval_layers)
         for layer in self.layers:
-            extra = (layer.get_seq_length() - shortest) if hasattr(layer, "get_seq_length") else 0
-            if extra > 0:
-                layer.crop(-extra)
+            if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > shortest:
+                crop: Any = getattr(layer, "crop", None)
+                if crop is not None:
+                    crop(shortest - layer.get_seq_length())
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""
@@ -126,7 +130,9 @@ class RetrievalCache(Cache):
             return
         if any(layer.get_seq_length() != first.get_seq_length() for layer in self.retrieval_layers):
             self.align()
-            raise DeviceError("cache", "layers of equal length", "a cache whose last forward pass was interrupted; it is mended now")
+            raise DeviceError(
+                "cache", "layers of equal length", "a cache whose last forward pass was interrupted; it is mended now"
+            )
         if keys.shape[2] > _CHECKED_TOKENS:
             self._check_host(keys.shape[2], keys.shape[0], keys)
 
@@ -140,9 +146,3 @@ class RetrievalCache(Cache):
         available = available_host_bytes()
         if need > available:
             raise HostMemoryError(need, available, tokens * sequences)
-
-
-def _copied(layer: object) -> object:
-    from copy import deepcopy
-
-    return deepcopy(layer)

@@ -44,7 +44,9 @@ class RetrievalLayer(CacheLayerMixin):
         b, heads, _, dim = key_states.shape
         if dim not in HEAD_DIMS or value_states.shape[-1] != dim:
             sizes = ", ".join(map(str, HEAD_DIMS))
-            raise ShapeError("head_dim", f"one of {sizes}, the same for K and V", f"{dim} and {value_states.shape[-1]}", "Use another model.")
+            raise ShapeError(
+                "head_dim", f"one of {sizes}, the same for K and V", f"{dim} and {value_states.shape[-1]}", "Use another model."
+            )
         query_heads = self.cache.signature.query_heads
         shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
         self.state = LayerState(self.number, shape, self.cache.method, self.cache.profile)
@@ -176,7 +178,9 @@ class RetrievalLayer(CacheLayerMixin):
         mask = mask[:, : self._logical + new].bool().cpu()
         past = torch.ones_like(mask[:, : self._logical]) if self._valid is None else self._valid
         if not torch.equal(mask[:, : self._logical], past):
-            raise ShapeError("attention_mask", "the same padding as before for stored tokens", "another one", "Use a new cache.")
+            raise ShapeError(
+                "attention_mask", "the same padding as before for stored tokens", "another one", "Use a new cache."
+            )
         fresh = mask[:, self._logical :]
         return None if fresh.all() else fresh
 
