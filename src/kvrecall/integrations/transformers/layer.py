@@ -59,7 +59,7 @@ class RetrievalLayer(CacheLayerMixin):
         if not self.cache.attached():
             raise NotAttachedError
         self.cache.before_layer(self.number, key_states)
-        if not self.is_initialized:
+        if not self._logical:  # nothing is stored yet: take the shape of what comes, whatever an earlier, refused call left
             self.lazy_initialization(key_states, value_states)
         state = self._ready()
         shape = state.shape
