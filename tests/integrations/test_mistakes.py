@@ -92,7 +92,7 @@ def test_another_dtype_in_the_middle() -> None:
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     with kvrecall.attach(model):
         first = greedy(model, cache, ids())
-    with kvrecall.attach(model.bfloat16()), pytest.raises(errors.DeviceError, match="float32 on cpu, got torch.bfloat16"):
+    with kvrecall.attach(model.bfloat16()), pytest.raises(errors.DeviceError, match=r"float32 on cpu, got torch\.bfloat16"):
         greedy(model, cache, torch.cat([first, ids(5)], 1))
     still_right(model.float(), kvrecall.RetrievalCache(model.config, COVERING), ids())
 

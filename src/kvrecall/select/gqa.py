@@ -38,7 +38,7 @@ def reduce_scores(scores: Tensor, mode: str, scaling: float) -> Tensor:
     """
     if mode == "per_head":
         return scores
-    if mode == "mean_softmax":
+    if mode == "mean_softmax" and scores.shape[-1]:
         logits = scores.double() * scaling
         peak = logits.amax(-1, keepdim=True)
         weights = torch.exp(logits - torch.where(peak.isfinite(), peak, 0.0))

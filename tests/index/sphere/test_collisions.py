@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrecall.errors import ParameterError
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import Codes, encode
-from kvrecall.index.sphere.compiled import _bonus_table
+from kvrecall.index.sphere.compiled_stages import bonus_table
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
 from tests.index.sphere import naive
 from tests.strategies import SEEDS, examples, gaussian, whole_numbers
@@ -26,7 +26,7 @@ def compiled_bonus(block: torch.Tensor, counts: torch.Tensor, targets: tuple[int
     import numpy as np
 
     out = np.empty(256, np.uint8)
-    _bonus_table(block.numpy(), counts.int().numpy(), np.array(targets), out)
+    bonus_table(block.numpy(), counts.int().numpy(), np.array(targets), out)
     return torch.from_numpy(out).long()
 
 

@@ -28,8 +28,8 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     weights = torch.empty(heads, count, blocks, dtype=torch.float32)
     thresholds, levels = (table.astype(np.float32) for table in lloyd_max(BLOCK))
     _encode(
-        rotated.view(-1, blocks, BLOCK).numpy(), scale.view(-1).numpy(), thresholds, levels,
-        signs.view(-1, blocks).numpy(), magnitudes.view(heads * count, -1).numpy(), weights.view(-1, blocks).numpy(),
+        rotated.view(heads * count, blocks, BLOCK).numpy(), scale.flatten().numpy(), thresholds, levels,
+        signs.flatten(0, 1).numpy(), magnitudes.flatten(0, 1).numpy(), weights.flatten(0, 1).numpy(),
     )  # fmt: skip
     limit = min(torch.finfo(weight_dtype).max, torch.finfo(torch.float32).max)
     return Codes(signs, magnitudes, weights.clamp_max(limit).to(weight_dtype))

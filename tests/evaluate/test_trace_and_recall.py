@@ -1,0 +1,96 @@
+"""Traces hold what a model really computed, and replayed recall is what a hand count gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvrecall
+from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.evaluate.recall import replay
+from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo, capture
+from tests.integrations.models import tiny
+from tests.layers import ZONES, normal
+
+
+def random_trace(tokens: int = 200, steps: int = 6) -> Trace:
+    info = TraceInfo("random", tokens, steps, 0.125, (3,))
+    layer = LayerTrace(
+        normal(2, tokens + steps, 64, seed=1), normal(2, tokens + steps, 64, seed=2), normal(steps, 6, 64, seed=3)
+    )
+    return Trace(info, {3: layer})
+
+
+def test_capture_sees_the_keys_that_the_model_caches(tmp_path: Path) -> None:
+    model = tiny("llama")
+    ids = torch.randint(3, 320, (1, 90), generator=torch.Generator().manual_seed(0))
+    trace = capture(model, ids, layers=(0, 2), steps=5, chunk_tokens=31, name="tiny")
+    trace.save(tmp_path / "t.safetensors")
+    loaded = Trace.load(tmp_path / "t.safetensors")
+    assert loaded.info == trace.info and loaded.info.prompt_tokens == 89 and loaded.info.layers == (0, 2)
+
+    cache = DynamicCache(config=model.config)
+    model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    for number in (0, 2):
+        kept = loaded.layers[number]
+        assert kept.queries.shape == (5, 4, 64)
+        assert kept.keys.shape == (2, 94, 64)
+        torch.testing.assert_close(kept.keys, cache.layers[number].keys[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(kept.values, cache.layers[number].values[0], atol=1e-5, rtol=1e-5)
+
+
+def test_recall_and_mass_against_a_hand_count() -> None:
+    trace = random_trace()
+    method = kvrecall.Exact(top_k=10, gqa="mean_q", **ZONES)
+    report = replay(trace, method)[0]
+    layer = trace.layers[3]
+    recall, mass, exact = [], [], []
+    start, end = 4, 200 - 16  # the zone after the prompt: sink 4, local 16
+    for step, query in enumerate(layer.queries):
+        now = 200 + step + 1
+        for h in range(2):
+            mean = query[3 * h : 3 * h + 3].mean(0)
+            found = set((layer.keys[h, start:end] @ mean).topk(10).indices.tolist())
+            for g in range(3):
+                logits = layer.keys[h, :now] @ query[3 * h + g] * 0.125
+                truth = logits[start:end].topk(10).indices.tolist()
+                share = logits.softmax(0)
+                recall.append(len(found & set(truth)) / 10)
+                outside = float(share[:start].sum() + share[end:].sum())
+                mass.append(outside + float(share[start:end][list(found)].sum()))
+                exact.append(outside + float(share[start:end][truth].sum()))
+    assert report.recall == pytest.approx(sum(recall) / len(recall), abs=1e-6)
+    assert report.mass == pytest.approx(sum(mass) / len(mass), abs=1e-5)
+    assert report.exact_mass == pytest.approx(sum(exact) / len(exact), abs=1e-5)
+    assert report.coarse_recall is None
+    assert report.fetched_tokens == 10 and report.attended_tokens == pytest.approx(4 + 16 + 3.5 + 10)
+
+
+def test_exact_search_per_head_finds_everything() -> None:
+    report = replay(random_trace(), kvrecall.Exact(top_k=10, gqa="per_head", **ZONES))[-1]
+    assert report.layer is None and report.recall == 1.0 and report.zone_mass_ratio >= 1.0
+
+
+def test_the_final_stage_cannot_find_what_the_first_dropped() -> None:
+    trace = random_trace(2000)
+    narrow = replay(trace, kvrecall.ParisKV(top_k=10, candidate_ratio=0.02, min_candidates_per_k=1, gqa="mean_q", **ZONES))[0]
+    wide = replay(trace, kvrecall.ParisKV(top_k=10, candidate_ratio=1.0, gqa="mean_q", **ZONES))[0]
+    assert narrow.coarse_recall is not None and wide.coarse_recall == 1.0
+    assert narrow.recall <= narrow.coarse_recall < wide.coarse_recall
+    assert wide.recall > narrow.recall
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a trace")
+    for path in (tmp_path / "text", tmp_path / "missing"):
+        with pytest.raises(InputFileError, match="not a trace"):
+            Trace.load(path)
+    with pytest.raises(ParameterError, match="full"):
+        replay(random_trace(), kvrecall.Full())
+    with pytest.raises(ParameterError, match=r"sink \+ local"):
+        replay(random_trace(15), kvrecall.ParisKV(**ZONES))
+    with pytest.raises(ParameterError, match=r"full-attention layers among 0\.\.2"):
+        capture(tiny("llama"), torch.ones(1, 10, dtype=torch.int64), layers=(7,))

@@ -1,0 +1,72 @@
+"""Sphere indexes over synthetic keys, and one search on both paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.structs import Budget, Selection
+from tests.strategies import gaussian, whole_numbers
+
+
+def shape(sequences: int, kv_heads: int, group: int, dim: int, dtype: torch.dtype = torch.float32) -> LayerShape:
+    return LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"))
+
+
+def synthetic_keys(family: str, seed: int, heads: int, tokens: int, dim: int) -> Tensor:
+    """`[heads, tokens, dim]`. Families: gaussian; whole (ties); repeated (few distinct); zeros (one in three has norm 0);
+    scales (norms from 1e-30 to 1e30)."""
+    keys = gaussian(seed, heads, tokens, dim)
+    if family == "whole":
+        keys = whole_numbers(seed, heads, tokens, dim, most=1)
+    elif family == "repeated":
+        keys = keys[:, torch.randint(0, max(1, tokens // 10), (tokens,), generator=torch.Generator().manual_seed(seed))]
+    elif family == "zeros":
+        keys[:, torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < 1 / 3] = 0.0
+    elif family == "scales":
+        keys = keys * 10.0 ** torch.linspace(-30, 30, tokens).unsqueeze(-1)
+    return keys
+
+
+def index_of(keys: list[Tensor], group: int, compiled: bool = True, **config: Any) -> SphereIndex:
+    """One sequence per tensor `[H_kv, n, D]`."""
+    index = SphereIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), SphereConfig(**config), compiled)
+    for b, sequence in enumerate(keys):
+        if sequence.shape[1]:
+            index.append(b, sequence)
+    return index
+
+
+def search_both(index: SphereIndex, queries: Tensor, top_k: int, sequences: list[int] | None = None) -> Selection:
+    """Searches compiled and by the reference over the same codes; the two must agree in every id.
+
+    An index that was built by the reference is searched by the reference alone.
+    """
+    chosen = list(range(len(index.lengths))) if sequences is None else sequences
+    budget, before = Budget(top_k, queries.shape[-1] ** -0.5), index._compiled
+    found = []
+    for index._compiled in (True, False) if before else (False,):
+        found.append(index.search(queries, budget, chosen))
+    index._compiled = before
+    assert torch.equal(found[0].counts, found[-1].counts)
+    assert torch.equal(found[0].ids, found[-1].ids)
+    return check_selection(found[0], [index.lengths[b] for b in chosen])
+
+
+def check_selection(found: Selection, lengths: list[int]) -> Selection:
+    """Ids are int32, ascending, unique, in range, padded with -1 behind the count."""
+    assert found.ids.dtype == found.counts.dtype == torch.int32
+    for ids, counts, length in zip(found.ids, found.counts, lengths, strict=True):
+        for row, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            real = row[:count]
+            assert real == sorted(set(real)) and all(0 <= i < length for i in real)
+            assert row[count:] == [-1] * (len(row) - count)
+    return found
+
+
+def found_ids(found: Selection, b: int = 0, head: int = 0) -> list[int]:
+    return found.ids[b, head, : found.counts[b, head]].tolist()

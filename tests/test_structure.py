@@ -1,0 +1,89 @@
+"""The folder tree is the data path: who may import whom, how long files are, and that the map of the code is true."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "kvrecall"
+FILES = sorted(PACKAGE.rglob("*.py"))
+COMMON = {"structs", "errors", "numeric"}
+STAGES = {
+    "cache": set(),
+    "index": {"select"},  # the GQA reduction and the deterministic top-k are part of every search
+    "trigger": set(),
+    "select": set(),
+    "fetch": set(),
+    "attend": set(),
+    "merge": set(),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """First-level modules of kvrecall that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            module = node.module or ""
+            names = [f"kvrecall.{a.name}" for a in node.names] if module == "kvrecall" else [module]
+        found |= {name.split(".")[1] for name in names if name.startswith("kvrecall.")}
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_only_structs_errors_and_itself(stage: str) -> None:
+    allowed = COMMON | {stage} | STAGES[stage]
+    for path in (PACKAGE / stage).rglob("*.py"):
+        assert imports(path) <= allowed, path.relative_to(PACKAGE)
+
+
+def test_references_import_no_kernel() -> None:
+    for path in PACKAGE.rglob("reference.py"):
+        text = path.read_text()
+        assert "compiled" not in [
+            part for line in text.splitlines() if "import" in line for part in line.replace(".", " ").split()
+        ]
+        assert "numba" not in text and "triton" not in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_median_file_is_short() -> None:
+    lengths = sorted(len(p.read_text().splitlines()) for p in FILES)
+    assert lengths[len(lengths) // 2] <= 120
+
+
+def test_the_pipeline_fits_on_a_screen_or_two() -> None:
+    assert len((PACKAGE / "pipeline.py").read_text().splitlines()) <= 130
+
+
+def test_architecture_page_names_every_file_with_one_line() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## Every file")[1]
+    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("* `")]
+    assert sorted(listed) == [str(p.relative_to(PACKAGE)) for p in FILES]
+    assert all(len(line.split("`: ", 1)[1]) > 10 for line in page.splitlines() if line.startswith("* `"))
+
+
+def test_public_names_are_few_and_importing_changes_nothing_global() -> None:
+    program = """
+import sys
+import transformers.modeling_utils as m, transformers.masking_utils as k
+before = set(m.AttentionInterface._global_mapping), set(k.AttentionMaskInterface._global_mapping)
+import kvrecall
+assert len(kvrecall.__all__) <= 12
+for name in kvrecall.__all__:
+    getattr(kvrecall, name)
+assert (set(m.AttentionInterface._global_mapping), set(k.AttentionMaskInterface._global_mapping)) == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
