@@ -16,9 +16,12 @@ from kvrecall.select.gqa import check_mode, reduce_scores, search_queries
 from kvrecall.select.topk import top_k_positions, union_rows
 from kvrecall.structs import Budget, Selection
 
+_SCORED_TOKENS = 8192
+"""Tokens scored at a time: bounds the float64 copy of the keys to H_kv * 8192 * D * 8 bytes."""
+
 
 class ExactIndex(Index):
-    """Scores every key in fp32. `gqa` as in `kvrecall.select.gqa`."""
+    """Scores every key. `gqa` as in `kvrecall.select.gqa`."""
 
     def __init__(self, shape: LayerShape, gqa: str = "mean_softmax") -> None:
         check_mode(gqa)
@@ -56,8 +59,18 @@ class ExactIndex(Index):
         grouped = search_queries(queries, self._kv_heads, self._gqa)
         found = []
         for query, sequence in zip(grouped, sequences, strict=True):
-            scores = query @ self._keys.view(sequence).float().transpose(-1, -2)  # [H_kv, G', n]
+            scores = _scores(query, self._keys.view(sequence))
             reduced = reduce_scores(scores, self._gqa, budget.scaling)
             reduced = reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
             found.append(union_rows(top_k_positions(reduced, budget.top_k).to(torch.int32)))
         return stack_selections(found)
+
+
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """Inner products fp32 `[H_kv, G', n]` of queries `[H_kv, G', D]` and keys `[H_kv, n, D]`.
+
+    Summed in float64 and rounded, so that equal keys score the same wherever they lie: matrix products sum the rows at the
+    edge of a tile in another order.
+    """
+    pieces = keys.split(_SCORED_TOKENS, dim=1)
+    return torch.cat([queries.double() @ piece.double().transpose(-1, -2) for piece in pieces], -1).float()

@@ -154,6 +154,14 @@ def test_thresholds_separate_the_levels(encode, level: int) -> None:
         assert (levels[..., 0] == expected).all() and (levels[..., 2:] == 0).all()
 
 
+@encoders
+@pytest.mark.parametrize("tokens", [63, 111, 1001])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_equal_keys_have_equal_codes_wherever_they_lie(encode, dim: int, tokens: int) -> None:
+    made = encode(gaussian(dim, 2, 1, dim).expand(2, tokens, dim).clone(), rotation_matrix(dim, 42), torch.float32)
+    assert same(made, Codes(*(x[:, :1].expand_as(x) for x in (made.signs, made.magnitudes, made.weights))))
+
+
 def test_encoding_does_not_change_its_input() -> None:
     keys = gaussian(0, 1, 63, 64)
     before = keys.clone()
