@@ -24,9 +24,8 @@ def main() -> None:
         times = f"{ours:.2f} ({search:.2f}) | {gqa:.2f} | {folded:.2f} | **{float(row['speedup']):.2f}×**"
         print(f"| {row['shape']} | {row['dtype']} | {int(row['tokens']) // 1024}K | {times} |")
     last = rows[-1]
-    print(
-        f"\n{last['cpu']}, {last['threads']} threads, Python {last['python']}, torch {last['torch']}, numba {last['numba']}; medians, ms."
-    )
+    versions = f"Python {last['python']}, torch {last['torch']}, numba {last['numba']}"
+    print(f"\n{last['cpu']}, {last['threads']} threads, {versions}; medians, ms.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One layer without a model: builders that tests of the data path share."""
+"""Layers of a model without the model: states fed with synthetic queries, keys and values."""
 
 from __future__ import annotations
 
@@ -10,39 +10,81 @@ from torch import Tensor
 import kvrecall
 from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
+from kvrecall.methods import Method
+from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
+from tests.attend.dense import dense
+from tests.strategies import MODES, gaussian
 
-GQA_MODES = ("mean_q", "mean_softmax", "max", "per_head")
+DIM = 64
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
+PARAMS = AttentionParams(DIM**-0.5)
 
 
-def methods(top_k: int) -> dict[str, kvrecall.Method]:
-    """Every method in every GQA mode, with small zones."""
-    found: dict[str, kvrecall.Method] = {"full": kvrecall.Full(**ZONES)}
-    for mode in GQA_MODES:
-        found[f"pariskv-{mode}"] = kvrecall.ParisKV(top_k=top_k, gqa=mode, **ZONES)
-        found[f"exact-{mode}"] = kvrecall.Exact(top_k=top_k, gqa=mode, **ZONES)
-    return found
+def methods(top_k: int, **zones: Any) -> dict[str, Method]:
+    """Every method that retrieves, in every way of sharing a search."""
+    zones = ZONES | zones
+    found: dict[str, Method] = {f"pariskv-{mode}": kvrecall.ParisKV(top_k=top_k, gqa=mode, **zones) for mode in MODES}
+    return found | {f"exact-{mode}": kvrecall.Exact(top_k=top_k, gqa=mode, **zones) for mode in MODES}
 
 
-def layer(method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64) -> LayerState:
-    """An empty layer on the CPU with 6 query heads and 2 KV heads."""
-    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device("cpu")), method)
+def state(
+    method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32
+) -> LayerState:
+    return LayerState(layer, LayerShape(sequences, kv_heads * group, kv_heads, DIM, dtype, torch.device("cpu")), method)
 
 
-def params(dim: int = 64, **changes: Any) -> AttentionParams:
-    """Attention parameters with the usual scaling."""
-    return AttentionParams(dim**-0.5, **changes)
+def tokens(seed: int, batch: int, count: int, kv_heads: int = 2, group: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys, values `[B, H, T, D]`."""
+    return (
+        2 * gaussian(seed, batch, kv_heads * group, count, DIM),
+        gaussian(seed + 1, batch, kv_heads, count, DIM),
+        gaussian(seed + 2, batch, kv_heads, count, DIM),
+    )
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Gaussian fp32 numbers, the same for the same seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+class History:
+    """All real tokens of every sequence, to attend to them densely."""
+
+    def __init__(self, batch: int, kv_heads: int = 2) -> None:
+        self.keys = [torch.empty(kv_heads, 0, DIM) for _ in range(batch)]
+        self.values = [torch.empty(kv_heads, 0, DIM) for _ in range(batch)]
+
+    def add(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
+        for b in range(keys.shape[0]):
+            real = slice(None) if valid is None else valid[b]
+            self.keys[b] = torch.cat([self.keys[b], keys[b][:, real]], 1)
+            self.values[b] = torch.cat([self.values[b], values[b][:, real]], 1)
+
+    def dense(self, b: int, queries: Tensor) -> Tensor:
+        """float64 attention of `[H_q, T, D]` over everything; query t does not see what came after it."""
+        return dense(queries, self.keys[b], self.values[b], PARAMS.scaling, causal=True)[0]
 
 
-def dense(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """fp64 attention of queries `[H_q, D]` over keys and values `[H_kv, n, D]` -> fp32 `[H_q, D]`."""
-    group = queries.shape[0] // keys.shape[0]
-    keys, values = (x.double().repeat_interleave(group, 0) for x in (keys, values))
-    logits = torch.einsum("hd,hnd->hn", queries.double(), keys) * queries.shape[-1] ** -0.5
-    return torch.einsum("hn,hnd->hd", logits.softmax(-1), values).float()
+def left_padded(lengths: list[int]) -> Tensor:
+    """bool `[B, longest]`, False for padding."""
+    longest = max(lengths)
+    return torch.arange(longest) >= longest - torch.tensor(lengths).unsqueeze(1)
+
+
+def start(layer: LayerState, lengths: list[int], seed: int = 0) -> History:
+    """Prefills a ragged, left-padded prompt in one chunk."""
+    history, valid = History(len(lengths)), left_padded(lengths)
+    queries, keys, values = tokens(seed, len(lengths), max(lengths))
+    ragged = None if valid.all() else valid
+    prefill_layer(layer, queries, keys, values, ragged, PARAMS)
+    history.add(keys, values, valid)
+    return history
+
+
+def step(layer: LayerState, history: History, seed: int) -> tuple[Tensor, Tensor]:
+    """One random token per sequence; returns (queries, output), `[B, H_q, 1, D]`."""
+    queries, keys, values = tokens(seed, len(history.keys), 1)
+    history.add(keys, values)
+    return queries, decode_step(layer, queries, keys, values, None, PARAMS)
+
+
+def held_ids(layer: LayerState, b: int) -> list[list[int]]:
+    """What the last search of a sequence found, per KV head."""
+    ids, counts = layer.held[b]
+    return [row[:n] for row, n in zip(ids.tolist(), counts.tolist(), strict=True)]

@@ -12,7 +12,7 @@ from kvrecall.errors import NonFiniteError
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import Budget, Partial
-from tests.layers import dense, layer, methods, normal, params
+from tests.one_layer import dense, layer, methods, normal, params
 
 quick = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SMALL, COVERING = methods(top_k=7), methods(top_k=10_000)

@@ -71,6 +71,17 @@ class NotAttachedError(KVRecallError, RuntimeError):
         )
 
 
+class InterruptedPassError(KVRecallError, RuntimeError):
+    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(
+            "cache: expected layers of equal length, got a cache whose last forward pass was interrupted. "
+            f"It is mended now and holds {tokens:,} tokens per sequence; repeat the call."
+        )
+        self.tokens = tokens
+
+
 class DeviceError(KVRecallError, ValueError):
     """A tensor, cache or model sits on another device or has another dtype than the rest."""
 

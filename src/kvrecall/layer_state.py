@@ -120,6 +120,7 @@ class LayerState:
         fetched = int(selection.counts.sum())
         self.stats.attended_tokens += fetched
         self.stats.retrieved_tokens += fetched
+        self.stats.bytes_fetched += fetched * 2 * self.shape.head_dim * self.shape.dtype.itemsize
         self.stats.bytes_to_device += moved
 
     @contextmanager

@@ -100,7 +100,10 @@ class StepStats:
     """Number of (step, sequence, KV head) triples counted in `attended_tokens`."""
     retrieved_tokens: int = 0
     reused_rows: int = 0
+    bytes_fetched: int = 0
+    """Bytes of rows gathered from the retrieval zone, wherever the compute device is."""
     bytes_to_device: int = 0
+    """Bytes that crossed from the host to a GPU; 0 on a CPU, where both are the same memory."""
     bytes_to_host: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo, capture
 from tests.integrations.models import tiny
-from tests.layers import ZONES, normal
+from tests.one_layer import ZONES, normal
 
 
 def random_trace(tokens: int = 200, steps: int = 6) -> Trace:

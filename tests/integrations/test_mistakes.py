@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import kvrecall
 from kvrecall import engine, errors, methods
 from tests.integrations.models import tiny
-from tests.layers import ZONES
+from tests.one_layer import ZONES
 
 COVERING = kvrecall.ParisKV(top_k=10_000, **ZONES)
 

@@ -32,6 +32,13 @@ def plain_table(title: str | None = None, *headings: str) -> Table:
     return table
 
 
+def _moved(total: dict[str, Any]) -> str:
+    crossed = f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
+    if not total["bytes_to_device"] + total["bytes_to_host"]:
+        crossed = "none between host and device: the CPU computes where they lie"
+    return f"rows fetched {size(total['bytes_fetched'])}; {crossed}"
+
+
 def stats_table(summary: dict[str, Any]) -> Table:
     """The table under an answer, from what --json would have printed (see `answer.summary`)."""
     total = summary["stats"]["total"]
@@ -47,7 +54,7 @@ def stats_table(summary: dict[str, Any]) -> Table:
     share = f" ({total['attended_per_step'] / held:.1%} of {held:,})" if held else ""
     table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
     table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
-    table.add_row("moved", f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}")
+    table.add_row("moved", _moved(total))
     table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
     if stages:
         table.add_row("time per stage", " · ".join(f"{name} {seconds(value)}" for name, value in stages.items()))

@@ -17,7 +17,8 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 @examples(40)
 @given(
-    seed=SEEDS, mode=st.sampled_from(MODES), dim=st.sampled_from(HEAD_DIMS), kv_heads=st.integers(1, 3), group=st.integers(1, 4),
+    seed=SEEDS, mode=st.sampled_from(MODES), dim=st.sampled_from(HEAD_DIMS), kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
     lengths=st.lists(st.sampled_from([1, 2, 63, 111, 400]), min_size=1, max_size=3), top_k=st.sampled_from([1, 7, 20, 300]),
     weight=st.sampled_from(sorted(DTYPES)), family=st.sampled_from(FAMILIES), whole=st.booleans(),
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from kvrecall.errors import KVRecallError, ParameterError, UnknownNameError
 from kvrecall.index.base import Index
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.codes import unpack_signs
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.index.sphere.build import found_ids, index_of, search_both, shape
 from tests.strategies import MODES, SEEDS, examples, gaussian
@@ -36,16 +39,17 @@ def counted(index: SphereIndex, sequence: int) -> torch.Tensor:
 @examples(15)
 @given(seed=SEEDS, cuts=st.lists(st.integers(0, 200), max_size=4))
 def test_appending_in_pieces_is_appending_at_once(compiled: bool, seed: int, cuts: list[int]) -> None:
-    """Whole-number keys: a matrix product of another height may round a general key's last bit differently."""
-    keys = (gaussian(seed, 2, 200, 64) * 4).round()
+    """A matrix product of another height may round a coordinate's last bit differently: docs/tolerances.md, codes."""
+    keys = gaussian(seed, 2, 200, 64)
     whole = index_of([keys], 2, compiled)
     pieces = index_of([keys[:, :0]], 2, compiled)
     edges = sorted({0, 200, *cuts})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         pieces.append(0, keys[:, start:end])
     assert torch.equal(pieces._counts[0], counted(pieces, 0).int())
     assert pieces.lengths == [200]
-    assert torch.equal(pieces.codes(0).signs, whole.codes(0).signs)
+    differing = unpack_signs(pieces.codes(0).signs) != unpack_signs(whole.codes(0).signs)
+    assert differing.sum() <= keys.numel() / 10_000 + 1
 
 
 @paths

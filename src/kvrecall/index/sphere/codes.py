@@ -44,9 +44,8 @@ def magnitude_levels(device: torch.device | str = "cpu") -> Tensor:
 def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16) -> Codes:
     """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32), for a rotation `[D, D]` on the same device."""
     x = keys.float()
-    # The largest magnitude comes out first: squares of huge keys would overflow, those of tiny ones vanish.
-    scale = x.abs().amax(-1, keepdim=True)
-    x = x / torch.where(scale > 0, scale, 1.0)
+    scale = key_scale(x)
+    x = x / scale
     relative_norm = x.norm(dim=-1, keepdim=True)
     unit = x / torch.where(relative_norm > 0, relative_norm, 1.0)
     blocks = (unit @ rotation.T).unflatten(-1, (-1, BLOCK))  # [..., n, S, 8]
@@ -61,6 +60,16 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     norm = (scale * relative_norm).clamp_max(torch.finfo(torch.float32).max)
     weights = (norm * (radius / alpha)).clamp_max(torch.finfo(weight_dtype).max)
     return Codes(pack_bits(positive), pack_magnitudes(levels), weights.to(weight_dtype))
+
+
+def key_scale(keys: Tensor) -> Tensor:
+    """Power of two near each key's largest magnitude, fp32 `[..., n, 1]`.
+
+    Taken out before squares are summed: those of huge keys would overflow, those of tiny ones vanish. A power of two, so that
+    taking it out rounds nothing.
+    """
+    largest = keys.abs().amax(-1, keepdim=True)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(-126, 127))
 
 
 def pack_bits(positive: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes
+from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes, key_scale
 from kvrecall.index.sphere.levels import lloyd_max
 
 
@@ -20,9 +20,8 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     heads, count, dim = keys.shape
     blocks = dim // BLOCK
     x = keys.float()
-    scale = x.abs().amax(-1, keepdim=True)
-    # Rotating before dividing by the norm is the same up to rounding and saves a pass; the scale guards against overflow.
-    rotated = (x / torch.where(scale > 0, scale, 1.0)) @ rotation.T
+    scale = key_scale(x)
+    rotated = (x / scale) @ rotation.T  # dividing by the norm afterwards is the same up to rounding and saves a pass
     signs = torch.empty(heads, count, blocks, dtype=torch.uint8)
     magnitudes = torch.empty(heads, count, blocks * MAGNITUDE_BYTES, dtype=torch.uint8)
     weights = torch.empty(heads, count, blocks, dtype=torch.float32)

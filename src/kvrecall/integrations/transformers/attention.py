@@ -74,6 +74,9 @@ def _plain_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     if mask is not None and mask.ndim == 2:
         mask = _causal(query.shape[2], key.shape[2], query.device) & mask[:, None, None, -key.shape[2] :].bool()
+    elif mask is None and 1 < query.shape[2] < key.shape[2]:
+        # sdpa's own causal mask is aligned with the first key, which is wrong behind cached ones.
+        mask = _causal(query.shape[2], key.shape[2], query.device)
     if not params.softcap and params.sink_logits is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=params.scaling, **kwargs)
     if mask is None:

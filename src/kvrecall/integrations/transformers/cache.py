@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.errors import CacheModelError, DeviceError, HostMemoryError, ParameterError
+from kvrecall.errors import CacheModelError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import attached
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.methods.base import Method
@@ -65,6 +65,8 @@ class RetrievalCache(Cache):
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         template = DynamicCache(config=config).layers
         super().__init__(layers=[RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template)])
+        self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
+        """Sliding layers as they were before the running forward pass: what has slid out of a window cannot be cropped back."""
         if not self.retrieval_layers:
             raise CacheModelError("a model with full-attention layers", str(self.signature))
 
@@ -88,7 +90,7 @@ class RetrievalCache(Cache):
                 "method", f"zones like {self.method.zone_sizes()}", method.zone_sizes(), "Set the same zone sizes."
             )
         fork = copy(self)
-        fork.method = method
+        fork.method, fork._windows = method, []
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
@@ -104,14 +106,38 @@ class RetrievalCache(Cache):
             if layer.state is not None:
                 layer._reserve(tokens)
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As in transformers; the first layer of a forward pass checks for all of them, before any has stored anything."""
+        if layer_idx == self._attention_numbers[0]:
+            self._begin_pass(key_states)
+        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(self.layers[layer_idx], RetrievalLayer):
+            self.layer_done(layer_idx)
+        return updated
+
+    def layer_done(self, number: int) -> None:
+        """A layer holds the new tokens; after the last one there is nothing to go back to."""
+        if number == self._attention_numbers[-1]:
+            self._windows = []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Logical length in tokens; by default what every layer holds, also after an interrupted forward pass."""
+        if layer_idx:
+            return super().get_seq_length(layer_idx)
+        return min(map(self._length, self._attention_numbers))
+
     def align(self) -> None:
         """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""
-        shortest = min(layer.get_seq_length() for layer in self.retrieval_layers)
-        for layer in self.layers:
-            if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > shortest:
-                crop: Any = getattr(layer, "crop", None)
-                if crop is not None:
-                    crop(shortest - layer.get_seq_length())
+        shortest = self.get_seq_length()
+        for layer, before in self._windows:
+            if layer.get_seq_length() > shortest:
+                vars(layer).update(before)
+        for number in self._attention_numbers:
+            layer: Any = self.layers[number]
+            if layer.get_seq_length() > shortest:
+                layer.crop(shortest - layer.get_seq_length())
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""
@@ -123,18 +149,24 @@ class RetrievalCache(Cache):
         """Whether some model is attached right now."""
         return attached.active()
 
-    def before_layer(self, number: int, keys: Tensor) -> None:
-        """First layer of a forward pass: the memory for the new tokens must be there before any layer stores them."""
-        first = self.retrieval_layers[0]
-        if number != first.number:
-            return
-        if any(layer.get_seq_length() != first.get_seq_length() for layer in self.retrieval_layers):
+    def _length(self, number: int) -> int:
+        layer: Any = self.layers[number]
+        return layer.get_seq_length()
+
+    @property
+    def _attention_numbers(self) -> list[int]:
+        """Numbers of the layers that store keys: ours and those of transformers."""
+        return [number for number, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]
+
+    def _begin_pass(self, keys: Tensor) -> None:
+        if not self.attached():
+            raise NotAttachedError
+        if len(set(map(self._length, self._attention_numbers))) > 1:
             self.align()
-            raise DeviceError(
-                "cache", "layers of equal length", "a cache whose last forward pass was interrupted; it is mended now"
-            )
-        if keys.shape[2] > _CHECKED_TOKENS:
+            raise InterruptedPassError(self.get_seq_length())
+        if keys.shape[2] > _CHECKED_TOKENS:  # the memory must be there before any layer stores
             self._check_host(keys.shape[2], keys.shape[0], keys)
+        self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
 
     def _check_host(self, tokens: int, sequences: int, keys: Tensor | None) -> None:
         itemsize = keys.element_size() if keys is not None else 2

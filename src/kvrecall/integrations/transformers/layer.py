@@ -58,7 +58,6 @@ class RetrievalLayer(CacheLayerMixin):
         """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
         if not self.cache.attached():
             raise NotAttachedError
-        self.cache.before_layer(self.number, key_states)
         if not self._logical:  # nothing is stored yet: take the shape of what comes, whatever an earlier, refused call left
             self.lazy_initialization(key_states, value_states)
         state = self._ready()
@@ -91,6 +90,7 @@ class RetrievalLayer(CacheLayerMixin):
             else:
                 out = prefill_layer(self._ready(), queries, keys, values, valid, params)
             self._advance(valid, new)
+            self.cache.layer_done(self.number)
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
