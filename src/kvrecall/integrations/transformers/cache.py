@@ -59,12 +59,14 @@ class RetrievalCache(Cache):
             raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
         self.method, self.profile = method, profile
         self.signature = ModelSignature.of(config)
-        self._known_configs: dict[int, bool] = {}
+        self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
         self.reserved_tokens = 0
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         template = DynamicCache(config=config).layers
         super().__init__(layers=[RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template)])
+        self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
+        """The layers that store keys: ours and those of transformers."""
         self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
         """Sliding layers as they were before the running forward pass: what has slid out of a window cannot be cropped back."""
         if not self.retrieval_layers:
@@ -128,6 +130,20 @@ class RetrievalCache(Cache):
             return super().get_seq_length(layer_idx)
         return min(map(self._length, self._attention_numbers))
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes tokens from the end; a negative count, as transformers has it.
+
+        Raises ParameterError, and changes nothing, for more tokens than there are and where a sliding window has moved on.
+        """
+        length = self.get_seq_length()
+        if -tokens_to_remove > length:
+            raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
+        windows: list[Any] = [x for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
+        if tokens_to_remove and any(x.get_seq_length() >= x.sliding_window and not x.record_past for x in windows):
+            remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
+            raise ParameterError("crop", "0 tokens, as the sliding windows have moved on", -tokens_to_remove, remedy)
+        super().crop(tokens_to_remove)
+
     def align(self) -> None:
         """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""
         shortest = self.get_seq_length()
@@ -142,8 +158,8 @@ class RetrievalCache(Cache):
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""
         if id(config) not in self._known_configs:
-            self._known_configs[id(config)] = ModelSignature.of(config) == self.signature
-        return self._known_configs[id(config)]
+            self._known_configs[id(config)] = config, ModelSignature.of(config) == self.signature
+        return self._known_configs[id(config)][1]
 
     def attached(self) -> bool:
         """Whether some model is attached right now."""
@@ -152,11 +168,6 @@ class RetrievalCache(Cache):
     def _length(self, number: int) -> int:
         layer: Any = self.layers[number]
         return layer.get_seq_length()
-
-    @property
-    def _attention_numbers(self) -> list[int]:
-        """Numbers of the layers that store keys: ours and those of transformers."""
-        return [number for number, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]
 
     def _begin_pass(self, keys: Tensor) -> None:
         if not self.attached():
