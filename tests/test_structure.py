@@ -24,6 +24,12 @@ STAGES = {
 }
 
 
+DRIVERS = {
+    "pipeline.py", "layer_state.py", "stats.py", "methods", "engine", "integrations", "models", "cli", "bench", "evaluate",
+}  # fmt: skip
+"""What may see several stages."""
+
+
 def imports(path: Path) -> set[str]:
     """First-level modules of kvrecall that a file imports."""
     found = set()
@@ -42,6 +48,19 @@ def test_a_stage_imports_only_structs_errors_and_itself(stage: str) -> None:
     allowed = COMMON | {stage} | STAGES[stage]
     for path in (PACKAGE / stage).rglob("*.py"):
         assert imports(path) <= allowed, path.relative_to(PACKAGE)
+
+
+def test_only_the_drivers_see_several_stages() -> None:
+    for path in FILES:
+        home = path.relative_to(PACKAGE).parts[0]
+        if home in DRIVERS or home in STAGES:
+            continue
+        assert not imports(path) & set(STAGES), path.relative_to(PACKAGE)
+
+
+@pytest.mark.parametrize("name", sorted(COMMON))
+def test_what_all_stages_share_imports_none_of_them(name: str) -> None:
+    assert imports(PACKAGE / f"{name}.py") <= COMMON
 
 
 def test_references_import_no_kernel() -> None:

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.errors import ParameterError
 from tests.integrations.models import tiny
 from tests.integrations.test_transformers import METHODS, prompt, ragged, run
 from tests.tiny import WORDS, tiny_tokenizer
@@ -76,6 +77,28 @@ def test_a_seed_fixes_the_sample_and_leaves_the_global_generator_alone(top_p: fl
     torch.manual_seed(2)
     assert sample(7) == first and sample(8) != first
     assert sample(None) != sample(None)
+
+
+def test_temperature_and_top_p_alone_shape_the_sample() -> None:
+    """A top_p of 1 samples from all tokens; neither transformers' default top_k nor the model's own one cuts the tail."""
+    model, ids = tiny("llama"), prompt(1)["input_ids"]
+    model.generation_config.top_k = 1
+    first = {
+        engine.generate(model, None, ids, new_cache(model), max_new_tokens=1, temperature=1e6, seed=seed).new_tokens[0][0]
+        for seed in range(120)
+    }
+    assert len(first) > 75  # 120 draws from 320 tokens show about 100 of them; from 50 they could show 50 at most
+
+
+@pytest.mark.parametrize(("batch", "with_tokenizer"), [(2, True), (1, False)], ids=["two-sequences", "no-tokenizer"])
+def test_streaming_that_cannot_work_is_refused_before_anything_is_stored(batch: int, with_tokenizer: bool) -> None:
+    model = tiny("llama", vocab_size=len(WORDS))
+    cache = new_cache(model)
+    ids = torch.randint(5, len(WORDS), (batch, 60), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ParameterError, match="on_text"):
+        tokenizer = tiny_tokenizer() if with_tokenizer else None
+        engine.generate(model, tokenizer, ids, cache, max_new_tokens=3, chunk_tokens=20, on_text=print)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["one-id", "several-ids"])

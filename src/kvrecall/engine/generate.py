@@ -57,6 +57,9 @@ def generate(
     the number of answer tokens so far. Raises before storing anything if prompt and answer exceed the model's context.
     """
     _check(model, input_ids, max_new_tokens, chunk_tokens, attention_mask, temperature, top_p)
+    if on_text is not None and (tokenizer is None or input_ids.shape[0] != 1):
+        got = f"{input_ids.shape[0]} sequences" if tokenizer is not None else "no tokenizer"
+        raise ParameterError("on_text", "one sequence and a tokenizer", got, "Use on_token, or generate one by one.")
     prompt = input_ids.shape[1]
     if cache.get_seq_length() >= prompt:
         cache.crop(prompt - 1 - cache.get_seq_length())
@@ -121,7 +124,9 @@ def _config(
     pad = getattr(known, "pad_token_id", None)
     if pad is None:
         pad = tokenizer.pad_token_id if tokenizer is not None and tokenizer.pad_token_id is not None else 0
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:  # top_k 0 is off; left out, transformers would sample from 50 tokens
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling)
 
 

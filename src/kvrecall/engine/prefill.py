@@ -37,6 +37,7 @@ def prefill(
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
     positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     done = min(cache.get_seq_length(), total)
+    cache.prefilling = True
     try:
         with attach(model):
             while done < total:
@@ -52,6 +53,7 @@ def prefill(
                 )
                 done = end
     finally:
+        cache.prefilling = False
         cache.align()
     if on_progress:
         on_progress(total, total)

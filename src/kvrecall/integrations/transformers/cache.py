@@ -61,6 +61,8 @@ class RetrievalCache(Cache):
         self.signature = ModelSignature.of(config)
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
         self.reserved_tokens = 0
+        self.prefilling = False
+        """While True, a single token too is a chunk of a prompt: attended densely, its zones settled."""
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         template = DynamicCache(config=config).layers
@@ -142,7 +144,13 @@ class RetrievalCache(Cache):
         if tokens_to_remove and any(x.get_seq_length() >= x.sliding_window and not x.record_past for x in windows):
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
             raise ParameterError("crop", "0 tokens, as the sliding windows have moved on", -tokens_to_remove, remedy)
-        super().crop(tokens_to_remove)
+        keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
+        for layer in self.layers:  # the length is read once: transformers 5.17 would read it anew after each layer
+            crop: Any = getattr(layer, "crop", None)
+            if isinstance(layer, RetrievalLayer):
+                layer.crop(keep - layer.get_seq_length())
+            elif crop is not None:
+                crop(tokens_to_remove)
 
     def align(self) -> None:
         """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""

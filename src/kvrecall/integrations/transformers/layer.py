@@ -84,7 +84,7 @@ class RetrievalLayer(CacheLayerMixin):
         if self.cache.on_queries is not None:
             self.cache.on_queries(self.number, queries)
         with deferred_interrupt():
-            if new == 1:
+            if new == 1 and not self.cache.prefilling:
                 flags = None if valid is None else valid[:, 0].tolist()
                 out = decode_step(self._ready(), queries, keys, values, flags, params)
             else:

@@ -1,0 +1,95 @@
+"""Methods by name, their parameters, and what a method promises about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall import methods
+from kvrecall.errors import UnknownNameError
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.methods import Method
+from kvrecall.methods.registry import method_class
+
+NAMES = methods.names()
+each = pytest.mark.parametrize("name", NAMES)
+SHAPE = LayerShape(2, 8, 2, 128, torch.bfloat16, torch.device("cpu"))
+
+
+def test_names_are_sorted_and_known() -> None:
+    assert sorted(NAMES) == NAMES and {"pariskv", "exact", "full"} <= set(NAMES)
+
+
+@each
+def test_a_method_is_a_frozen_dataclass_of_the_given_parameters(name: str) -> None:
+    made = methods.get(name.upper(), sink_tokens=7, update_interval=9)
+    assert isinstance(made, Method) and type(made) is method_class(name) and made.name == name
+    assert (made.sink_tokens, made.update_interval, made.local_tokens) == (7, 9, 256)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.sink_tokens = 8  # type: ignore[misc]
+    assert made == methods.get(name, sink_tokens=7, update_interval=9) and hash(made) == hash(dataclasses.replace(made))
+
+
+@each
+def test_description_lists_every_parameter_with_its_default(name: str) -> None:
+    about = methods.describe(name)
+    assert about["name"] == name and about["paper"] and about["summary"].endswith(".")
+    assert about["parameters"] == {f.name: getattr(methods.get(name), f.name) for f in dataclasses.fields(method_class(name))}
+
+
+@each
+def test_every_parameter_is_documented(name: str) -> None:
+    chosen = method_class(name)
+    text = (chosen.__doc__ or "") + (Method.__doc__ or "")
+    for field in dataclasses.fields(chosen):
+        assert field.name in text or f"`{field.name}`" in text, field.name
+
+
+@each
+def test_promised_summary_bytes_are_those_of_its_index(name: str) -> None:
+    method = methods.get(name)
+    index = method.build_index(SHAPE)
+    promised = method.summary_bytes(SHAPE.head_dim, SHAPE.dtype)
+    if index is None:
+        assert promised == 0
+        return
+    before = index.nbytes
+    index.reserve(1000)
+    assert index.nbytes - before == promised * 1000 * SHAPE.kv_heads * SHAPE.sequences
+
+
+@pytest.mark.parametrize("name", ["quest", "", "paris-kv"])
+def test_unknown_names_list_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="expected one of exact, full, pariskv"):
+        methods.get(name)
+
+
+def test_unknown_parameters_are_refused_by_name() -> None:
+    with pytest.raises(UnknownNameError, match=r"parameter of exact 'seed'.*gqa"):
+        methods.get("exact", seed=1)
+
+
+def test_registry_is_lazy() -> None:
+    program = "import sys, kvrecall.methods.registry as r; r.names(); assert 'kvrecall.index.sphere' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_single_ratios_override_the_whole_schedule() -> None:
+    config = kvrecall.ParisKV(candidate_ratio=0.07).sphere_config()
+    assert {step.candidate_ratio for step in config.schedule} == {0.07}
+    assert [step.collision_ratio for step in config.schedule] == [0.50, 0.30, 0.25, 0.20]
+    own = (RatioStep(100, 0.5, 0.6), RatioStep(None, 0.1, 0.2))
+    assert kvrecall.ParisKV(schedule=own).sphere_config().schedule == own
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 2000), ({"full_attention_threshold": 0}, 520), ({"top_k": 2048}, 4416)], ids=str
+)
+def test_full_attention_below(given: dict[str, int], expected: int) -> None:
+    assert kvrecall.ParisKV(**given).full_attention_below() == expected
