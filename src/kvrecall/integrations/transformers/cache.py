@@ -137,6 +137,7 @@ class RetrievalCache(Cache):
 
         Raises ParameterError, and changes nothing, for more tokens than there are and where a sliding window has moved on.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
         length = self.get_seq_length()
         if -tokens_to_remove > length:
             raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
@@ -145,12 +146,20 @@ class RetrievalCache(Cache):
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
             raise ParameterError("crop", "0 tokens, as the sliding windows have moved on", -tokens_to_remove, remedy)
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
-        for layer in self.layers:  # the length is read once: transformers 5.17 would read it anew after each layer
+        for layer in self.layers:
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
                 layer.crop(keep - layer.get_seq_length())
             elif crop is not None:
                 crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets every token and counter; the cache can then hold another batch."""
+        self._windows = []
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
+                layer.keys, layer.values, layer.is_initialized = None, None, False
+            layer.reset()
 
     def align(self) -> None:
         """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""

@@ -116,7 +116,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def crop(self, tokens: int) -> None:
         """Negative: removes that many tokens from the end. Positive: keeps that many (logical) tokens."""
-        keep = self._logical + tokens if tokens <= 0 else min(tokens, self._logical)
+        keep = int(self._logical + tokens if tokens <= 0 else min(tokens, self._logical))
         if self.state is None or keep == self._logical:
             return
         if keep < 0:
