@@ -25,13 +25,19 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
     """Every method that retrieves, in every way of sharing a search."""
     zones = ZONES | zones
     found: dict[str, Method] = {f"pariskv-{mode}": kvrecall.ParisKV(top_k=top_k, gqa=mode, **zones) for mode in MODES}
-    return found | {f"exact-{mode}": kvrecall.Exact(top_k=top_k, gqa=mode, **zones) for mode in MODES}
+    found |= {f"exact-{mode}": kvrecall.Exact(top_k=top_k, gqa=mode, **zones) for mode in MODES}
+    found["prkv"] = kvrecall.PRKV(top_k=top_k, page_tokens=2, window_tokens=8, refresh_interval=5, **zones)
+    found["ctkvr"] = kvrecall.CTKVR(top_k=top_k, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **zones)
+    small = {"cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": min(8, zones["update_interval"])}
+    return found | {"louiskv": kvrecall.LouisKV(top_k=top_k, dense_layers=(), **small, **zones)}
 
 
 def state(
-    method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32
-) -> LayerState:
-    return LayerState(layer, LayerShape(sequences, kv_heads * group, kv_heads, DIM, dtype, torch.device("cpu")), method)
+    method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
+    observe_queries: int = 0,
+) -> LayerState:  # fmt: skip
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, DIM, dtype, torch.device("cpu"))
+    return LayerState(layer, shape, method, observe_queries=observe_queries)
 
 
 def tokens(seed: int, batch: int, count: int, kv_heads: int = 2, group: int = 2) -> tuple[Tensor, Tensor, Tensor]:

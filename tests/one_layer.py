@@ -12,7 +12,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
 from kvrecall.structs import AttentionParams
 
-GQA_MODES = ("mean_q", "mean_softmax", "max", "per_head")
+GQA_MODES = ("mean_q", "mean_softmax", "max", "max_softmax", "per_head")
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
 
 
@@ -22,7 +22,24 @@ def methods(top_k: int) -> dict[str, kvrecall.Method]:
     for mode in GQA_MODES:
         found[f"pariskv-{mode}"] = kvrecall.ParisKV(top_k=top_k, gqa=mode, **ZONES)
         found[f"exact-{mode}"] = kvrecall.Exact(top_k=top_k, gqa=mode, **ZONES)
+        found[f"louiskv-{mode}"] = kvrecall.LouisKV(
+            top_k=top_k, gqa=mode, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **ZONES
+        )
+        found[f"prkv-{mode}"] = kvrecall.PRKV(
+            top_k=top_k, gqa=mode, page_tokens=4, window_tokens=8, refresh_interval=6, static_ratio=0.6, **ZONES
+        )
+        if mode != "mean_q":
+            found[f"ctkvr-{mode}"] = kvrecall.CTKVR(
+                top_k=top_k, gqa=mode, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **ZONES
+            )
     return found
+
+
+def index_keys(state: LayerState, sequence: int, keys: Tensor) -> None:
+    """Puts keys `[H_kv, n, D]` in the retrieval zone of a sequence, as if a prompt had filled it."""
+    rows = torch.stack([keys, keys], 2)
+    state.store.host[sequence].append(rows)
+    state.absorb(sequence, rows)
 
 
 def layer(method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64) -> LayerState:

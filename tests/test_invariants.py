@@ -12,7 +12,7 @@ from kvrecall.errors import NonFiniteError
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import Budget, Partial
-from tests.one_layer import dense, layer, methods, normal, params
+from tests.one_layer import dense, index_keys, layer, methods, normal, params
 
 quick = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SMALL, COVERING = methods(top_k=7), methods(top_k=10_000)
@@ -132,8 +132,8 @@ def test_3_error_is_at_most_twice_that_of_the_dense_kernel(dtype: torch.dtype) -
 def test_4_ids_are_unique_in_range_and_repeatable(name: str, count: int, top_k: int, seed: int) -> None:
     state = layer(SMALL[name], 2)
     assert state.index is not None
-    state.index.append(0, normal(2, count, 64, seed=seed))
-    state.index.append(1, normal(2, 3, 64, seed=seed))
+    index_keys(state, 0, normal(2, count, 64, seed=seed))
+    index_keys(state, 1, normal(2, 3, 64, seed=seed))
     queries = normal(2, 6, 64, seed=seed + 1)
     found = state.index.search(queries, Budget(top_k, 0.125), [0, 1])
     again = state.index.search(queries, Budget(top_k, 0.125), [0, 1])
@@ -152,7 +152,7 @@ def test_4_ids_are_unique_in_range_and_repeatable(name: str, count: int, top_k: 
 def test_4_ties_go_to_the_lowest_position(name: str) -> None:
     state = layer(SMALL[name])
     assert state.index is not None
-    state.index.append(0, normal(2, 1, 64, seed=5).expand(2, 500, 64))
+    index_keys(state, 0, normal(2, 1, 64, seed=5).expand(2, 500, 64))
     found = state.index.search(normal(1, 6, 64), Budget(7, 0.125), [0])
     assert found.ids[0].tolist() == [list(range(7))] * 2
 

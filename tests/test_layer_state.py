@@ -97,7 +97,7 @@ def test_selected_states_go_their_own_ways(method: Method, seed: int, order: lis
 
 @pytest.mark.parametrize("other", [*SMALL.values(), None], ids=[*SMALL, "same"])
 def test_forked_under_any_method_equals_having_started_with_it(other: Method | None) -> None:
-    first = state(SMALL["pariskv-mean_q"], 2)
+    first = state(SMALL["pariskv-mean_q"], 2, observe_queries=100)
     history = start(first, [90, 60])
     method = other or first.method
     forked, fresh = first.fork(method), state(method, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,13 +124,10 @@ def test_small_budgets_attend_to_resident_and_selected_tokens_and_nothing_else(m
     history = start(layer, [90, 70])
     group = 2 if method.gqa == "per_head" else 1
     for number in range(10):
+        zone = list(layer.index.lengths)  # the step's own update moves tokens only after its search
         queries, out = step(layer, history, 200 + number)
         for b in range(2):
-            n, sink = history.keys[b].shape[1], 4
-            # The step's own update may have moved tokens since; the search saw the zone as it was before.
-            first = layer.index.lengths[b]
-            if layer.store.zones(b).buffer == 0:
-                first -= 8
+            n, sink, first = history.keys[b].shape[1], 4, zone[b]
             for h, ids in enumerate(held_ids(layer, b)):
                 assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < first and 5 <= len(ids) <= 5 * group
                 seen = [*range(sink), *(sink + i for i in ids), *range(sink + first, n)]
@@ -199,23 +196,8 @@ def test_sixteen_bit_caches_stay_within_twice_the_kernels_error(dtype: torch.dty
     assert torch.stack(ours[1:]).mean().sqrt() <= 2 * torch.stack(kernel[1:]).mean().sqrt()
 
 
-@dataclass(frozen=True, kw_only=True)
-class EveryThird(kvrecall.Exact):
-    """Searches at every third step."""
-
-    def build_trigger(self):
-        class Stride:
-            calls = 0
-
-            def fires(self, queries: torch.Tensor) -> list[bool]:
-                self.calls += 1
-                return [self.calls % 3 == 1] * queries.shape[0]
-
-        return Stride()
-
-
 def test_a_selection_is_held_until_the_trigger_fires() -> None:
-    layer = state(EveryThird(top_k=5, **ZONES), 2)
+    layer = state(kvrecall.Exact(top_k=5, trigger="fixed-stride:steps=3", **ZONES), 2)
     history, seen = start(layer, [60, 60]), []
     for number in range(6):
         step(layer, history, 300 + number)

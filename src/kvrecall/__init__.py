@@ -20,14 +20,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers import RetrievalCache, attach
     from kvrecall.methods.base import Method
+    from kvrecall.methods.ctkvr import CTKVR
     from kvrecall.methods.exact import Exact
     from kvrecall.methods.full import Full
+    from kvrecall.methods.louiskv import LouisKV
     from kvrecall.methods.pariskv import ParisKV
+    from kvrecall.methods.prkv import PRKV
 
 __version__ = "0.1.0"
-__all__ = ["Exact", "Full", "Method", "ParisKV", "RetrievalCache", "__version__", "attach"]
+__all__ = [
+    "CTKVR", "PRKV", "Exact", "Full", "LouisKV", "Method", "ParisKV", "RetrievalCache", "__version__", "attach",
+]  # fmt: skip
 
 _HOMES = {
+    "CTKVR": "kvrecall.methods.ctkvr",
+    "LouisKV": "kvrecall.methods.louiskv",
+    "PRKV": "kvrecall.methods.prkv",
     "Exact": "kvrecall.methods.exact",
     "Full": "kvrecall.methods.full",
     "Method": "kvrecall.methods.base",
@@ -36,6 +44,7 @@ _HOMES = {
     "attach": "kvrecall.integrations.transformers",
     "methods": None,  # packages that are attributes too
     "engine": None,
+    "parts": None,
 }
 
 

@@ -33,6 +33,14 @@ class UnknownNameError(KVRecallError, ValueError):
         self.kind, self.got, self.known = kind, got, known
 
 
+class CompositionError(KVRecallError, ValueError):
+    """Parts of a method that do not fit together."""
+
+    def __init__(self, what: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{what}: expected parts that fit together, but {reason}. {remedy}")
+        self.what, self.reason, self.remedy = what, reason, remedy
+
+
 class ShapeError(KVRecallError, ValueError):
     """A tensor or model whose shape the cache cannot take."""
 

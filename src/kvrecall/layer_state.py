@@ -1,4 +1,4 @@
-"""Everything one attention layer remembers between steps: its store, index, trigger, held selections and counters."""
+"""Everything one attention layer remembers between steps: its store, index, trigger, static and held sets, and counters."""
 
 from __future__ import annotations
 
@@ -13,25 +13,55 @@ from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
 from kvrecall.errors import NonFiniteError
+from kvrecall.fetch import Fetched, Moved, fetch_rows
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
-from kvrecall.structs import Budget, Selection, StepStats, lasting_tensors
+from kvrecall.select.queries import QueryLog
+from kvrecall.select.static import ObservationWindow, StaticSet, choose
+from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
+from kvrecall.trigger.segments import SegmentLog
 
 
 class LayerState:
     """State of one layer under one method. `layer` is its number in the model."""
 
-    def __init__(self, layer: int, shape: LayerShape, method: Method, profile: bool = False) -> None:
-        self.layer, self.shape, self.method = layer, shape, method
+    def __init__(self, layer: int, shape: LayerShape, method: Method, profile: bool = False, observe_queries: int = 0) -> None:
+        """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods."""
+        self.layer, self.shape, self._observe = layer, shape, observe_queries
         self.store = LayerStore(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, method.zone_sizes())
-        self.index = None if layer in method.dense_layers else method.build_index(shape)
-        self.trigger = method.build_trigger()
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.stats = StepStats()
+        self.scaling = shape.head_dim**-0.5
+        """Factor of the attention logits; the pipeline sets what the model asks for."""
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         self._timed = shape.device.type == "cpu" or profile
         with lasting_tensors():
             self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
+        self._adopt(method)
+
+    def _adopt(self, method: Method) -> None:
+        """Takes the parts of a method, all of them empty."""
+        sequences = self.shape.sequences
+        self.method = method
+        self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
+        self.trigger = method.build_trigger(sequences)
+        self._marks_segments = method.trigger_config().marks_segments
+        fetch = method.fetch_config()
+        self.reuses_rows = fetch.reuse
+        self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
+        self.static_config = None if self.index is None else method.static_config()
+        self.static: list[StaticSet | None] = [None] * sequences
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.fetched: dict[int, Fetched] = {}
+        self.in_prompt = [False] * sequences
+        config = None if self.index is None else method.index_config()
+        window = self.static_config.window_tokens if self.static_config else 0
+        self._decode_window = window
+        window = max(window, config.observed_queries if config else 0, self._observe)
+        self.log = QueryLog(sequences, window) if window else None
+        lengths = config.segment_lengths if config else None
+        self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
+        if self.index is not None:
+            self.index.bind(self.store.host)
 
     @property
     def top_k(self) -> int:
@@ -46,23 +76,101 @@ class LayerState:
         zones = self.store.zones(sequence)
         return zones.retrieval <= self.method.top_k or zones.total < self.method.full_attention_below()
 
-    def due(self, queries: Tensor, sequences: list[int]) -> list[int]:
-        """Which of the sequences need a search now: those whose trigger fires or that hold no selection."""
-        fired = self.trigger.fires(queries)
-        return [b for b, now in zip(sequences, fired, strict=True) if now or b not in self.held]
+    def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
+        """A chunk of a prompt was attended: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
+        self.in_prompt[sequence] = True
+        if self.log is not None:
+            self.log.add(sequence, queries, lse, start)
 
-    def search(self, queries: Tensor, sequences: list[int], budget: Budget) -> Selection:
-        """Searches for `[len(sequences), H_q, D]` queries."""
+    def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
+        """Looks at the queries `[len(sequences), H_q, D]` of a decode step before their tokens are stored.
+
+        Ends prompts, chooses static sets that are due, and drops the held selections of sequences whose trigger fires.
+        """
+        if self.index is None:
+            return
+        for b in sequences:
+            if self.in_prompt[b]:
+                self._end_prompt(b)
+            if self.static_config is not None:
+                self._refresh_static(b, self.static_config)
+        for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
+            if fired:
+                self.held.pop(b, None)
+                if self.segments is not None and self._marks_segments:
+                    self.segments.mark(b, self.store.zones(b).total)
+
+    def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
+        """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
+        if self.log is None or not self._decode_window:
+            return
+        for b in sequences:
+            self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
+            self.log.shrink(b, self._decode_window)
+
+    def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
+        """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
         assert self.index is not None
-        self.stats.searches += len(sequences)
-        return self.index.search(queries, budget, sequences)
+        for top_k, due in self._due(sequences).items():
+            if top_k:
+                self.stats.searches += len(due)
+                found = self.index.search(queries[due], Budget(top_k, scaling), due)
+            else:  # the static set is the whole budget
+                shape = (len(due), self.shape.kv_heads)
+                none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
+                found = Selection(none.new_empty(*shape, 0), none)
+            for i, b in enumerate(due):
+                self.held[b] = (found.ids[i], found.counts[i])
 
-    def hold(self, sequences: list[int], selection: Selection) -> None:
-        """Keeps selections until the trigger fires again."""
-        for i, b in enumerate(sequences):
-            self.held[b] = (selection.ids[i], selection.counts[i])
+    def fetch(self, sequences: list[int]) -> Rows:
+        """Makes the selected rows of the sequences resident, as far as they are not."""
+        found = []
+        for b in sequences:
+            ids, counts = self.held[b]
+            fetched, moved = fetch_rows(ids, self.store.host[b], self.fetched.get(b), self.reuses_rows, self.shape.device)
+            if self.keeps_rows:
+                self.fetched[b] = fetched
+            self.count_fetch(moved)
+            found.append((fetched.rows, counts))
+        return stack_rows(found)
 
-    def absorb(self, sequence: int, moved: Tensor | None) -> None:
+    def static_rows(self, sequences: list[int]) -> Rows:
+        """The static sets of the sequences."""
+        sets = [self.static[b] for b in sequences]
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
+        nothing = torch.empty(heads, 0, 2, dim, dtype=self.shape.dtype, device=self.shape.device)
+        rows = [nothing if chosen is None else chosen.rows for chosen in sets]
+        counts = [torch.full((heads,), r.shape[1], dtype=torch.int32, device=r.device) for r in rows]
+        return stack_rows(list(zip(rows, counts, strict=True)))
+
+    def learn(self, sequences: list[int]) -> None:
+        """Lets the index take over what the searches of this step found out."""
+        if self.index is not None:
+            with self.clock("learn"):
+                self.index.learn(sequences)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the CPU attends to the selection while the device attends to the resident tokens."""
+        return self.method.attends_on_host and self.shape.device.type != "cpu"
+
+    def _due(self, sequences: list[int]) -> dict[int, list[int]]:
+        """Sequences without a selection, by the budget that their static sets leave."""
+        groups: dict[int, list[int]] = {}
+        for b in sequences:
+            if b not in self.held:
+                static = self.static[b]
+                groups.setdefault(self.top_k - (0 if static is None else static.ids.shape[1]), []).append(b)
+        return groups
+
+    def attended_ids(self, sequence: int) -> Tensor:
+        """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1."""
+        sets = [self.held[sequence][0]] if sequence in self.held else []
+        static = self.static[sequence]
+        sets += [] if static is None else [static.ids]
+        return torch.cat(sets, 1)
+
+    def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
         """Indexes rows `[H_kv, n, 2, D]` that moved to the host. The moment at which a GPU's non-finite flag is looked at."""
         if moved is None:
             return
@@ -71,7 +179,17 @@ class LayerState:
             self.raise_non_finite()
         if self.index is not None:
             with self.clock("encode"):
-                self.index.append(sequence, moved[:, :, 0])
+                (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
+
+    def evict(self, sequence: int) -> None:
+        """Moves what is due from the window of a decoding sequence to the host, whole segments where there are any."""
+        at_most = None
+        if self.segments is not None:
+            zones = self.store.zones(sequence)
+            at_most = self.segments.oldest(sequence, zones.sink + zones.retrieval, zones.total)
+        with self.clock("update"):
+            moved = self.store.evict(sequence, at_most)
+        self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
         """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at the next host check on a GPU."""
@@ -90,22 +208,38 @@ class LayerState:
             raise NonFiniteError(self.layer, int(bad[0, 0]))
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forgets all but the first `tokens` tokens of a sequence."""
+        """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
         self.store.crop(sequence, tokens)
+        if self.static[sequence] is not None and self.index is not None:
+            self.index.exclude(sequence, None)
+        self.static[sequence] = None
         if self.index is not None:
             self.index.truncate(sequence, self.store.host[sequence].length)
+        self.trigger.forget(sequence)
+        for log in (self.log, self.segments):
+            if log is not None:
+                log.truncate(sequence, tokens)
         self.held.pop(sequence, None)
+        self.fetched.pop(sequence, None)
 
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
-        other = self._copy(sequences, self.method)
+        other = self._copy(sequences)
         other.stats = self.stats
         return other
 
     def fork(self, method: Method) -> LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
-        them if the method differs."""
-        return self._copy(list(range(self.store.sequences)), method)
+        them if the method differs. It knows the prompt's queries as far as this state was made to observe them."""
+        other = self._copy(list(range(self.store.sequences)))
+        if method != self.method:
+            log = other.log
+            other._adopt(method)
+            other.in_prompt = [True] * self.store.sequences
+            if log is not None and other.log is not None:
+                other.log.take_over(log)
+            other.reindex()
+        return other
 
     def count_step(self, whole: list[int]) -> None:
         """Counts one decode step of all sequences: resident tokens, and the whole zone where it was attended."""
@@ -115,13 +249,24 @@ class LayerState:
         self.stats.attended_tokens += heads * sum(self.store.resident.lengths)
         self.stats.attended_tokens += heads * sum(self.store.host[b].length for b in whole)
 
-    def count_fetch(self, selection: Selection, moved: int) -> None:
-        """Counts fetched rows and the bytes that crossed to the device."""
-        fetched = int(selection.counts.sum())
-        self.stats.attended_tokens += fetched
-        self.stats.retrieved_tokens += fetched
-        self.stats.bytes_fetched += fetched * 2 * self.shape.head_dim * self.shape.dtype.itemsize
-        self.stats.bytes_to_device += moved
+    def count_attended(self, sequences: list[int]) -> None:
+        """Counts the static and the selected tokens of one step."""
+        for b in sequences:
+            static = self.static[b]
+            kept = 0 if static is None else static.ids.numel()
+            selected = int(self.held[b][1].sum())
+            self.stats.static_tokens += kept
+            self.stats.retrieved_tokens += selected
+            self.stats.attended_tokens += kept + selected
+
+    def count_fetch(self, moved: Moved) -> None:
+        """Counts rows that were read from the host, and those that were still resident."""
+        row = 2 * self.shape.head_dim * self.shape.dtype.itemsize
+        self.stats.reused_rows += moved.reused
+        self.stats.bytes_saved += moved.reused * row
+        self.stats.bytes_fetched += moved.read * row
+        if self.shape.device.type != "cpu":
+            self.stats.bytes_to_device += moved.read * row
 
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:
@@ -139,22 +284,6 @@ class LayerState:
                 torch.cuda.synchronize(self.shape.device)
             self.stats.add_time(stage, time.perf_counter() - start)
 
-    def _copy(self, sequences: list[int], method: Method) -> LayerState:
-        other = copy(self)
-        other.method = method
-        other.shape = replace(self.shape, sequences=len(sequences))
-        other.store = self.store.select(sequences)
-        other.trigger = method.build_trigger()
-        other.held, other.stats = {}, StepStats()
-        with lasting_tensors():
-            other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
-        if method == self.method:
-            other.index = None if self.index is None else self.index.select(sequences)
-        else:
-            other.index = None if self.layer in method.dense_layers else method.build_index(other.shape)
-            other.reindex()
-        return other
-
     def reindex(self) -> None:
         """Fills an empty index from the rows on the host (after the method has changed)."""
         if self.index is None:
@@ -164,3 +293,58 @@ class LayerState:
             for block in pool.blocks():
                 with self.clock("encode"):
                     self.index.append(b, block[:, :, 0].to(self.shape.device))
+
+    def _copy(self, sequences: list[int]) -> LayerState:
+        other = copy(self)
+        other.shape = replace(self.shape, sequences=len(sequences))
+        other.store = self.store.select(sequences)
+        other.stats = StepStats()
+        with lasting_tensors():
+            other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
+        other.trigger = self.trigger.select(sequences)
+        other.static = [self.static[b] for b in sequences]
+        other.in_prompt = [self.in_prompt[b] for b in sequences]
+        other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
+        other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
+        other.log = None if self.log is None else self.log.select(sequences)
+        other.segments = None if self.segments is None else self.segments.select(sequences)
+        if self.index is not None:
+            other.index = self.index.select(sequences)
+            other.index.bind(other.store.host)
+        return other
+
+    def _end_prompt(self, sequence: int) -> None:
+        """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
+        assert self.index is not None
+        self.in_prompt[sequence] = False
+        zones = self.store.zones(sequence)
+        seen = None if self.log is None else self.log.seen(sequence)
+        with self.clock("build"):
+            self.index.end_of_prompt(sequence, seen, zones.sink)
+        self.static[sequence] = None  # chosen anew, by this prompt's last queries
+        if self.log is not None:
+            self.log.shrink(sequence, self._decode_window)
+        if self.segments is not None:
+            self.segments.cut(sequence, zones.sink + zones.retrieval, zones.total)
+
+    def _refresh_static(self, sequence: int, config: ObservationWindow) -> None:
+        """Chooses the static set if there is none or it is `interval` steps old, and nothing else attends to everything."""
+        before = self.static[sequence]
+        if before is not None and before.age + 1 < config.interval:
+            self.static[sequence] = replace(before, age=before.age + 1)
+            return
+        seen = None if self.log is None else self.log.seen(sequence)
+        if seen is None or self.attends_whole_zone(sequence):
+            return
+        assert self.index is not None
+        with self.clock("static"):
+            zones, store = self.store.zones(sequence), self.store
+            pool, device = store.host[sequence], self.shape.device
+            zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
+            resident = store.resident.view(sequence)[:, :, 0]
+            others = [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
+            scaling = self.scaling
+            ids = choose(config, seen, zone, others, zones.sink, self.top_k, scaling)
+            self.index.exclude(sequence, ids if ids.shape[1] else None)
+            self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device))
+        self.held.pop(sequence, None)

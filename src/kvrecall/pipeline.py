@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.attend import attend_block, attend_causal, attend_rows
-from kvrecall.fetch import fetch_rows
-from kvrecall.index.base import stack_selections
+from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
 from kvrecall.layer_state import LayerState
 from kvrecall.merge import merge, sink_logits
-from kvrecall.structs import AttentionParams, Budget, Partial
+from kvrecall.structs import AttentionParams, Partial
 
 
 def prefill_layer(
@@ -33,7 +31,9 @@ def prefill_layer(
         with layer.clock("prefill"):
             parts = [attend_causal(q, k, v, params.scaling, params.softcap)]
             parts += attend_stored(layer, b, q, params, parts[0])
-            out[b][:, real] = merge(parts).out[0].to(out.dtype)
+            merged = merge(parts)
+            out[b][:, real] = merged.out[0].to(out.dtype)
+        layer.saw_prompt(b, q, merged.lse[0], layer.store.zones(b).total)
         with layer.clock("update"):
             moved = layer.store.append_chunk(b, k, v)
         layer.absorb(b, moved)
@@ -48,25 +48,28 @@ def decode_step(
     queries: `[B, H_q, 1, D]`; keys, values: `[B, H_kv, 1, D]`; valid: one flag per sequence (None: all valid).
     Returns `[B, H_q, 1, D]` in the queries' dtype. Mutates the layer.
     """
+    every = range(layer.store.sequences)
+    active = [b for b in every if valid is None or valid[b]]
+    layer.scaling = params.scaling
+    layer.begin_step(queries[active, :, 0], active)
     layer.store.append_step(keys, values, valid)
+    whole = [b for b in every if layer.attends_whole_zone(b)]
+    searching = [b for b in every if b not in whole]
+    retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
-    whole = [b for b in range(layer.store.sequences) if layer.attends_whole_zone(b)]
-    searching = [b for b in range(layer.store.sequences) if b not in whole]
     for b in whole:
         parts += _at(b, queries, _attend_zone(layer, b, queries[b], params))
-    if searching:
-        parts.append(_attend_retrieved(layer, searching, queries, params))
+    parts += retrieved()
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
     with layer.clock("merge"):
-        out = merge(parts).out.to(queries.dtype)
+        merged = merge(parts)
     layer.count_step(whole)
-    for b in range(layer.store.sequences):
-        with layer.clock("update"):
-            moved = layer.store.evict(b)
-        layer.absorb(b, moved)
-    return out
+    layer.end_step(queries, merged.lse, active)
+    for b in every:
+        layer.evict(b)
+    return merged.out.to(queries.dtype)
 
 
 def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionParams, like: Partial) -> list[Partial]:
@@ -89,21 +92,29 @@ def _attend_block(layer: LayerState, block: Tensor, queries: Tensor, params: Att
     return attend_block(queries, block, params.scaling, params.softcap)
 
 
-def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> Partial:
+def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
+    """Attention to what retrieval finds: static tokens, and the selection where its rows lie or fetched to the device."""
+    if not searching:
+        return []
+    with layer.clock("search"):
+        layer.search(queries[:, :, 0], searching, params.scaling)
+    layer.count_attended(searching)
     some = len(searching) < queries.shape[0]
     picked = queries[searching] if some else queries
-    with layer.clock("search"):
-        due = layer.due(picked[:, :, 0], searching)
-        if due:
-            found = layer.search(picked[[searching.index(b) for b in due], :, 0], due, Budget(layer.top_k, params.scaling))
-            layer.hold(due, found)
-        selection = stack_selections([layer.held[b] for b in searching])
-    with layer.clock("fetch"):
-        rows, moved = fetch_rows(selection, [layer.store.host[b] for b in searching], queries.device)
-    layer.count_fetch(selection, moved)
+    sets = [layer.static_rows(searching)] if layer.static_config else []
+    if not layer.method.attends_on_host:
+        with layer.clock("fetch"):
+            sets.append(layer.fetch(searching))
     with layer.clock("attend"):
-        part = attend_rows(picked, rows, params.scaling, params.softcap)
-    return _scatter(part, searching, queries) if some else part
+        parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.kv.shape[2]]
+        parts = [_scatter(part, searching, queries) if some else part for part in parts]
+        if layer.method.attends_on_host:
+            for b in searching:
+                segments = list(layer.store.host[b].blocks())
+                found = attend_selected(queries[b, :, 0], segments, *layer.held[b], params.scaling, params.softcap)
+                parts += _at(b, queries, found)
+    layer.learn(searching)
+    return parts
 
 
 def _at(b: int, queries: Tensor, parts: list[Partial]) -> list[Partial]:

@@ -70,6 +70,15 @@ class Rows:
     lengths: Tensor
 
 
+def stack_rows(found: list[tuple[Tensor, Tensor]]) -> Rows:
+    """Pads rows `[H_kv, T_b, 2, D]` with their counts int32 `[H_kv]`, one pair per sequence, to one batch."""
+    if len(found) == 1:
+        return Rows(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))
+    longest = max(rows.shape[1] for rows, _ in found)
+    padded = [torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, longest - rows.shape[1])) for rows, _ in found]
+    return Rows(torch.stack(padded), torch.stack([counts for _, counts in found]))
+
+
 @dataclass(frozen=True)
 class Partial:
     """Attention over a part of the tokens.
@@ -99,7 +108,13 @@ class StepStats:
     attended_rows: int = 0
     """Number of (step, sequence, KV head) triples counted in `attended_tokens`."""
     retrieved_tokens: int = 0
+    """Tokens that searches selected, summed over steps and KV heads."""
+    static_tokens: int = 0
+    """Tokens of static sets, summed likewise."""
     reused_rows: int = 0
+    """Selected rows that were still resident from an earlier step."""
+    bytes_saved: int = 0
+    """Bytes of the reused rows."""
     bytes_fetched: int = 0
     """Bytes of rows gathered from the retrieval zone, wherever the compute device is."""
     bytes_to_device: int = 0
@@ -113,7 +128,7 @@ class StepStats:
         return self.attended_tokens / self.attended_rows if self.attended_rows else 0.0
 
     def add_time(self, stage: str, seconds: float) -> None:
-        """Adds wall time to one stage (`encode`, `search`, `fetch`, `attend`, `merge`, `prefill`, `update`)."""
+        """Adds wall time to one stage: prefill, encode, build, static, search, fetch, attend, merge, learn or update."""
         self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
 
     def merged(self, other: StepStats) -> StepStats:

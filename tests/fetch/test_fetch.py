@@ -5,56 +5,93 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvrecall.cache.host_pool import HostPool
-from kvrecall.fetch import fetch_rows
+from kvrecall.fetch import Fetched, Moved, fetch_rows
 from kvrecall.index.base import stack_selections
-from kvrecall.structs import Selection
-from tests.strategies import SEEDS, examples, gaussian
+from tests.strategies import SEEDS, examples, gaussian, generator
 
 CPU = torch.device("cpu")
 
 
+def pool_of(rows: Tensor, segment: int) -> HostPool:
+    """A pool of rows `[H_kv, n, 2, D]`, appended in pieces."""
+    pool = HostPool(rows.shape[0], rows.shape[3], rows.dtype, segment_tokens=segment)
+    for piece in rows.split(7, 1):
+        pool.append(piece)
+    return pool
+
+
+def some_ids(seed: int, tokens: int, width: int) -> Tensor:
+    """Ascending distinct ids int32 `[2, width]`, of another count per head, padded with -1."""
+    chosen = [
+        sorted(torch.randperm(tokens, generator=generator(seed + h))[: 1 + (seed + h) % width].tolist()) for h in range(2)
+    ]
+    return torch.tensor([c + [-1] * (width - len(c)) for c in chosen], dtype=torch.int32)
+
+
+def assert_rows(fetched: Fetched, ids: Tensor, rows: Tensor) -> None:
+    assert torch.equal(fetched.ids, ids) and fetched.rows.shape == (*ids.shape, *rows.shape[2:])
+    for h in range(2):
+        count = int((ids[h] >= 0).sum())
+        assert torch.equal(fetched.rows[h, :count], rows[h, ids[h, :count].long()])
+
+
 @examples(30)
-@given(
-    seed=SEEDS,
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    width=st.integers(1, 12),
-    segment=st.integers(1, 50),
-)
-def test_rows_are_those_of_the_ids(seed: int, lengths: list[int], width: int, segment: int) -> None:
-    pools, everything, ids, counts = [], [], [], []
-    for b, n in enumerate(lengths):
-        rows = gaussian(seed + b, 2, n, 2, 4)
-        pools.append(HostPool(2, 4, torch.float32, segment_tokens=segment))
-        for piece in rows.split(7, 1):
-            pools[-1].append(piece)
-        everything.append(rows)
-        chosen = [
-            sorted(torch.randperm(n, generator=torch.Generator().manual_seed(seed + h))[: 1 + (seed + h) % width].tolist())
-            for h in range(2)
-        ]
-        counts.append([len(c) for c in chosen])
-        ids.append([c + [-1] * (width - len(c)) for c in chosen])
-    rows, moved = fetch_rows(
-        Selection(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)), pools, CPU
-    )
-    assert moved == 0  # the host is the device here
-    assert rows.kv.shape == (len(lengths), 2, width, 2, 4) and rows.lengths.tolist() == counts
-    for b in range(len(lengths)):
-        for h in range(2):
-            real = ids[b][h][: counts[b][h]]
-            assert torch.equal(rows.kv[b, h, : len(real)], everything[b][h, real])
+@given(seed=SEEDS, tokens=st.integers(1, 40), width=st.integers(1, 12), segment=st.integers(1, 50))
+def test_rows_are_those_of_the_ids(seed: int, tokens: int, width: int, segment: int) -> None:
+    rows = gaussian(seed, 2, tokens, 2, 4)
+    ids = some_ids(seed, tokens, width)
+    fetched, moved = fetch_rows(ids, pool_of(rows, segment), None, False, CPU)
+    assert_rows(fetched, ids, rows)
+    assert moved == Moved(int((ids >= 0).sum()), 0)
+
+
+@examples(40)
+@given(seed=SEEDS, tokens=st.integers(1, 30), widths=st.lists(st.integers(1, 12), min_size=2, max_size=5))
+def test_rows_that_are_selected_again_are_not_read_again(seed: int, tokens: int, widths: list[int]) -> None:
+    rows = gaussian(seed, 2, tokens, 2, 4)
+    pool = Counting(pool_of(rows, 9))
+    before, known = None, [set(), set()]
+    for number, width in enumerate(widths):
+        ids, pool.read = some_ids(seed + 5 * number, tokens, width), []
+        fetched, moved = fetch_rows(ids, pool, before, True, CPU)
+        assert_rows(fetched, ids, rows)
+        wanted = [{i for i in head if i >= 0} for head in ids.tolist()]
+        fresh = [(h, i) for h in range(2) for i in sorted(wanted[h] - known[h])]
+        assert sorted(pool.read) == fresh
+        assert moved == Moved(len(fresh), sum(map(len, wanted)) - len(fresh))
+        before, known = fetched, wanted
+
+
+def test_the_same_selection_needs_no_reading_even_without_reuse() -> None:
+    pool = Counting(pool_of(gaussian(1, 2, 9, 2, 4), 4))
+    ids = some_ids(3, 9, 5)
+    first, _ = fetch_rows(ids, pool, None, False, CPU)
+    pool.read = []
+    again, moved = fetch_rows(ids.clone(), pool, first, False, CPU)
+    assert again is first and not pool.read and moved == Moved(0, int((ids >= 0).sum()))
+    other, moved = fetch_rows(some_ids(4, 9, 5), pool, first, False, CPU)
+    assert moved.reused == 0 and len(pool.read) == moved.read == int((other.ids >= 0).sum())
 
 
 def test_fetched_rows_are_copies() -> None:
-    pool = HostPool(1, 4, torch.float32)
-    pool.append(torch.ones(1, 5, 2, 4))
-    rows, _ = fetch_rows(
-        Selection(torch.tensor([[[0, 4]]], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)), [pool], CPU
-    )
-    rows.kv.zero_()
-    assert torch.equal(next(pool.blocks()), torch.ones(1, 5, 2, 4))
+    pool = pool_of(torch.ones(2, 5, 2, 4), 8)
+    fetched, _ = fetch_rows(torch.tensor([[0, 4], [1, 2]], dtype=torch.int32), pool, None, False, CPU)
+    fetched.rows.zero_()
+    assert torch.equal(next(pool.blocks()), torch.ones(2, 5, 2, 4))
+
+
+class Counting:
+    """A pool that remembers what was read from it."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool, self.read = pool, []
+
+    def take(self, heads: Tensor, ids: Tensor) -> Tensor:
+        self.read += list(zip(heads.tolist(), ids.tolist(), strict=True))
+        return self.pool.take(heads, ids)
 
 
 def test_stacked_selections_are_padded_to_the_longest() -> None:

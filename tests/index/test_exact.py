@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall.errors import UnknownNameError
-from kvrecall.index.exact import ExactIndex
+from kvrecall.index.exact import ExactConfig, ExactIndex
 from kvrecall.structs import Budget
 from tests.index.sphere.build import check_selection, found_ids, shape
 from tests.strategies import DTYPES, MODES, SEEDS, examples, gaussian, whole_numbers
@@ -39,6 +39,8 @@ def test_equals_plain_python(seed: int, mode: str, lengths: list[int], group: in
                 ranked = [scores.mean(0)]
             elif mode == "mean_softmax":
                 ranked = [(0.5 * scores.double()).softmax(-1).mean(0).float() if n else scores.mean(0)]
+            elif mode == "max_softmax":
+                ranked = [(0.5 * scores.double()).log_softmax(-1).amax(0).float() if n else scores.mean(0)]
             else:
                 ranked = [scores.amax(0)] if mode == "max" else list(scores)
             expected = {i for r in ranked for i in sorted(range(n), key=lambda i, r=r: (-float(r[i]), i))[:top_k]}
@@ -64,7 +66,7 @@ def test_a_sequence_finds_in_any_company_what_it_finds_alone(mode: str) -> None:
 
 
 def test_bytes_and_modes() -> None:
-    assert ExactIndex.nbytes_per_token(128, torch.bfloat16) == 256
+    assert ExactConfig().nbytes(shape(5, 3, 1, 128), 10) == 10 * 3 * 128 * 4
     index = ExactIndex(shape(2, 3, 1, 64), "max")
     index.reserve(10)
     assert index.nbytes == 2 * 3 * 10 * 64 * 4

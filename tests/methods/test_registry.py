@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from kvrecall import methods
 from kvrecall.errors import UnknownNameError
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.layer_state import LayerState
 from kvrecall.methods import Method
 from kvrecall.methods.registry import method_class
+from kvrecall.pipeline import prefill_layer
+from kvrecall.structs import AttentionParams
+from tests.strategies import gaussian
 
 NAMES = methods.names()
 each = pytest.mark.parametrize("name", NAMES)
@@ -28,12 +33,12 @@ def test_names_are_sorted_and_known() -> None:
 
 @each
 def test_a_method_is_a_frozen_dataclass_of_the_given_parameters(name: str) -> None:
-    made = methods.get(name.upper(), sink_tokens=7, update_interval=9)
+    made = methods.get(name.upper(), sink_tokens=7, update_interval=99)
     assert isinstance(made, Method) and type(made) is method_class(name) and made.name == name
-    assert (made.sink_tokens, made.update_interval, made.local_tokens) == (7, 9, 256)
+    assert (made.sink_tokens, made.update_interval, made.local_tokens) == (7, 99, methods.get(name).local_tokens)
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.sink_tokens = 8  # type: ignore[misc]
-    assert made == methods.get(name, sink_tokens=7, update_interval=9) and hash(made) == hash(dataclasses.replace(made))
+    assert made == methods.get(name, sink_tokens=7, update_interval=99) and hash(made) == hash(dataclasses.replace(made))
 
 
 @each
@@ -51,22 +56,34 @@ def test_every_parameter_is_documented(name: str) -> None:
         assert field.name in text or f"`{field.name}`" in text, field.name
 
 
+@pytest.mark.parametrize("tokens", [64, 1000, 2500])
 @each
-def test_promised_summary_bytes_are_those_of_its_index(name: str) -> None:
-    method = methods.get(name)
-    index = method.build_index(SHAPE)
-    promised = method.summary_bytes(SHAPE.head_dim, SHAPE.dtype)
-    if index is None:
+def test_promised_summary_bytes_are_those_of_its_index(name: str, tokens: int) -> None:
+    method = methods.get(name, full_attention_threshold=0, dense_layers=())
+    zones = method.zone_sizes()
+    prompt = tokens + zones.sink_tokens + zones.local_tokens
+    shape = replace(SHAPE, sequences=1)
+    state = LayerState(0, shape, method)
+    keys = gaussian(1, 1, 2, prompt, 128).bfloat16()
+    if state.index is not None:
+        state.index.reserve(tokens)
+    before = 0 if state.index is None else state.index.nbytes
+    prefill_layer(state, gaussian(2, 1, 8, prompt, 128).bfloat16(), keys, keys, None, AttentionParams(0.1))
+    state.begin_step(gaussian(3, 1, 8, 128).bfloat16(), [0])
+    promised = method.summary_bytes(shape, tokens)
+    if state.index is None:
         assert promised == 0
         return
-    before = index.nbytes
-    index.reserve(1000)
-    assert index.nbytes - before == promised * 1000 * SHAPE.kv_heads * SHAPE.sequences
+    held = state.index.nbytes - (before - promised if name in ("pariskv", "exact") else 0)
+    least, most = 0.9 * promised, 1.02 * promised + 4096
+    if name == "ctkvr":  # the resident tokens count for the number of centroids too
+        most = method.summary_bytes(shape, prompt)
+    assert least <= held <= most
 
 
 @pytest.mark.parametrize("name", ["quest", "", "paris-kv"])
 def test_unknown_names_list_the_known_ones(name: str) -> None:
-    with pytest.raises(UnknownNameError, match="expected one of exact, full, pariskv"):
+    with pytest.raises(UnknownNameError, match="expected one of ctkvr, exact, full, louiskv, pariskv, prkv"):
         methods.get(name)
 
 
@@ -81,11 +98,11 @@ def test_registry_is_lazy() -> None:
 
 
 def test_single_ratios_override_the_whole_schedule() -> None:
-    config = kvrecall.ParisKV(candidate_ratio=0.07).sphere_config()
+    config = kvrecall.ParisKV(candidate_ratio=0.07).own_index()
     assert {step.candidate_ratio for step in config.schedule} == {0.07}
     assert [step.collision_ratio for step in config.schedule] == [0.50, 0.30, 0.25, 0.20]
     own = (RatioStep(100, 0.5, 0.6), RatioStep(None, 0.1, 0.2))
-    assert kvrecall.ParisKV(schedule=own).sphere_config().schedule == own
+    assert kvrecall.ParisKV(schedule=own).own_index().schedule == own
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ def test_modes() -> None:
 
 
 def test_unknown_mode_names_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown gqa mode 'mean': expected one of max, mean_q, mean_softmax, per_head"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown gqa mode 'mean': expected one of max, max_softmax, mean_q, mean_softmax, per_head"
+    ):
         check_mode("mean")
 
 

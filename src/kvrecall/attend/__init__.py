@@ -1,21 +1,24 @@
 """Attention over parts of the tokens, each giving a Partial for the merge.
 
 `attend_rows` serves decoding (one query per head over resident or fetched rows), `attend_chunk` serves prefill (many queries
-over earlier blocks and, causally, over their own chunk).
+over earlier blocks and, causally, over their own chunk), `attend_selected` attends on the CPU to rows that stay on the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from kvrecall.attend import reference
 from kvrecall.attend.chunk import attend_block, attend_causal
 from kvrecall.structs import Partial, Rows
 
-__all__ = ["attend_block", "attend_causal", "attend_rows"]
+__all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "start"]
 
 
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
@@ -25,6 +28,32 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
 
         return compiled.attend_rows(queries, rows, scaling, softcap)
     return reference.attend_rows(queries, rows, scaling, softcap)
+
+
+def attend_selected(
+    queries: Tensor, segments: list[Tensor], ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
+) -> list[Partial]:
+    """See `host.attend_selected`: attention to selected rows where they lie in host memory."""
+    from kvrecall.attend import host
+
+    return host.attend_selected(queries, segments, ids, counts, scaling, softcap)
+
+
+def start(work: Callable[[], list[Partial]], beside: bool) -> Callable[[], list[Partial]]:
+    """Work that is done when its result is asked for, or from now on `beside` the caller, in a thread of its own."""
+    if not beside:
+        return work
+
+    def without_gradients() -> list[Partial]:
+        with torch.no_grad():  # the setting of the calling thread does not carry over
+            return work()
+
+    return _beside().submit(without_gradients).result
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "kvrecall-host-attention")
 
 
 @cache

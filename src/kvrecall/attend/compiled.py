@@ -1,6 +1,9 @@
 """Decode attention over a set of rows for the CPU, compiled with numba: rows are read once, where they lie, by all query heads
 of their group (bytes: 2 D per row and KV head; torch's own kernel reads them once per query head)."""
 
+# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,10 +11,11 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.numeric import as_bits, load_float
+from kvrecall.numeric import as_bits, load_float, prefetch
 from kvrecall.structs import Partial, Rows
 
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan/ninf: -inf marks an empty part
+_AHEAD = 4  # rows that are asked for early, as selected rows lie scattered
 
 
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
@@ -34,49 +38,60 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     return Partial(out, lse)
 
 
-@njit(cache=True, parallel=True, nogil=True, fastmath=_FAST)
+@njit(cache=True, parallel=True, nogil=True)
 def _attend(queries, kv, kind, lengths, scaling, softcap, out, lse):
     b_n, kv_heads = kv.shape[0], kv.shape[1]
-    dim = kv.shape[4]
     group = queries.shape[1] // kv_heads
     for task in prange(b_n * kv_heads):
         h = task % kv_heads
         b = task // kv_heads
-        row = np.empty(dim, np.float32)
-        n = lengths[b, h]
-        logits = np.empty((group, n), np.float32)
-        for i in range(n):
-            for d in range(dim):
-                row[d] = load_float(kv[b, h, i, 0, d], kind)
-            for g in range(group):
-                total = np.float32(0.0)
-                for d in range(dim):
-                    total += row[d] * queries[b, h * group + g, d]
-                total *= scaling
-                if softcap > 0:
-                    total = softcap * np.tanh(total / softcap)
-                logits[g, i] = total
-        acc = np.zeros((group, dim), np.float32)
+        own = slice(h * group, (h + 1) * group)
+        places = np.arange(lengths[b, h])
+        attend_head(queries[b, own], kv[b, h], kind, places, scaling, softcap, out[b, own, 0], lse[b, own, 0])
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def attend_head(queries, rows, kind, places, scaling, softcap, out, lse):
+    """One KV head: queries `[G, D]` over the rows `[·, 2, D]` at `places`; writes out `[G, D]` and lse `[G]`."""
+    group, dim = queries.shape
+    n = places.shape[0]
+    row = np.empty(dim, np.float32)
+    logits = np.empty((group, n), np.float32)
+    base, stride = rows.ctypes.data, rows.strides[0]
+    for i in range(n):
+        if i + _AHEAD < n:
+            later = base + np.int64(places[i + _AHEAD]) * stride
+            prefetch(later)
+            prefetch(later + stride // 2)
+        for d in range(dim):
+            row[d] = load_float(rows[places[i], 0, d], kind)
         for g in range(group):
-            peak = np.float32(-np.inf)
-            for i in range(n):
-                peak = max(peak, logits[g, i])
             total = np.float32(0.0)
-            for i in range(n):
-                weight = np.float32(np.exp(logits[g, i] - peak))
-                logits[g, i] = weight
-                total += weight
-            lse[b, h * group + g, 0] = peak + np.log(total) if n > 0 else np.float32(-np.inf)
-            inverse = np.float32(1.0) / total if n > 0 else np.float32(0.0)
-            for i in range(n):
-                logits[g, i] *= inverse
+            for d in range(dim):
+                total += row[d] * queries[g, d]
+            total *= scaling
+            if softcap > 0:
+                total = softcap * np.tanh(total / softcap)
+            logits[g, i] = total
+    for g in range(group):
+        peak = np.float32(-np.inf)
         for i in range(n):
-            for d in range(dim):
-                row[d] = load_float(kv[b, h, i, 1, d], kind)
-            for g in range(group):
-                weight = logits[g, i]
-                for d in range(dim):
-                    acc[g, d] += weight * row[d]
+            peak = max(peak, logits[g, i])
+        total = np.float32(0.0)
+        for i in range(n):
+            weight = np.float32(np.exp(logits[g, i] - peak))
+            logits[g, i] = weight
+            total += weight
+        lse[g] = peak + np.log(total) if n > 0 else np.float32(-np.inf)
+        inverse = np.float32(1.0) / total if n > 0 else np.float32(0.0)
+        for i in range(n):
+            logits[g, i] *= inverse
+    acc = np.zeros((group, dim), np.float32)
+    for i in range(n):
+        for d in range(dim):
+            row[d] = load_float(rows[places[i], 1, d], kind)
         for g in range(group):
+            weight = logits[g, i]
             for d in range(dim):
-                out[b, h * group + g, 0, d] = acc[g, d]
+                acc[g, d] += weight * row[d]
+    out[:, :] = acc

@@ -66,23 +66,24 @@ class HostPool:
         self._shared = fork._shared = len(self._segments)
         return fork
 
+    def take(self, heads: Tensor, ids: Tensor) -> Tensor:
+        """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length)."""
+        dim = self._shape[1]
+        out = torch.empty(len(ids), 2, dim, dtype=self._dtype)
+        if len(self._segments) == 1 and len(ids):
+            segment = self._segments[0]
+            torch.index_select(segment.view(-1, 2 * dim), 0, ids + heads * segment.shape[1], out=out.view(-1, 2 * dim))
+            return out
+        ends = [*self._starts[1:], self.length]
+        for segment, start, end in zip(self._segments, self._starts, ends, strict=True):
+            inside = (ids >= start) & (ids < end)
+            out[inside] = segment[heads[inside], ids[inside] - start]
+        return out
+
     def gather(self, ids: Tensor) -> Tensor:
         """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""
-        heads, dim = self._shape
-        out = torch.empty(heads, ids.shape[1], 2, dim, dtype=self._dtype)
-        if not ids.numel():
-            return out
-        flat_out, flat_ids = out.view(-1, 2 * dim), ids.long()
-        if len(self._segments) == 1:
-            return self._take(0, flat_ids, out)
-        ends = [*self._starts[1:], self.length]
-        for index, (start, end) in enumerate(zip(self._starts, ends, strict=True)):
-            inside = (flat_ids >= start) & (flat_ids < end)
-            if inside.any():
-                head, slot = inside.nonzero(as_tuple=True)
-                source = self._segments[index][head, flat_ids[head, slot] - start]
-                flat_out[head * ids.shape[1] + slot] = source.view(-1, 2 * dim)
-        return out
+        heads = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
+        return self.take(heads, ids.long().flatten()).view(*ids.shape, 2, self._shape[1])
 
     def blocks(self, start: int = 0) -> Iterator[Tensor]:
         """Views of rows start..length in order, each `[H_kv, n, 2, D]`; valid while the pool is not truncated."""
@@ -105,10 +106,3 @@ class HostPool:
         self._segments.append(allocate((heads, tokens, 2, dim), self._dtype, self._pin))
         self._starts.append(self.length)
         return tokens
-
-    def _take(self, index: int, ids: Tensor, out: Tensor) -> Tensor:
-        heads, dim = self._shape
-        segment = self._segments[index]
-        offsets = torch.arange(heads).unsqueeze(1) * segment.shape[1]
-        torch.index_select(segment.view(-1, 2 * dim), 0, (ids + offsets).flatten(), out=out.view(-1, 2 * dim))
-        return out

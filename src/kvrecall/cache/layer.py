@@ -59,10 +59,15 @@ class LayerStore:
         self.host[sequence].append(window[:, :moved])
         return window[:, :moved]
 
-    def evict(self, sequence: int) -> Tensor | None:
-        """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`."""
+    def evict(self, sequence: int, at_most: int | None = None) -> Tensor | None:
+        """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`.
+
+        at_most: moves no more than that many (a whole segment, where tokens leave by segments).
+        """
         zones = self.zones(sequence)
         moved = self.sizes.evicted(zones, settle=False)
+        if at_most is not None:
+            moved = min(moved, at_most)
         if not moved:
             return None
         rows = self.resident.view(sequence, zones.sink)[:, :moved].clone()

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import ParameterError
+from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers.cache import ModelSignature
 from kvrecall.methods.base import Method
 
@@ -57,15 +58,16 @@ def plan(
     sizes = method.zone_sizes()
     retrieved = max(0, context_tokens - sizes.sink_tokens - sizes.local_tokens)
     searched = layers - sum(0 <= layer < layers for layer in method.dense_layers)
-    summary = method.summary_bytes(model.head_dim, dtype) * model.kv_heads * searched
     resident = row * sizes.resident_capacity * batch
-    summaries = int(summary * retrieved * batch)
+    shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, torch.device("cpu"))
+    summary = method.summary_bytes(shape, retrieved) * searched
+    summaries = summary * batch
     host, full = row * retrieved * batch, row * context_tokens * batch
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     host_free = available_host_bytes()
     return Plan(
         method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        row, summary, host, summaries, resident, resident + summaries, full, host_free, device_free,
+        row, summary / max(1, retrieved), host, summaries, resident, resident + summaries, full, host_free, device_free,
         host <= host_free if device_free is not None else host + resident + summaries <= host_free,
         None if device_free is None else resident + summaries <= device_free,
         None if device_free is None else full <= device_free,

@@ -1,36 +1,104 @@
-"""Selected rows become resident on the compute device."""
+"""Selected rows become resident on the compute device, unless they still are.
+
+Between two searches a selection stays, and so do its rows. With `reuse` the rows that the next search selects again stay too
+(consecutive steps share about half of them), and only the others are read from the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from kvrecall.structs import Rows, Selection
+from kvrecall.parts import Part
 
 
 class RowSource(Protocol):
     """Where the rows of one sequence lie (the host pool)."""
 
-    def gather(self, ids: Tensor) -> Tensor:
-        """Rows `[H_kv, n, 2, D]` of ids int `[H_kv, n]`, both on the CPU."""
+    def take(self, heads: Tensor, ids: Tensor) -> Tensor:
+        """Rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each, all on the CPU."""
         ...
 
 
-def fetch_rows(selection: Selection, sources: Sequence[RowSource], device: torch.device) -> tuple[Rows, int]:
-    """Copies the selected rows of each sequence to the device, one bulk copy each.
+@dataclass(frozen=True)
+class Direct(Part):
+    """Reads each row where it lies. reuse: keep rows that are selected again."""
 
-    sources: one per sequence of the selection. Returns (rows, bytes moved to the device; 0 when it is the host itself).
-    Padding ids read row 0, which `Rows.lengths` keeps out of attention.
+    role: ClassVar[str] = "fetch"
+    name: ClassVar[str] = "direct"
+
+    reuse: bool = False
+
+
+@dataclass(frozen=True)
+class Staged(Part):
+    """Gathers the rows in one page-locked buffer and moves them in one bulk copy (PRKV section 4.2). reuse: as `Direct`."""
+
+    role: ClassVar[str] = "fetch"
+    name: ClassVar[str] = "staged"
+
+    reuse: bool = False
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Rows of one sequence on the device. Never written to, only replaced.
+
+    ids: int32 `[H_kv, K]`, ascending, padded with -1. rows: `[H_kv, K, 2, D]`; padding is undefined but finite.
     """
-    ids = selection.ids.cpu().clamp_min(0)
-    gathered = [source.gather(i) for source, i in zip(sources, ids, strict=True)]
-    kv = gathered[0].unsqueeze(0) if len(gathered) == 1 else torch.stack(gathered)
-    moved = 0
-    if device.type != "cpu":
-        row_bytes = kv.shape[-2] * kv.shape[-1] * kv.element_size()
-        moved = int(selection.counts.sum()) * row_bytes
-        kv = kv.to(device)
-    return Rows(kv, selection.counts), moved
+
+    ids: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a fetch did, in rows."""
+
+    read: int
+    reused: int
+
+
+def fetch_rows(
+    ids: Tensor, source: RowSource, before: Fetched | None, reuse: bool, device: torch.device
+) -> tuple[Fetched, Moved]:
+    """Makes the rows of `ids` (int32 `[H_kv, K]`, padded with -1) resident.
+
+    before: what is resident from the last fetch; the same ids need no reading at all, with `reuse` each known row is kept.
+    """
+    wanted = int((ids >= 0).sum())
+    if before is not None and before.ids.shape == ids.shape and torch.equal(before.ids, ids):
+        return before, Moved(0, wanted)
+    real = ids >= 0
+    heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids)
+    if before is None or not reuse:
+        rows = _read(source, heads, ids, real, device)
+        return Fetched(ids, rows), Moved(wanted, 0)
+    place, known = _find(ids, before.ids)
+    rows = _read(source, heads, ids, real & ~known, device)
+    rows[known] = before.rows[heads[known].to(device), place[known].to(device)]
+    return Fetched(ids, rows), Moved(wanted - int(known.sum()), int(known.sum()))
+
+
+def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each id stands in the ascending, padded rows of `known`: (place int64, found bool)."""
+    last = torch.iinfo(torch.int32).max
+    haystack = torch.where(known < 0, last, known).contiguous()
+    place = torch.searchsorted(haystack, ids.contiguous()).clamp_max(max(0, known.shape[1] - 1))
+    if not known.shape[1]:
+        return place, torch.zeros_like(ids, dtype=torch.bool)
+    return place, (haystack.gather(1, place) == ids) & (ids >= 0)
+
+
+def _read(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
+    """Rows `[H_kv, K, 2, D]` on the device, zero where nothing is wanted."""
+    if bool(wanted.all()):
+        rows = source.take(heads.flatten().long().cpu(), ids.flatten().long().cpu())
+        return rows.view(*ids.shape, *rows.shape[1:]).to(device)
+    picked = source.take(heads[wanted].long().cpu(), ids[wanted].long().cpu())
+    rows = picked.new_zeros(*ids.shape, *picked.shape[1:], device=device)
+    rows[wanted.to(device)] = picked.to(device)
+    return rows

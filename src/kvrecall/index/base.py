@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from kvrecall.errors import ParameterError
+from kvrecall.parts import Part
+from kvrecall.select.gqa import GQA_MODES, check_mode
+from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection
 
 
@@ -24,6 +29,59 @@ class LayerShape:
     device: torch.device
 
 
+class RowSource(Protocol):
+    """The retrieval-zone rows of one sequence on the host."""
+
+    length: int
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows `[H_kv, n, 2, D]` of ids int `[H_kv, n]`, both on the CPU."""
+        ...
+
+    def blocks(self, start: int = 0) -> Iterator[Tensor]:
+        """Views of rows start..length in order, each `[H_kv, n, 2, D]` on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class IndexConfig(Part, ABC):
+    """What an index is made with: its hyper-parameters, and how the query heads of a group share its search (`gqa`)."""
+
+    role: ClassVar[str] = "index"
+    modes: ClassVar[tuple[str, ...]] = GQA_MODES
+    """The GQA modes it supports."""
+
+    gqa: str = "mean_softmax"
+
+    def __post_init__(self) -> None:
+        check_mode(self.gqa)
+        if self.gqa not in self.modes:
+            raise ParameterError("gqa", f"one of {', '.join(self.modes)} for {self.name}", self.gqa, self.refusal(self.gqa))
+
+    @classmethod
+    def refusal(cls, mode: str) -> str:
+        """Why a GQA mode is not among `modes`."""
+        return ""
+
+    @property
+    def observed_queries(self) -> int:
+        """How many of a prompt's last queries it wants to see at the end of the prompt."""
+        return 0
+
+    @property
+    def segment_lengths(self) -> tuple[int, int] | None:
+        """Usual and longest length in tokens of the segments in which generated tokens are to arrive; None: any will do."""
+        return None
+
+    @abstractmethod
+    def build(self, shape: LayerShape) -> Index:
+        """An empty index for one layer."""
+
+    @abstractmethod
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        """Device bytes of the summaries of one sequence with `tokens` tokens in its retrieval zone."""
+
+
 class Index(ABC):
     """Summaries of the retrieval-zone keys of one layer, for all its sequences, and the search over them.
 
@@ -37,6 +95,25 @@ class Index(ABC):
     def append(self, sequence: int, keys: Tensor) -> None:
         """Indexes keys `[H_kv, n, D]` (any float dtype, on the layer's device) behind those of one sequence."""
 
+    def append_generated(self, sequence: int, keys: Tensor) -> None:
+        """As `append`, for one segment of tokens that left the window while decoding."""
+        self.append(sequence, keys)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:  # noqa: B027 - optional: most indexes never look at rows again
+        """Gives access to the rows that the indexed keys belong to, one source per sequence; called before anything else and
+        again whenever the sequences change. Rows are stored before their keys are appended."""
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:  # noqa: B027 - optional
+        """A prompt has been read in, decoding begins. observed: its last queries; None if nobody looked at them.
+        offset: position of the retrieval zone's first token."""
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        """Ascending ids int32 `[H_kv, m]` that searches must not return (they are attended anyway); replaces earlier ones."""
+        raise NotImplementedError(type(self).__name__)
+
+    def learn(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
+        """Takes over what the last search of these sequences found out; called after their attention."""
+
     @abstractmethod
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of one sequence."""
@@ -47,7 +124,7 @@ class Index(ABC):
 
     @abstractmethod
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        """Finds the tokens to fetch. Mutates nothing; the result stays valid after later appends.
+        """Finds the tokens to fetch. Changes nothing that another search would see; the result stays valid after later appends.
 
         queries: `[len(sequences), H_q, D]`, post-RoPE, any float dtype. Sequences with fewer tokens than the budget get all.
         """

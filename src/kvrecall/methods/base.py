@@ -1,35 +1,49 @@
-"""What a method is: a frozen dataclass of hyper-parameters that names the parts it uses."""
+"""What a method is: parts that can be exchanged, and the hyper-parameters that all methods share."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-import torch
-
+from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import ParameterError
-from kvrecall.index.base import Index, LayerShape
-from kvrecall.trigger import EveryStep, Trigger
+from kvrecall.fetch import Direct, Staged
+from kvrecall.index.base import Index, IndexConfig, LayerShape
+from kvrecall.methods.compose import check
+from kvrecall.select.static import ObservationWindow
+from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
 
+AnyTrigger = EveryStep | FixedStride | SemanticBoundary
+
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
-    """Hyper-parameters that all methods share. Budgets are tokens per KV head.
+class Method:
+    """A composition of parts, given as objects of `kvrecall.parts` or as text such as "pages:page_tokens=16".
 
-    top_k: retrieved tokens per step; None attends to everything.
+    index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
+    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). fetch: how rows reach
+    the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at the same
+    time. None takes the method's own part; the published systems have names of their own and may have single parts exchanged.
+
+    top_k: retrieved tokens per KV head and step, static ones included; None attends to everything.
     sink_tokens, local_tokens, update_interval: zone sizes in tokens (see `kvrecall.cache.zones`).
     full_attention_threshold: sequences shorter than max(this, sink + local + 2 top_k) tokens are attended whole.
     dense_layers: layers that always attend to everything and keep no index.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "method"
     paper: ClassVar[str] = ""
 
+    index: Any = None
+    trigger: Any = None
+    static: Any = None
+    gqa: str | None = None
+    fetch: Any = None
+    attend: str | None = None
     top_k: int | None = 100
     sink_tokens: int = 64
     local_tokens: int = 256
@@ -38,6 +52,8 @@ class Method(ABC):
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for role in parts.ROLES:
+            object.__setattr__(self, role, parts.get(role, getattr(self, role)))
         self.zone_sizes()
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k <= 0):
             raise ParameterError("top_k", "an integer > 0", self.top_k, "It is the number of tokens fetched per KV head.")
@@ -45,6 +61,47 @@ class Method(ABC):
             raise ParameterError(
                 "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
             )
+        check(self)
+
+    def own_index(self) -> IndexConfig | None:
+        """The index of a published system, made from its hyper-parameters; None for a free composition."""
+        return None
+
+    def own_static(self) -> ObservationWindow | None:
+        """The static set of a published system."""
+        return None
+
+    def own_trigger(self) -> AnyTrigger:
+        """The trigger of a published system."""
+        return EveryStep()
+
+    def own_fetch(self) -> Direct | Staged:
+        """The fetch policy of a published system."""
+        return Direct()
+
+    own_attend: ClassVar[str] = "device"
+
+    def index_config(self) -> IndexConfig | None:
+        """The index that is used, with `gqa` applied; None for a method that never searches."""
+        config = self.own_index() if self.index is None else self.index
+        return config if config is None or self.gqa is None else replace(config, gqa=self.gqa)
+
+    def trigger_config(self) -> AnyTrigger:
+        """The trigger that is used."""
+        return self.own_trigger() if self.trigger is None else self.trigger
+
+    def static_config(self) -> ObservationWindow | None:
+        """The static set that is used."""
+        return self.own_static() if self.static is None else self.static
+
+    def fetch_config(self) -> Direct | Staged:
+        """The fetch policy that is used."""
+        return self.own_fetch() if self.fetch is None else self.fetch
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the CPU attends to the selected rows where they lie."""
+        return (self.own_attend if self.attend is None else self.attend) == "host"
 
     def zone_sizes(self) -> ZoneSizes:
         """The zones' capacities; raises ParameterError for impossible ones."""
@@ -54,14 +111,16 @@ class Method(ABC):
         """Length in tokens under which a sequence is attended whole."""
         return max(self.full_attention_threshold, self.sink_tokens + self.local_tokens + 2 * (self.top_k or 0))
 
-    @abstractmethod
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
+        config = self.index_config()
+        return None if config is None else config.build(shape)
 
-    def build_trigger(self) -> Trigger:
+    def build_trigger(self, sequences: int) -> Trigger:
         """The trigger of one layer."""
-        return EveryStep()
+        return self.trigger_config().build(sequences)
 
-    @abstractmethod
-    def summary_bytes(self, head_dim: int, dtype: torch.dtype) -> float:
-        """Device bytes of the summaries per token and KV head, for a cache of the given dtype."""
+    def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
+        """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""
+        config = self.index_config()
+        return 0 if config is None else config.nbytes(shape, tokens)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from kvrecall.errors import ParameterError
-from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 
 
@@ -25,9 +22,3 @@ class Full(Method):
         super().__post_init__()
         if self.top_k is not None:
             raise ParameterError("top_k", "None", self.top_k, "Full attends to everything; use kvrecall.Exact(top_k=...).")
-
-    def build_index(self, shape: LayerShape) -> None:
-        return None
-
-    def summary_bytes(self, head_dim: int, dtype: torch.dtype) -> float:
-        return 0.0

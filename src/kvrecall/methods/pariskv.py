@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from kvrecall.errors import ParameterError
-from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
 from kvrecall.methods.base import Method
-
-_WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +24,7 @@ class ParisKV(Method):
 
     candidate_ratio (beta), collision_ratio (rho): shares in (0, 1]; None takes them from `schedule`, by length of the zone.
     min_candidates_per_k: never rerank fewer than this many candidates per fetched token.
-    gqa: "mean_q" (the paper's code), "mean_softmax", "max" or "per_head".
+    Its own gqa is "mean_q", as in the paper's code.
     seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
     """
 
@@ -40,24 +35,16 @@ class ParisKV(Method):
     collision_ratio: float | None = None
     schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
     min_candidates_per_k: int = 4
-    gqa: str = "mean_q"
     seed: int = 42
     weight_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_k is None:
-            raise ParameterError("top_k", "an integer > 0", None, "Use kvrecall.Full() to attend to everything.")
         if self.min_candidates_per_k < 1:
             raise ParameterError("min_candidates_per_k", "an integer >= 1", self.min_candidates_per_k, "The default is 4.")
-        if self.weight_dtype not in _WEIGHT_DTYPES:
-            raise ParameterError(
-                "weight_dtype", f"one of {', '.join(_WEIGHT_DTYPES)}", self.weight_dtype, "The default is bfloat16."
-            )
-        self.sphere_config()
 
-    def sphere_config(self) -> SphereConfig:
-        """The index's configuration; raises for ratios outside (0, 1] and for unknown modes."""
+    def own_index(self) -> SphereConfig:
+        """Raises for ratios outside (0, 1] and for unknown modes."""
         steps = tuple(
             RatioStep(
                 s.below_tokens,
@@ -66,10 +53,6 @@ class ParisKV(Method):
             )
             for s in self.schedule
         )
-        return SphereConfig(self.gqa, steps, self.min_candidates_per_k, self.seed, _WEIGHT_DTYPES[self.weight_dtype])
-
-    def build_index(self, shape: LayerShape) -> SphereIndex:
-        return SphereIndex(shape, self.sphere_config())
-
-    def summary_bytes(self, head_dim: int, dtype: torch.dtype) -> float:
-        return SphereIndex.nbytes_per_token(head_dim, _WEIGHT_DTYPES[self.weight_dtype])
+        return SphereConfig(
+            schedule=steps, min_candidates_per_k=self.min_candidates_per_k, seed=self.seed, weight_dtype=self.weight_dtype
+        )

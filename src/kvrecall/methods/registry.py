@@ -11,14 +11,18 @@ from kvrecall.methods.base import Method
 
 _METHODS = {
     "pariskv": ("kvrecall.methods.pariskv", "ParisKV"),
+    "prkv": ("kvrecall.methods.prkv", "PRKV"),
+    "ctkvr": ("kvrecall.methods.ctkvr", "CTKVR"),
+    "louiskv": ("kvrecall.methods.louiskv", "LouisKV"),
+    "method": ("kvrecall.methods.base", "Method"),
     "exact": ("kvrecall.methods.exact", "Exact"),
     "full": ("kvrecall.methods.full", "Full"),
 }
 
 
 def names() -> list[str]:
-    """Registered method names, sorted."""
-    return sorted(_METHODS)
+    """Registered method names, sorted; without `method`, the free composition, which has no defaults to try."""
+    return sorted(set(_METHODS) - {"method"})
 
 
 def method_class(name: str) -> type[Method]:

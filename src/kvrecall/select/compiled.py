@@ -32,6 +32,25 @@ def mean_softmax(scores, scaling):
 
 
 @njit(cache=True)
+def max_softmax(scores, scaling):
+    """Replaces row 0 by the largest over rows of log softmax(scaling * row), in float64."""
+    group, n = scores.shape
+    best = np.full(n, -np.inf, np.float64)
+    for g in range(group):
+        peak = -np.inf
+        for i in range(n):
+            peak = max(peak, np.float64(scores[g, i]) * scaling)
+        total = 0.0
+        for i in range(n):
+            total += np.exp(np.float64(scores[g, i]) * scaling - peak)
+        norm = np.log(total)
+        for i in range(n):
+            best[i] = max(best[i], np.float64(scores[g, i]) * scaling - peak - norm)
+    for i in range(n):
+        scores[0, i] = np.float32(best[i])
+
+
+@njit(cache=True)
 def top_k_of(scores, ids, k, out):
     """ids of the k largest scores in ascending position, ties to the lower one; returns how many there are."""
     n = scores.shape[0]

@@ -3,6 +3,7 @@
 `mean_q`       search once with the mean of the group's queries (the paper's code; equals the mean of the raw logits).
 `mean_softmax` score with every head, rank by the mean over heads of softmax(scaling * score).
 `max`          score with every head, rank by the largest score.
+`max_softmax`  score with every head, rank by the largest softmax(scaling * score) (CTkvr, Algorithm 2).
 `per_head`     search with every head, fetch the union.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.errors import UnknownNameError
 
-GQAMode = Literal["mean_q", "mean_softmax", "max", "per_head"]
+GQAMode = Literal["mean_q", "mean_softmax", "max", "max_softmax", "per_head"]
 GQA_MODES: tuple[str, ...] = get_args(GQAMode)
 
 
@@ -38,9 +39,13 @@ def reduce_scores(scores: Tensor, mode: str, scaling: float) -> Tensor:
     """
     if mode == "per_head":
         return scores
-    if mode == "mean_softmax" and scores.shape[-1]:
+    if mode in ("mean_softmax", "max_softmax") and scores.shape[-1]:
         logits = scores.double() * scaling
         peak = logits.amax(-1, keepdim=True)
-        weights = torch.exp(logits - torch.where(peak.isfinite(), peak, 0.0))
-        return (weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)).mean(-2).float()
+        shifted = logits - torch.where(peak.isfinite(), peak, 0.0)
+        weights = torch.exp(shifted)
+        total = weights.sum(-1, keepdim=True).clamp_min(1e-300)
+        if mode == "mean_softmax":
+            return (weights / total).mean(-2).float()
+        return (shifted - torch.log(total)).amax(-2).float()  # its logarithm: small shares must not underflow to ties
     return scores.amax(-2)

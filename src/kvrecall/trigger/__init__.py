@@ -1,22 +1,146 @@
-"""When to search again. A trigger sees the queries of a step and says which sequences need a new selection."""
+"""When to search again. A trigger sees the queries of every decode step and says which sequences need a new selection."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
+
+from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.parts import Part
 
 
 class Trigger(Protocol):
-    """Decides per sequence. State, if any, belongs to one layer."""
+    """State of one layer, per sequence."""
 
-    def fires(self, queries: Tensor) -> list[bool]:
-        """queries: `[B, H_q, D]` post-RoPE -> one flag per sequence. Called once per decode step, in order."""
+    def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
+        """queries: `[len(sequences), H_q, D]` post-RoPE -> one flag each. Called once per decode step, in order."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """The sequence was cropped: what was seen of it no longer holds, so its next step fires."""
+        ...
+
+    def select(self, sequences: list[int]) -> Trigger:
+        """A trigger whose sequence i is this one's `sequences[i]`; the two share nothing that either may change."""
         ...
 
 
-class EveryStep:
-    """Searches at every decode step (ParisKV, PRKV, CTkvr). Stateless."""
+@dataclass(frozen=True)
+class EveryStep(Part):
+    """Searches at every decode step (ParisKV, PRKV, CTkvr)."""
 
-    def fires(self, queries: Tensor) -> list[bool]:
-        return [True] * queries.shape[0]
+    role: ClassVar[str] = "trigger"
+    name: ClassVar[str] = "every-step"
+    marks_segments: ClassVar[bool] = False
+
+    def build(self, sequences: int) -> Trigger:
+        return StrideTrigger(1, sequences)
+
+
+@dataclass(frozen=True)
+class FixedStride(Part):
+    """Searches at every `steps`-th decode step."""
+
+    role: ClassVar[str] = "trigger"
+    name: ClassVar[str] = "fixed-stride"
+    marks_segments: ClassVar[bool] = True
+
+    steps: int = 16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ParameterError("steps", "an integer >= 1", self.steps, "1 searches at every step.")
+
+    def build(self, sequences: int) -> Trigger:
+        return StrideTrigger(self.steps, sequences)
+
+
+@dataclass(frozen=True)
+class SemanticBoundary(Part):
+    """Searches when the query turns (LouisKV section 4.1): where cos(q_t, q_ref), averaged over the heads, falls below
+    `threshold` (tau).
+
+    compare: "previous" takes q_ref from the step before (the paper), "retrieval" from the last step that fired, which also
+    notices a slow drift. max_stride: fires after that many steps without a boundary; None: never.
+    `kvrecall calibrate` finds the threshold for a wanted mean stride.
+    """
+
+    role: ClassVar[str] = "trigger"
+    name: ClassVar[str] = "semantic-boundary"
+    marks_segments: ClassVar[bool] = True
+
+    threshold: float = 0.8
+    compare: Literal["previous", "retrieval"] = "previous"
+    max_stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.threshold, int | float) or not -1 <= self.threshold <= 1:
+            raise ParameterError("threshold", "a cosine in [-1, 1]", self.threshold, "`kvrecall calibrate` finds one.")
+        if self.compare not in ("previous", "retrieval"):
+            raise UnknownNameError("reference query", str(self.compare), ("previous", "retrieval"))
+        if self.max_stride is not None and (not isinstance(self.max_stride, int) or self.max_stride < 1):
+            raise ParameterError("max_stride", "an integer >= 1 or None", self.max_stride, "It counts decode steps.")
+
+    def build(self, sequences: int) -> Trigger:
+        return BoundaryTrigger(self, sequences)
+
+
+class StrideTrigger:
+    """Counts steps per sequence."""
+
+    def __init__(self, steps: int, sequences: int) -> None:
+        self._steps, self._since = steps, [0] * sequences
+
+    def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
+        fired = [self._since[b] % self._steps == 0 for b in sequences]
+        for b in sequences:
+            self._since[b] += 1
+        return fired
+
+    def forget(self, sequence: int) -> None:
+        self._since[sequence] = 0
+
+    def select(self, sequences: list[int]) -> StrideTrigger:
+        chosen = StrideTrigger(self._steps, 0)
+        chosen._since = [self._since[b] for b in sequences]
+        return chosen
+
+
+class BoundaryTrigger:
+    """Remembers the reference query of every sequence."""
+
+    def __init__(self, config: SemanticBoundary, sequences: int) -> None:
+        self._config = config
+        self._reference: list[Tensor | None] = [None] * sequences
+        self._since = [0] * sequences
+
+    def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
+        config, fired = self._config, []
+        for query, b in zip(queries.float(), sequences, strict=True):
+            before = self._reference[b]
+            now = before is None or float(mean_cosine(query, before)) < config.threshold
+            self._since[b] += 1
+            now = now or (config.max_stride is not None and self._since[b] >= config.max_stride)
+            if now:
+                self._since[b] = 0
+            if now or config.compare == "previous":
+                self._reference[b] = query.clone()
+            fired.append(now)
+        return fired
+
+    def forget(self, sequence: int) -> None:
+        self._reference[sequence], self._since[sequence] = None, 0
+
+    def select(self, sequences: list[int]) -> BoundaryTrigger:
+        chosen = BoundaryTrigger(self._config, 0)
+        chosen._reference = [self._reference[b] for b in sequences]  # never written to, only replaced
+        chosen._since = [self._since[b] for b in sequences]
+        return chosen
+
+
+def mean_cosine(queries: Tensor, reference: Tensor) -> Tensor:
+    """Mean over heads of the cosine between fp32 queries `[..., H_q, D]` (LouisKV section 4.1) -> `[...]`."""
+    return torch.cosine_similarity(queries, reference, dim=-1, eps=1e-12).mean(-1)

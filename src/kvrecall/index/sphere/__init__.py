@@ -4,36 +4,55 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Index, LayerShape, stack_selections
+from kvrecall.errors import UnknownNameError
+from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
-from kvrecall.select.gqa import check_mode, search_queries
+from kvrecall.select.gqa import search_queries
 from kvrecall.structs import Budget, Selection, lasting_tensors
+
+WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
 
 @dataclass(frozen=True)
-class SphereConfig:
-    """What a sphere index is made with; recorded with the cache."""
+class SphereConfig(IndexConfig):
+    """What a sphere index is made with. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32"."""
+
+    name: ClassVar[str] = "sphere"
 
     gqa: str = "mean_q"
     schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
     min_candidates_per_k: int = 4
     seed: int = 42
-    weight_dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype | str = "bfloat16"
 
     def __post_init__(self) -> None:
-        check_mode(self.gqa)
+        super().__post_init__()
         check_schedule(self.schedule)
+        if str(self.weight_dtype).removeprefix("torch.") not in WEIGHT_DTYPES:
+            raise UnknownNameError("weight_dtype", str(self.weight_dtype), WEIGHT_DTYPES)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return WEIGHT_DTYPES[str(self.weight_dtype).removeprefix("torch.")]
+
+    def build(self, shape: LayerShape) -> SphereIndex:
+        return SphereIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return int(SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype) * tokens) * shape.kv_heads
 
 
 class SphereIndex(Index):
@@ -50,11 +69,12 @@ class SphereIndex(Index):
 
         self._signs = table(blocks, torch.uint8)
         self._magnitudes = table(blocks * MAGNITUDE_BYTES, torch.uint8)
-        self._weights = table(blocks, config.weight_dtype)
+        self._weights = table(blocks, config.stored_dtype)
         counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
         with lasting_tensors():
             self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
         self._zero_norms = [False] * shape.sequences  # only kept for the compiled path
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._compiled = _compiled_available(shape.device) if compiled is None else compiled
 
     @property
@@ -95,9 +115,13 @@ class SphereIndex(Index):
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
         chosen._zero_norms = [self._zero_norms[b] for b in sequences]
+        chosen._excluded = [self._excluded[b] for b in sequences]
         with lasting_tensors():
             chosen._counts = self._counts[torch.tensor(sequences, device=self._counts.device)]
         return chosen
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        self._excluded[sequence] = ids
 
     def codes(self, sequence: int) -> Codes:
         """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
@@ -106,18 +130,19 @@ class SphereIndex(Index):
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config
         rotated, sizes = self._prepare(queries, budget, sequences)
+        excluded = [self._excluded[b] for b in sequences]
         if self._compiled:
             from kvrecall.index.sphere.compiled import search_batch
 
             tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts)
             lengths = [self.lengths[b] for b in sequences]
             zero_norms = [self._zero_norms[b] for b in sequences]
-            return search_batch(tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa)
+            return search_batch(tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded)
         found = [
             reference.search_sequence(
-                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling
+                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred
             )
-            for b, query, size in zip(sequences, rotated, sizes, strict=True)
+            for b, query, size, barred in zip(sequences, rotated, sizes, excluded, strict=True)
         ]  # fmt: skip
         return stack_selections(found)
 
@@ -125,7 +150,7 @@ class SphereIndex(Index):
         """What stage I leaves for the rerank, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
         rotated, sizes = self._prepare(queries, budget, sequences)
         return [
-            reference.stage_one(self.codes(b), self._counts[b], query, size, self.config.gqa)
+            reference.stage_one(self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b])
             for b, query, size in zip(sequences, rotated, sizes, strict=True)
         ]
 
@@ -141,8 +166,8 @@ class SphereIndex(Index):
         if self._compiled:
             from kvrecall.index.sphere import compiled_encode
 
-            return compiled_encode.encode(keys, self._rotation, self.config.weight_dtype)
-        return encode(keys, self._rotation, self.config.weight_dtype)
+            return compiled_encode.encode(keys, self._rotation, self.config.stored_dtype)
+        return encode(keys, self._rotation, self.config.stored_dtype)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
         if self._compiled:

@@ -16,15 +16,27 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.index.sphere.codes import magnitude_levels
-from kvrecall.index.sphere.compiled_stages import bar_zero_norms, bonus_table, compact, pair_tables, rerank, scan, threshold
+from kvrecall.index.sphere.compiled_stages import (
+    bar_ids,
+    bar_zero_norms,
+    bonus_table,
+    compact,
+    drop_ids,
+    pair_tables,
+    rerank,
+    scan,
+    threshold,
+)
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
-from kvrecall.select.compiled import mean_softmax, top_k_of, union
+from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
 from kvrecall.structs import Budget, Selection
 
 _CHUNK = 2048
-_MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q = 0, 1, 2, 3
-_MODES = {"mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q}
+_MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
+_MODES = {
+    "mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q, "max_softmax": _MAX_SOFTMAX,
+}  # fmt: skip
 
 
 def search_batch(
@@ -36,21 +48,28 @@ def search_batch(
     sizes: list[StageSizes],
     budget: Budget,
     mode: str,
+    excluded: list[Tensor | None],
 ) -> Selection:
     """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`.
 
     queries: rotated `[b, H_kv, G', D]`.
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
-    need not look at weights).
+    need not look at weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that may not be found.
     """
     signs, magnitudes, weights, counts = tables
     weight_bits, kind = as_bits(weights)
+    barred_counts = np.array([0 if e is None else e.shape[1] for e in excluded], np.int64)
+    barred = np.zeros((len(excluded), signs.shape[1], int(barred_counts.max())), np.int32)
+    for b, e in enumerate(excluded):
+        if e is not None:
+            barred[b, :, : e.shape[1]] = e.numpy()
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
+        barred, barred_counts,
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -72,6 +91,8 @@ def _search(
     top_k,
     scaling,
     mode,
+    barred,
+    barred_counts,
 ):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
@@ -103,13 +124,15 @@ def _search(
             scan(signs[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c])
             if zero_norms[b]:
                 bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            if barred_counts[b] > 0:
+                bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
 
     # Per chunk: how many tokens pass the threshold, how many ties it may take, where its candidates start.
     cut = np.empty((b_n, heads, sets), np.int64)
     quota = np.empty((b_n, heads, sets, chunks), np.int64)
     offset = np.empty((b_n, heads, sets, chunks), np.int64)
     candidates = np.empty((b_n, heads, sets, most), np.int32)
-    scores = np.empty((b_n, heads, group if mode == _MEAN_SOFTMAX else sets, most), np.float32)
+    scores = np.empty((b_n, heads, group if mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX) else sets, most), np.float32)
     for b in range(b_n):
         for h in range(heads):
             for j in range(sets):
@@ -126,7 +149,7 @@ def _search(
             first = offset[b, h, j, c]
             taken = compact(coarse[b, h, j], start, end, cut[b, h, j], quota[b, h, j, c], candidates[b, h, j], first)
             chosen = candidates[b, h, j, first:taken]
-            if mode == _MEAN_SOFTMAX:
+            if mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX):
                 for g in range(group):
                     rerank(
                         signs[row, h],
@@ -169,8 +192,14 @@ def _search(
         h = task // sets % heads
         b = task // (sets * heads)
         n = wanted[b]
+        softmax = mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX)
+        if barred_counts[b] > 0:
+            rows = scores[b, h, :, :n] if softmax else scores[b, h, j : j + 1, :n]
+            n = drop_ids(barred[b, h, : barred_counts[b]], candidates[b, h, j, :n], rows)
         if mode == _MEAN_SOFTMAX:
             mean_softmax(scores[b, h, :, :n], scaling)
+        elif mode == _MAX_SOFTMAX:
+            max_softmax(scores[b, h, :, :n], scaling)
         row_scores = scores[b, h, j, :n]
         for i in range(n):
             if coarse[b, h, j, candidates[b, h, j, i]] == 0:  # a key of zero norm ranks behind everything

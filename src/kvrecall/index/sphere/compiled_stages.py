@@ -124,6 +124,31 @@ def bar_zero_norms(weights, start, end, coarse, histogram):
 
 
 @njit(cache=True)
+def bar_ids(barred, start, end, coarse, histogram):
+    """Moves the tokens of an ascending id list to coarse score 0, so that they take no candidate's place."""
+    for i in barred[np.searchsorted(barred, start) : np.searchsorted(barred, end)]:
+        for j in range(coarse.shape[0]):
+            histogram[j, coarse[j, i]] -= 1
+            histogram[j, 0] += 1
+            coarse[j, i] = 0
+
+
+@njit(cache=True)
+def drop_ids(barred, ids, scores):
+    """Removes the ids of one ascending list from another, with their columns of scores; returns how many are left."""
+    left, at = 0, 0
+    for i in range(ids.shape[0]):
+        while at < barred.shape[0] and barred[at] < ids[i]:
+            at += 1
+        if at == barred.shape[0] or barred[at] != ids[i]:
+            ids[left] = ids[i]
+            for g in range(scores.shape[0]):
+                scores[g, left] = scores[g, i]
+            left += 1
+    return left
+
+
+@njit(cache=True)
 def threshold(histogram, wanted, quota, offset):
     """Smallest score of which some tokens are taken; lower positions take the ties first."""
     chunks = histogram.shape[0]

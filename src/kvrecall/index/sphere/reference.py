@@ -61,17 +61,25 @@ def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
     return total
 
 
-def stage_one(codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, mode: str) -> Tensor:
+def stage_one(
+    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, mode: str, excluded: Tensor | None = None
+) -> Tensor:
     """Candidates of one sequence by collisions (Appendix B.2.1).
 
     codes: `[H_kv, n, ·]`. counts: `[H_kv, S, 256]`. queries: rotated fp32 `[H_kv, G', D]`, G' = 1 for `mean_q`, else G.
+    excluded: int `[H_kv, m]`, tokens that may not be found.
     Returns ascending int64 ids `[H_kv, 1 or G, C]` (G sets for `per_head`; other modes share the group's largest score).
     """
     bonus = collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets)
     coarse = collision_scores(codes.signs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1), bonus)
     if mode != "per_head":
         coarse = coarse.amax(1, keepdim=True)
-    return top_k_positions(coarse.masked_fill(_zero_norm(codes), -1), sizes.candidates)
+    coarse = coarse.masked_fill(_zero_norm(codes), -1)
+    candidates = sizes.candidates
+    if excluded is not None:
+        coarse = coarse.masked_fill(_member(excluded, coarse.shape[-1]), -2)
+        candidates = min(candidates, coarse.shape[-1] - excluded.shape[-1])
+    return top_k_positions(coarse, candidates)
 
 
 def stage_two(
@@ -92,13 +100,20 @@ def stage_two(
 
 
 def search_sequence(
-    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float
-) -> tuple[Tensor, Tensor]:
+    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float,
+    excluded: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both stages over the n tokens of one sequence."""
-    candidates = stage_one(codes, counts, queries, sizes, mode)
+    candidates = stage_one(codes, counts, queries, sizes, mode, excluded)
     return stage_two(codes, queries, candidates, top_k, mode, scaling)
 
 
 def _zero_norm(codes: Codes) -> Tensor:
     """bool `[H_kv, 1, n]`: keys of zero norm, which rank behind everything, whatever the query."""
     return (codes.weights == 0).all(-1).unsqueeze(1)
+
+
+def _member(ids: Tensor, tokens: int) -> Tensor:
+    """bool `[H_kv, 1, tokens]`: which tokens are among ids `[H_kv, m]`."""
+    flags = torch.zeros(ids.shape[0], tokens, dtype=torch.bool, device=ids.device)
+    return flags.scatter_(1, ids.long(), True).unsqueeze(1)

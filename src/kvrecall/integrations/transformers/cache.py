@@ -51,13 +51,17 @@ class RetrievalCache(Cache):
     Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers.
     """
 
-    def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False) -> None:
-        """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too (slower)."""
+    def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0) -> None:
+        """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too (slower).
+
+        observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr
+        can judge keys by them (2,048 serve any).
+        """
         if not isinstance(method, Method):
             raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
         if not isinstance(config, PretrainedConfig):
             raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
-        self.method, self.profile = method, profile
+        self.method, self.profile, self.observe_queries = method, profile, observe_queries
         self.signature = ModelSignature.of(config)
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
         self.reserved_tokens = 0

@@ -49,7 +49,7 @@ class RetrievalLayer(CacheLayerMixin):
             )
         query_heads = self.cache.signature.query_heads
         shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
-        self.state = LayerState(self.number, shape, self.cache.method, self.cache.profile)
+        self.state = LayerState(self.number, shape, self.cache.method, self.cache.profile, self.cache.observe_queries)
         if self.cache.reserved_tokens:
             self._reserve(self.cache.reserved_tokens)
         self.is_initialized = True

@@ -1,0 +1,180 @@
+"""LouisKV's units: k-means clusters of the prompt's keys, segments of the generated ones (section 4.2).
+
+The prompt is clustered in fixed stretches of `stretch_tokens`, so the clusters do not depend on how prefill cuts it; the last,
+unfinished stretch is clustered when decoding begins, and again if the prompt goes on. A segment is what leaves the window at
+once while decoding. Both are represented by the mean of their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.clusters.kmeans import cluster
+from kvrecall.index.units import UnitIndex, Units, inner_products
+from kvrecall.select.queries import ObservedQueries
+
+
+@dataclass(frozen=True)
+class ClusterConfig(IndexConfig):
+    """cluster_tokens: mean tokens per cluster. stretch_tokens: prompt tokens that are clustered together.
+
+    iterations: of k-means, at most. max_segment_tokens: where a segment ends at the latest. size_correction: adds
+    log(tokens) to a unit's logit, so that large units count for what their tokens add up to (the paper does not).
+    """
+
+    name: ClassVar[str] = "clusters"
+
+    cluster_tokens: int = 16
+    stretch_tokens: int = 8192
+    iterations: int = 10
+    max_segment_tokens: int = 64
+    size_correction: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("cluster_tokens", "stretch_tokens", "iterations", "max_segment_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ParameterError(name, "an integer >= 1", value, "The paper's clusters have 16 tokens in the mean.")
+        if self.stretch_tokens < self.cluster_tokens:
+            least = f"at least cluster_tokens = {self.cluster_tokens}"
+            raise ParameterError("stretch_tokens", least, self.stretch_tokens, "The default is 8192.")
+
+    @property
+    def segment_lengths(self) -> tuple[int, int]:
+        return min(self.cluster_tokens, self.max_segment_tokens), self.max_segment_tokens
+
+    def build(self, shape: LayerShape) -> ClusterIndex:
+        return ClusterIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        units = -(-tokens // self.cluster_tokens)
+        return shape.kv_heads * (shape.head_dim * shape.dtype.itemsize * units + 4 * (tokens + units + 1))
+
+
+class ClusterIndex(UnitIndex):
+    """Units of one layer."""
+
+    def __init__(self, shape: LayerShape, config: ClusterConfig) -> None:
+        super().__init__(shape, config)
+        self._shape, self._config = shape, config
+        empty = Units.none(shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
+        self._closed = [empty] * shape.sequences  # whole stretches and segments
+        self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at the end of each of those
+        self._open = [0] * shape.sequences  # tokens of the unfinished stretch, which follow those of the closed units
+        self._units: list[Units | None] = [None] * shape.sequences  # all of them, less what is excluded; made when asked for
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        self._sources: Sequence[RowSource] = ()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return [units.members.shape[1] + left for units, left in zip(self._closed, self._open, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum((made or closed).nbytes for made, closed in zip(self._units, self._closed, strict=True))
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        self._units[sequence] = None
+        self._open[sequence] += keys.shape[1]
+        while self._open[sequence] >= self._config.stretch_tokens:
+            self._close(sequence, self._config.stretch_tokens)
+
+    def append_generated(self, sequence: int, keys: Tensor) -> None:
+        self._close(sequence, self._open[sequence])
+        start = self._closed[sequence].members.shape[1]
+        together = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+        self._add(sequence, _grouped(keys, together, 1, start))
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        self.units(sequence)
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        self._excluded[sequence], self._units[sequence] = ids, None
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Units that reach behind the cut are dissolved: the tokens before it join the unfinished stretch."""
+        length = self.lengths[sequence]
+        if tokens >= length:
+            return
+        closed = self._closed[sequence]
+        # The clusters of a stretch overlap in position, so whole stretches and segments go.
+        borders = tuple(end for end in self._borders[sequence] if end[0] <= tokens)
+        border, kept = borders[-1] if borders else (0, 0)
+        self._borders[sequence] = borders
+        self._closed[sequence] = Units(closed.reps[:, :kept], closed.members[:, :border], closed.offsets[:, : kept + 1])
+        self._open[sequence], self._units[sequence], self._excluded[sequence] = tokens - border, None, None
+
+    def select(self, sequences: list[int]) -> ClusterIndex:
+        chosen = copy(self)
+        for name in ("_closed", "_borders", "_open", "_units", "_excluded"):
+            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
+        return chosen
+
+    def units(self, sequence: int) -> Units:
+        made = self._units[sequence]
+        if made is None:
+            made = self._closed[sequence]
+            if self._open[sequence]:
+                made = made.joined(self._clustered(sequence, self._open[sequence]))
+            barred = self._excluded[sequence]
+            made = made if barred is None else made.without(barred)
+            self._units[sequence] = made
+        return made
+
+    def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
+        scores = inner_products(queries, units.reps)
+        if self._config.size_correction:
+            scores = scores + units.sizes.float().log().unsqueeze(1) / scaling
+        return scores
+
+    def _close(self, sequence: int, tokens: int) -> None:
+        """Makes the first `tokens` of the unfinished stretch final."""
+        if tokens:
+            self._add(sequence, self._clustered(sequence, tokens))
+            self._open[sequence] -= tokens
+
+    def _clustered(self, sequence: int, tokens: int) -> Units:
+        start = self._closed[sequence].members.shape[1]
+        keys = _key_range(self._sources[sequence], start, start + tokens).to(self._shape.device)
+        clusters = -(-tokens // self._config.cluster_tokens)
+        return _grouped(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
+
+    def _add(self, sequence: int, units: Units) -> None:
+        closed = self._closed[sequence].joined(units)
+        self._closed[sequence], self._units[sequence] = closed, None
+        self._borders[sequence] = (*self._borders[sequence], (closed.members.shape[1], closed.reps.shape[1]))
+
+
+def _grouped(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:
+    """Units of keys `[H_kv, n, D]`, the tokens start .. start + n - 1, by their cluster numbers `[H_kv, n]`."""
+    order = torch.sort(assigned, dim=1, stable=True).indices
+    sizes = torch.zeros(keys.shape[0], clusters, dtype=torch.int64, device=keys.device)
+    sizes.scatter_add_(1, assigned, torch.ones_like(assigned))
+    sums = torch.zeros(keys.shape[0], clusters, keys.shape[2], dtype=torch.float64, device=keys.device)
+    sums.scatter_add_(1, assigned.unsqueeze(-1).expand_as(keys), keys.double())
+    means = (sums / sizes.clamp_min(1).unsqueeze(-1)).to(keys.dtype)
+    offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).to(torch.int32)
+    return Units(means, (order + start).to(torch.int32), offsets)
+
+
+def _key_range(source: RowSource, start: int, stop: int) -> Tensor:
+    """Keys `[H_kv, stop - start, D]` of a stretch of rows, on the host."""
+    parts, left = [], stop - start
+    for block in source.blocks(start):
+        parts.append(block[:, :left, 0])
+        left -= parts[-1].shape[1]
+        if not left:
+            break
+    return torch.cat(parts, 1)

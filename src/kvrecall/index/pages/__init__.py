@@ -1,0 +1,161 @@
+"""Pages of consecutive tokens with bounding volumes (PRKV section 4.1, ArkVale, Quest).
+
+A page is scored by the largest inner product that any point of its volume can reach, sum_d max(q_d lo_d, q_d hi_d).
+
+The static tokens of a method are moved out of the pages (PRKV Algorithm 1, lines 9-14): the rest closes up in its old order,
+and pages and volumes are made anew. The rows on the host stay where they are: the r-th token of the rest is found from the
+sorted static ids, so a page is still one run of rows, with holes where static tokens lie, and a demoted token is back in its
+place by itself. The selection is that of a physically reordered cache; nothing has to be written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.units import UnitIndex, Units, inner_products
+
+_BOUNDS = ("mean-deviation", "min-max")
+
+
+@dataclass(frozen=True)
+class PageConfig(IndexConfig):
+    """page_tokens: tokens per page. bounds: "mean-deviation" (mean ± mean absolute deviation, ArkVale) or "min-max" (Quest)."""
+
+    name: ClassVar[str] = "pages"
+
+    page_tokens: int = 32
+    bounds: Literal["mean-deviation", "min-max"] = "mean-deviation"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.page_tokens, int) or self.page_tokens < 1:
+            raise ParameterError("page_tokens", "an integer >= 1", self.page_tokens, "The papers use 16 and 32.")
+        if self.bounds not in _BOUNDS:
+            raise UnknownNameError("bounds", str(self.bounds), _BOUNDS)
+
+    def build(self, shape: LayerShape) -> PageIndex:
+        return PageIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        pages = -(-tokens // self.page_tokens)
+        return shape.kv_heads * (2 * shape.head_dim * shape.dtype.itemsize * pages + 4 * (tokens + pages + 1))
+
+
+class PageIndex(UnitIndex):
+    """Volumes in the cache's dtype, rounded outwards by nothing: they rank, they do not prove."""
+
+    def __init__(self, shape: LayerShape, config: PageConfig) -> None:
+        super().__init__(shape, config)
+        self._shape, self._config = shape, config
+        empty = Units.none(shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
+        self._units = [empty] * shape.sequences
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        self._counts = [0] * shape.sequences
+        self._tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
+        self._sources: Sequence[RowSource] = ()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._counts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self._tails)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        """The last page may be partial: its keys wait in a tail, and its volume is made anew when more arrive."""
+        ids = torch.arange(self._counts[sequence], self._counts[sequence] + keys.shape[1], device=keys.device)
+        self._counts[sequence] += keys.shape[1]
+        size, units = self._config.page_tokens, self._units[sequence]
+        whole = units.members.shape[1] // size
+        ids = ids.to(torch.int32).expand(self._kv_heads, -1)
+        rest = torch.cat([self._tails[sequence], keys], 1)
+        members = torch.cat([units.members, ids], 1)
+        reps = torch.cat([units.reps[:, :whole], volumes(rest, size, self._config.bounds)], 1)
+        self._replace(sequence, Units(reps, members, self._offsets(members.shape[1], reps.shape[1])), rest)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        if tokens < self._counts[sequence]:
+            self._counts[sequence] = tokens
+            self.exclude(sequence, None)
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        """Makes all pages of the sequence anew from the host's rows."""
+        self._excluded[sequence] = ids
+        keys = _keys(self._sources[sequence], self._counts[sequence], self._shape)
+        everything = torch.arange(self._counts[sequence], dtype=torch.int32, device=keys.device)
+        members = everything.expand(self._kv_heads, -1)
+        if ids is not None:
+            kept = torch.ones_like(members, dtype=torch.bool).scatter(1, ids.long(), False)
+            members = members[kept].view(self._kv_heads, members.shape[1] - ids.shape[1])
+            keys = keys[kept].view(self._kv_heads, members.shape[1], keys.shape[2])
+        reps = volumes(keys, self._config.page_tokens, self._config.bounds)
+        self._replace(sequence, Units(reps, members, self._offsets(members.shape[1], reps.shape[1])), keys)
+
+    def select(self, sequences: list[int]) -> PageIndex:
+        chosen = copy(self)
+        for name in ("_units", "_excluded", "_counts", "_tails"):
+            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
+        return chosen
+
+    def units(self, sequence: int) -> Units:
+        return self._units[sequence]
+
+    def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
+        return volume_scores(queries, units.reps)
+
+    def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
+        """keys: at least those of the last, partial page, in order."""
+        partial = units.members.shape[1] % self._config.page_tokens
+        self._units[sequence] = units
+        self._tails[sequence] = keys[:, keys.shape[1] - partial :].clone()
+
+    def _offsets(self, tokens: int, pages: int) -> Tensor:
+        size = self._config.page_tokens
+        ends = (torch.arange(pages + 1, dtype=torch.int32, device=self._shape.device) * size).clamp_max(tokens)
+        return ends.expand(self._kv_heads, -1)
+
+
+def volumes(keys: Tensor, page_tokens: int, bounds: str) -> Tensor:
+    """Bounding volumes `[H_kv, ceil(n / page_tokens), 2 D]`, hi | lo, of keys `[H_kv, n, D]`, in the keys' dtype."""
+    heads, count, dim = keys.shape
+    whole = count // page_tokens
+    parts = [keys[:, : whole * page_tokens].reshape(heads, whole, page_tokens, dim)]
+    if count % page_tokens:
+        parts.append(keys[:, whole * page_tokens :].unsqueeze(1))
+    made = [_volume(part.float(), bounds) for part in parts]
+    return torch.cat(made, 1).to(keys.dtype)
+
+
+def _volume(pages: Tensor, bounds: str) -> Tensor:
+    if bounds == "min-max":
+        return torch.cat([pages.amax(2), pages.amin(2)], -1)
+    centre = pages.mean(2)
+    spread = (pages - centre.unsqueeze(2)).abs().mean(2)
+    return torch.cat([centre + spread, centre - spread], -1)
+
+
+def volume_scores(queries: Tensor, reps: Tensor) -> Tensor:
+    """sum_d max(q_d lo_d, q_d hi_d) as one product: positive coordinates meet hi, negative ones lo.
+
+    queries: fp32 `[H_kv, G', D]`; reps: `[H_kv, U, 2 D]` -> fp32 `[H_kv, G', U]`.
+    """
+    return inner_products(torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1), reps)
+
+
+def _keys(source: RowSource, count: int, shape: LayerShape) -> Tensor:
+    blocks = [block[:, :, 0] for block in source.blocks()]
+    if not blocks:
+        return torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    return torch.cat(blocks, 1)[:, :count].to(shape.device)

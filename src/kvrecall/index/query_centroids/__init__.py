@@ -1,0 +1,202 @@
+"""CTkvr's index: an inverted file whose centroids are queries (section 3.1, Algorithms 1 and 2).
+
+The prompt's last queries are the centroids; each lists the keys it attends to most. A search recalls the lists of the
+centroids most similar to its query and reranks their keys by exact inner products, on the host where the rows lie or on the
+device. Afterwards the query itself becomes a centroid, with the best of what was reranked, in the place of the oldest.
+
+Tokens that came to the retrieval zone after the lists were made are recalled by every search until `pool_tokens` of them have
+gathered; then the older ones are put into the lists of all centroids that rank them high enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.query_centroids import lists as ivf
+from kvrecall.index.query_centroids.lists import CentroidLists
+from kvrecall.index.query_centroids.rerank import Rerank, distinct, rerank
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.structs import Budget, Selection
+
+
+@dataclass(frozen=True)
+class CentroidConfig(IndexConfig):
+    """max_centroids, tokens_per_centroid: C = min(2048, n / 16) for a prompt of n tokens. list_tokens: rho, keys per list.
+
+    recalled_centroids: C'. dynamic_update: each searched query becomes a centroid (FIFO). pool_tokens: newest tokens that
+    every search recalls. rerank: "host" reads keys where they lie, "device" copies them there first.
+    """
+
+    name: ClassVar[str] = "query-centroids"
+    modes: ClassVar[tuple[str, ...]] = ("max_softmax", "mean_softmax", "max", "per_head")
+
+    gqa: str = "max_softmax"
+    max_centroids: int = 2048
+    tokens_per_centroid: int = 16
+    list_tokens: int = 2560
+    recalled_centroids: int = 4
+    dynamic_update: bool = True
+    pool_tokens: int = 512
+    rerank: Literal["host", "device"] = "host"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_centroids", "tokens_per_centroid", "list_tokens", "recalled_centroids", "pool_tokens"):
+            value, least = getattr(self, name), 0 if name == "pool_tokens" else 1
+            if not isinstance(value, int) or value < least:
+                raise ParameterError(name, f"an integer >= {least}", value, "See kvrecall.parts.CentroidConfig.")
+        if self.rerank not in ("host", "device"):
+            raise UnknownNameError("place of the rerank", str(self.rerank), ("host", "device"))
+
+    @classmethod
+    def refusal(cls, mode: str) -> str:
+        return "Each head's query is compared with that head's centroids; the mean of several queries has none."
+
+    @property
+    def observed_queries(self) -> int:
+        return self.max_centroids
+
+    def centroids(self, tokens: int) -> int:
+        """C for a prompt of that many tokens."""
+        return max(1, min(self.max_centroids, tokens // self.tokens_per_centroid))
+
+    def build(self, shape: LayerShape) -> CentroidIndex:
+        return CentroidIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        count = self.centroids(tokens)
+        lists = shape.kv_heads * self.list_tokens * 6
+        return count * (lists + shape.query_heads * (shape.head_dim * shape.dtype.itemsize + 8))
+
+
+class CentroidIndex(Index):
+    """Centroids and lists of one layer."""
+
+    def __init__(self, shape: LayerShape, config: CentroidConfig) -> None:
+        self._shape, self._config = shape, config
+        self._lists: list[CentroidLists | None] = [None] * shape.sequences
+        self._listed = [0] * shape.sequences  # tokens that the lists know; those behind are recalled by every search
+        self._counts = [0] * shape.sequences
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        self._found: dict[int, tuple[Tensor, Rerank, float]] = {}  # what the last search of a sequence can teach
+        self._sources: Sequence[RowSource] = ()
+        self._scaling = shape.head_dim**-0.5
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._counts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self._lists if x is not None)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        self._counts[sequence] += keys.shape[1]
+        lists = self._lists[sequence]
+        due = self._counts[sequence] - self._config.pool_tokens
+        if lists is not None and due > self._listed[sequence]:
+            keys = self._keys(sequence, self._listed[sequence], due)
+            self._lists[sequence] = ivf.absorb(lists, keys, self._listed[sequence], self._scaling)
+            self._listed[sequence] = due
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        """The first prompt makes the lists; the queries of later ones replace the oldest centroids."""
+        if observed is None or not self._counts[sequence]:
+            return
+        config, count, lists = self._config, self._counts[sequence], self._lists[sequence]
+        if lists is not None and not config.dynamic_update:
+            return
+        most = config.centroids(observed.start + observed.queries.shape[1])
+        observed = observed.last(most if lists is None else min(most, lists.queries.shape[1]))
+        made = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
+        if lists is None:
+            self._lists[sequence], self._listed[sequence] = made, count
+        else:
+            self._lists[sequence] = ivf.replace_oldest(lists, made)
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        self._scaling = budget.scaling
+        return stack_selections([self._search_one(q, b, budget) for q, b in zip(queries, sequences, strict=True)])
+
+    def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
+        """What is recalled; heads with fewer ids repeat their first."""
+        found = []
+        for query, b in zip(queries, sequences, strict=True):
+            ids, _ = self._recalled(query, b)
+            found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1))
+        return found
+
+    def learn(self, sequences: list[int]) -> None:
+        """Dynamic centroid update (Algorithm 2 d)."""
+        for b in sequences:
+            query, found, scaling = self._found.pop(b, (None, None, 0.0))
+            if query is None or found is None or not self._config.dynamic_update:
+                continue
+            newest = found.as_centroid(query, self._config.list_tokens, scaling)
+            lists = self._lists[b]
+            if lists is not None:
+                self._lists[b] = ivf.replace_oldest(lists, newest)
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        self._excluded[sequence] = ids
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        if tokens >= self._counts[sequence]:
+            return
+        lists = self._lists[sequence]
+        self._lists[sequence] = None if lists is None else ivf.truncate(lists, tokens)
+        self._counts[sequence] = tokens
+        self._listed[sequence] = min(tokens, self._listed[sequence])
+        self._excluded[sequence] = None
+        self._found.pop(sequence, None)
+
+    def select(self, sequences: list[int]) -> CentroidIndex:
+        chosen = copy(self)
+        for name in ("_lists", "_listed", "_counts", "_excluded"):
+            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
+        chosen._found = {}
+        return chosen
+
+    def deduplication(self, queries: Tensor, sequence: int) -> float:
+        """alpha: distinct recalled ids ÷ recalled ids (section 3.1.2), mean over KV heads."""
+        lists = self._lists[sequence]
+        assert lists is not None
+        picked = self._picked(lists, queries)
+        _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
+        return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
+
+    def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        ids, counts = self._recalled(query, sequence)
+        grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
+        on_host = self._config.rerank == "host"
+        found = rerank(grouped, self._sources[sequence], ids, counts, budget, self._config.gqa, on_host)
+        self._found[sequence] = (query, found, budget.scaling)
+        return found.best
+
+    def _recalled(self, query: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+        """Distinct ids of the nearest centroids' lists and of the pool."""
+        lists, tokens = self._lists[sequence], self._counts[sequence]
+        if lists is None:  # nobody saw the prompt's queries: every token is still in the pool
+            none = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device)
+            return distinct(none, tokens, 0, self._excluded[sequence])
+        return distinct(self._picked(lists, query), tokens, self._listed[sequence], self._excluded[sequence])
+
+    def _picked(self, lists: CentroidLists, query: Tensor) -> Tensor:
+        near = ivf.nearest(lists, query, self._shape.kv_heads, self._config.recalled_centroids)
+        heads = torch.arange(self._shape.kv_heads, device=near.device).unsqueeze(1)
+        return lists.ids[heads, near]
+
+    def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
+        blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]
+        return torch.cat(blocks, 1)[:, : stop - start].to(self._shape.device)

@@ -1,0 +1,142 @@
+"""The inverted lists of query centroids (CTkvr, Algorithm 1): which keys each centroid's queries look at most. Plain torch.
+
+A list entry's score is the largest over the group of log softmax(q k), which orders keys as Algorithm 1's maximum of softmax
+scores does, without its underflow. Lists are ascending in id, padded with -1 (score -inf).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.topk import top_k_positions
+
+_LOGITS = 1 << 24
+"""Logits at a time: bounds the temporaries to 64 MiB."""
+
+
+@dataclass(frozen=True)
+class CentroidLists:
+    """Centroids of one sequence, oldest first from `head` on, as a ring. Never written to, only replaced.
+
+    queries: `[H_q, C, D]` of norm 1, in the cache's dtype. norms: fp32 `[H_q, C]`, what they were divided by.
+    lse: fp32 `[H_q, C]`. ids: int32 `[H_kv, C, rho]`. scores: bfloat16 `[H_kv, C, rho]`. head: number of the oldest centroid.
+    """
+
+    queries: Tensor
+    norms: Tensor
+    lse: Tensor
+    ids: Tensor
+    scores: Tensor
+    head: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.queries, self.norms, self.lse, self.ids, self.scores)
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int, scaling: float) -> CentroidLists:
+    """Lists of the observed queries over keys `[H_kv, n, D]`, the tokens at the positions offset .. offset + n - 1.
+
+    A query does not see keys behind its own position: such keys fill a list only where it has room left.
+    """
+    heads, tokens, _ = keys.shape
+    count = observed.queries.shape[1]
+    kept = min(list_tokens, tokens)
+    queries = observed.queries.float()
+    positions = torch.arange(observed.start, observed.start + count, device=keys.device)
+    norms = queries.norm(dim=-1).clamp_min(1e-30)
+    ids = torch.full((heads, count, list_tokens), -1, dtype=torch.int32, device=keys.device)
+    scores = torch.full((heads, count, list_tokens), float("-inf"), dtype=torch.bfloat16, device=keys.device)
+    wide = keys.float()
+    step = max(1, _LOGITS // max(1, queries.shape[0] * tokens))
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        ranked = group_scores(queries[:, part], observed.lse[:, part], wide, scaling)
+        hidden = torch.arange(offset, offset + tokens, device=keys.device) > positions[part].unsqueeze(1)
+        ranked.masked_fill_(hidden, float("-inf"))
+        best = _top_k(ranked, kept)
+        ids[:, part, :kept] = best
+        scores[:, part, :kept] = ranked.gather(-1, best.long()).to(torch.bfloat16)
+    directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype)
+    return CentroidLists(directions, norms, observed.lse, ids, scores)
+
+
+def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> CentroidLists:
+    """Lists that also know keys `[H_kv, n, D]`, the tokens first .. first + n - 1: each keeps the best of old and new.
+
+    Causality is waived here: the centroids are older than these keys, and the queries to come are not.
+    """
+    queries = lists.queries.float() * lists.norms.unsqueeze(-1)
+    fresh = group_scores(queries, lists.lse, keys.float(), scaling)
+    new_ids = torch.arange(first, first + keys.shape[1], dtype=torch.int32, device=keys.device).expand(fresh.shape)
+    both = torch.cat([lists.scores.float(), fresh.to(torch.bfloat16).float()], -1)
+    best = _top_k(both, lists.ids.shape[-1]).long()
+    ids = torch.cat([lists.ids, new_ids], -1).gather(-1, best)
+    scores = both.gather(-1, best)
+    ids, scores = _pad_last(ids, scores)
+    return CentroidLists(lists.queries, lists.norms, lists.lse, ids, scores.to(torch.bfloat16), lists.head)
+
+
+def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists:
+    """FIFO (Algorithm 2 d): the centroids of `newest` take the place of the oldest ones."""
+    count = lists.queries.shape[1]
+    arriving = newest.queries.shape[1]
+    slots = (torch.arange(arriving, device=lists.ids.device) + lists.head) % count
+    names = ("queries", "norms", "lse", "ids", "scores")
+    changed = {name: getattr(lists, name).index_copy(1, slots, getattr(newest, name)) for name in names}
+    return CentroidLists(**changed, head=(lists.head + arriving) % count)
+
+
+def truncate(lists: CentroidLists, tokens: int) -> CentroidLists:
+    """Lists without the ids from `tokens` on."""
+    gone = lists.ids >= tokens
+    ids, scores = _pad_last(lists.ids.masked_fill(gone, -1), lists.scores.masked_fill(gone, float("-inf")))
+    return CentroidLists(lists.queries, lists.norms, lists.lse, ids, scores, lists.head)
+
+
+def nearest(lists: CentroidLists, queries: Tensor, kv_heads: int, count: int) -> Tensor:
+    """The `count` centroids most similar to queries `[H_q, D]`, int64 `[H_kv, count]`: cosine, largest over the group."""
+    unit = torch.nn.functional.normalize(queries.float(), dim=-1)
+    cosine = torch.einsum("hcd,hd->hc", lists.queries.float(), unit)
+    return top_k_positions(cosine.unflatten(0, (kv_heads, -1)).amax(1), count)
+
+
+def group_scores(queries: Tensor, lse: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """max over the group of q k scaling - lse: queries fp32 `[H_q, C, D]`, keys fp32 `[H_kv, n, D]` -> `[H_kv, C, n]`."""
+    group = queries.shape[0] // keys.shape[0]
+    best = None
+    for g in range(group):
+        of_head = queries.unflatten(0, (-1, group))[:, g] @ keys.transpose(-1, -2)
+        of_head = of_head.mul_(scaling).sub_(lse.unflatten(0, (-1, group))[:, g].unsqueeze(-1))
+        best = of_head if best is None else torch.maximum(best, of_head)
+    assert best is not None
+    return best
+
+
+def _pad_last(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending ids with the -1 moved to the end."""
+    last = torch.iinfo(torch.int32).max
+    ordered, order = torch.where(ids < 0, last, ids).sort(dim=-1)
+    return torch.where(ordered == last, -1, ordered), scores.gather(-1, order)
+
+
+def _top_k(scores: Tensor, k: int) -> Tensor:
+    """Ascending positions of the k largest, int `[..., k]`, ties to the lower one."""
+    return _picker(scores.device.type)(scores, k)
+
+
+@cache
+def _picker(device: str) -> Callable[[Tensor, int], Tensor]:
+    if device == "cpu" and find_spec("numba") is not None:
+        from kvrecall.index.query_centroids.compiled import top_k_rows
+
+        return top_k_rows
+    return lambda scores, k: top_k_positions(scores, k).to(torch.int32)

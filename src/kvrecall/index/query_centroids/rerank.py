@@ -1,0 +1,83 @@
+"""Recall's deduplication and the exact rerank of CTkvr (Algorithm 2 b, c), on the host or on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import RowSource
+from kvrecall.index.query_centroids import reference
+from kvrecall.index.query_centroids.lists import CentroidLists
+from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.topk import top_k_positions, union_rows
+from kvrecall.structs import Budget
+
+
+@dataclass(frozen=True)
+class Rerank:
+    """ids: int32 `[H_kv, R]`, recalled, padded with -1. scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for padding.
+
+    best: (ids int32 `[H_kv, K]` ascending, padded; counts int32 `[H_kv]`), the selection.
+    """
+
+    ids: Tensor
+    scores: Tensor
+    best: tuple[Tensor, Tensor]
+
+    def as_centroid(self, query: Tensor, list_tokens: int, scaling: float) -> CentroidLists:
+        """The query `[H_q, D]` as a centroid that lists the best of what was reranked; fewer than rho leave -1."""
+        logits = self.scores * scaling
+        lse = torch.logsumexp(logits, -1, keepdim=True)  # [H_kv, G, 1]
+        ranked = (logits - torch.where(lse.isfinite(), lse, 0.0)).amax(1)
+        place = top_k_positions(ranked, list_tokens)
+        missing = list_tokens - place.shape[-1]
+        ids = torch.nn.functional.pad(self.ids.gather(1, place), (0, missing), value=-1)
+        scores = torch.nn.functional.pad(ranked.gather(1, place), (0, missing), value=float("-inf"))
+        norm = query.float().norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        unit = (query.float() / norm).to(query.dtype).unsqueeze(1)
+        device = query.device
+        ids, scores = ids.unsqueeze(1).to(device), scores.unsqueeze(1).to(device, torch.bfloat16)
+        return CentroidLists(unit, norm, lse.flatten(0, 1).to(device), ids, scores)
+
+
+def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, less `barred` `[H_kv, m]`.
+
+    Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`.
+    """
+    if lists.device.type == "cpu" and _have_numba():
+        from kvrecall.index.query_centroids import compiled
+
+        return compiled.distinct(lists, tokens, first_always, barred)
+    return reference.distinct(lists, tokens, first_always, barred)
+
+
+def rerank(queries: Tensor, source: RowSource, ids: Tensor, counts: Tensor, budget: Budget, mode: str, on_host: bool) -> Rerank:
+    """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`.
+
+    The softmax of a softmax mode runs over what was recalled.
+    """
+    device = queries.device
+    if on_host and _have_numba():
+        from kvrecall.index.query_centroids import compiled
+
+        queries, ids, counts = queries.cpu(), ids.cpu(), counts.cpu()
+        scores = compiled.score_rows(queries, list(source.blocks()), ids, counts)
+    else:
+        scores = reference.score_rows(queries, source, ids)
+    scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
+    ranked = reduce_scores(scores, mode, budget.scaling)
+    ranked = ranked if mode == "per_head" else ranked.unsqueeze(1)
+    place = top_k_positions(ranked, budget.top_k)
+    picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
+    best_ids, best_counts = union_rows(picked)
+    return Rerank(ids, scores, (best_ids.to(device), best_counts.to(device)))
+
+
+@cache
+def _have_numba() -> bool:
+    return find_spec("numba") is not None

@@ -1,0 +1,131 @@
+"""Search over units (pages, clusters, segments): groups of tokens that share one representation and are taken as a whole.
+
+Units are ranked by the softmax of their scores (LouisKV, Appendix B) and taken best first until the budget, counted in tokens,
+is filled; the last unit is cut, its lowest positions stay. Equal scores go to the lower unit.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.select.gqa import reduce_scores, search_queries
+from kvrecall.select.topk import union_rows
+from kvrecall.structs import Budget, Selection
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one sequence. Never written to, only replaced, so copies of a sequence may share them.
+
+    reps: `[H_kv, U, R]`, what queries are compared with. members: int32 `[H_kv, n]`, token ids, those of a unit side by side
+    and ascending. offsets: int32 `[H_kv, U + 1]`, where each unit begins in `members`; a unit may be empty.
+    """
+
+    reps: Tensor
+    members: Tensor
+    offsets: Tensor
+
+    @property
+    def sizes(self) -> Tensor:
+        """Tokens per unit, int32 `[H_kv, U]`."""
+        return self.offsets[:, 1:] - self.offsets[:, :-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.reps, self.members, self.offsets))
+
+    @staticmethod
+    def none(heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Units:
+        """No units."""
+        ints = {"dtype": torch.int32, "device": device}
+        reps = torch.empty(heads, 0, width, dtype=dtype, device=device)
+        return Units(reps, torch.empty(heads, 0, **ints), torch.zeros(heads, 1, **ints))
+
+    def joined(self, other: Units) -> Units:
+        """These units, then the other ones."""
+        offsets = torch.cat([self.offsets, other.offsets[:, 1:] + self.offsets[:, -1:]], 1)
+        return Units(torch.cat([self.reps, other.reps], 1), torch.cat([self.members, other.members], 1), offsets)
+
+    def without(self, ids: Tensor) -> Units:
+        """The same units less the tokens `ids` int `[H_kv, m]`, every one of which is a member."""
+        heads, tokens = self.members.shape
+        gone = torch.zeros(heads, tokens, dtype=torch.bool, device=ids.device).scatter_(1, ids.long(), True)
+        kept = ~gone.gather(1, self.members.long())
+        before = torch.nn.functional.pad(kept.int().cumsum(1, dtype=torch.int32), (1, 0))
+        members = self.members[kept].view(heads, tokens - ids.shape[1])
+        return Units(self.reps, members, before.gather(1, self.offsets.long()))
+
+
+class UnitIndex(Index):
+    """Base of the indexes over units; a subclass builds them and says how queries score them."""
+
+    def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
+        self._kv_heads, self._gqa = shape.kv_heads, config.gqa
+
+    @abstractmethod
+    def units(self, sequence: int) -> Units:
+        """The searchable units of one sequence, excluded tokens left out."""
+
+    @abstractmethod
+    def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
+        """fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', D]`; times `scaling` they are attention logits."""
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        grouped = search_queries(queries, self._kv_heads, self._gqa)
+        return stack_selections([self._search_one(q, b, budget) for q, b in zip(grouped, sequences, strict=True)])
+
+    def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        units = self.units(sequence)
+        scores = self.score(query, units, budget.scaling).masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
+        ranked = reduce_scores(scores, self._gqa, budget.scaling)
+        ranked = ranked if self._gqa == "per_head" else ranked.unsqueeze(1)
+        return union_rows(_fill(ranked, units, budget.top_k))
+
+
+def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
+    """fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', R]` and representations `[H_kv, U, R]`.
+
+    Summed in float64 and rounded, so that equal units score the same wherever they lie, and on every device.
+    """
+    if reps.device.type == "cpu" and _have_numba():
+        from kvrecall.index import compiled_units
+
+        return compiled_units.inner_products(queries, reps)
+    return (queries.double() @ reps.double().transpose(-1, -2)).float()
+
+
+def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
+    """Token ids int32 `[H_kv, S, min(top_k, n)]` (-1: none) of the best units, for scores `[H_kv, S, U]`; plain torch."""
+    heads, sets, _ = ranked.shape
+    tokens = min(top_k, units.members.shape[1])
+    out = torch.full((heads, sets, tokens), -1, dtype=torch.int32, device=ranked.device)
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
+    for h in range(heads):
+        for s in range(sets):
+            sizes = units.sizes[h][order[h, s]]
+            room = (tokens - (sizes.cumsum(0) - sizes)).clamp_min(0)
+            taken = torch.minimum(sizes, room)
+            firsts = units.offsets[h][order[h, s]].repeat_interleave(taken)
+            within = torch.arange(len(firsts), device=ranked.device) - (taken.cumsum(0) - taken).repeat_interleave(taken)
+            out[h, s, : len(firsts)] = units.members[h][firsts + within]
+    return out
+
+
+def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
+    if ranked.device.type == "cpu" and _have_numba():
+        from kvrecall.index import compiled_units
+
+        return compiled_units.fill_budget(ranked, units, top_k)
+    return fill_budget(ranked, units, top_k)
+
+
+@cache
+def _have_numba() -> bool:
+    return find_spec("numba") is not None

@@ -1,0 +1,63 @@
+"""What combines with what. Every refusal has a reason; `scripts/composition_table.py` prints all pairs from these rules."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvrecall.errors import CompositionError, ParameterError
+from kvrecall.parts import names
+
+if TYPE_CHECKING:
+    from kvrecall.methods.base import Method
+
+PLACES = ("device", "host")
+
+
+def check(method: Method) -> None:
+    """Raises ParameterError or CompositionError for parts that do not fit together."""
+    label = type(method).__name__
+    if method.attend not in (None, *PLACES):
+        raise ParameterError("attend", "device or host", method.attend, "host attends on the CPU, where the rows lie.")
+    if method.index is not None and method.own_index() is not None:
+        raise CompositionError(f"{label}(index={method.index})", f"{label} is its index", "Use kvrecall.Method(index=…).")
+    index = method.index_config()
+    if index is None:
+        _without_index(method, label)
+        return
+    if method.top_k is None:
+        raise ParameterError("top_k", "an integer > 0", None, "Use kvrecall.Full() to attend to everything.")
+    _with_index(method)
+
+
+def _without_index(method: Method, label: str) -> None:
+    if label == "Method":
+        raise ParameterError("index", f"one of {', '.join(names('index'))}", None, "Use kvrecall.Full() to search nothing.")
+    for role in ("trigger", "static", "gqa", "fetch", "attend"):
+        if getattr(method, role) is not None:
+            raise CompositionError(
+                f"{label}({role}={getattr(method, role)})",
+                "nothing is ever searched or fetched",
+                "Choose a method that retrieves.",
+            )
+
+
+def _with_index(method: Method) -> None:
+    index = method.index_config()
+    assert index is not None
+    if method.attends_on_host:
+        if method.fetch is not None:
+            raise CompositionError(
+                f"attend=host with fetch={method.fetch}",
+                "the rows stay where they lie, nothing is fetched",
+                "Leave one of them out.",
+            )
+        if find_spec("numba") is None:
+            raise CompositionError("attend=host", "attention on the CPU is compiled by numba", "pip install numba.")
+    longest = max(index.segment_lengths or (0,))
+    if method.update_interval < longest:
+        raise CompositionError(
+            f"index={index} with update_interval={method.update_interval}",
+            f"whole segments of up to {longest} tokens leave the window, more than its buffer holds",
+            "Raise update_interval or lower max_segment_tokens.",
+        )

@@ -1,0 +1,51 @@
+"""CTkvr: KV cache retrieval for long-context LLMs via centroid then token indexing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.query_centroids import CentroidConfig
+from kvrecall.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class CTKVR(Method):
+    """Neighbouring queries look at the same keys: find the nearest earlier queries, rerank what they looked at.
+
+    1. At the end of the prompt its last C = min(`max_centroids`, n / `tokens_per_centroid`) queries become centroids; each
+       lists the rho = `list_ratio` x `top_k` keys of the largest softmax score (causal, largest over the group).
+    2. A step recalls the lists of the C' = `recalled_centroids` most similar centroids (cosine, largest over the group),
+       removes duplicates, and reranks the keys exactly to `top_k` (rho').
+    3. The rerank and the attention to what it kept run on the CPU, where the rows lie, beside the device's dense attention.
+    4. With `dynamic_update` the query then takes the oldest centroid's place.
+
+    The `pool_tokens` newest tokens of the retrieval zone are recalled always, until the lists have absorbed them.
+    """
+
+    name: ClassVar[str] = "ctkvr"
+    paper: ClassVar[str] = "CTkvr: KV Cache Retrieval for Long-Context LLMs via Centroid then Token Indexing"
+
+    max_centroids: int = 2048
+    tokens_per_centroid: int = 16
+    list_ratio: float = 2.5
+    recalled_centroids: int = 4
+    dynamic_update: bool = True
+    pool_tokens: int = 512
+
+    top_k: int | None = 512
+
+    own_attend: ClassVar[str] = "host"
+
+    def __post_init__(self) -> None:
+        if self.list_ratio < 1:
+            raise ParameterError("list_ratio", "a number >= 1", self.list_ratio, "A list should hold at least top_k keys.")
+        super().__post_init__()
+
+    def own_index(self) -> CentroidConfig:
+        return CentroidConfig(
+            max_centroids=self.max_centroids, tokens_per_centroid=self.tokens_per_centroid,
+            list_tokens=int(self.list_ratio * (self.top_k or 1)), recalled_centroids=self.recalled_centroids,
+            dynamic_update=self.dynamic_update, pool_tokens=self.pool_tokens,
+        )  # fmt: skip

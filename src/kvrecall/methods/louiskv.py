@@ -1,0 +1,50 @@
+"""LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvrecall.index.clusters import ClusterConfig
+from kvrecall.methods.base import Method
+from kvrecall.trigger import SemanticBoundary
+
+
+@dataclass(frozen=True, kw_only=True)
+class LouisKV(Method):
+    """Searches only where the meaning turns, over units that fit where attention goes.
+
+    1. A step searches if the cosine between its query and the one before, averaged over the heads, is below `threshold`
+       (tau), per layer and sequence; otherwise the retrieved set stays. `kvrecall calibrate` finds tau for a wanted stride.
+    2. The prompt's keys form k-means clusters of `cluster_tokens` in the mean; generated tokens form segments that end at
+       those same turns, or after `max_segment_tokens`. The local window sheds whole oldest segments.
+    3. Units are ranked by the mean over the group of the softmax of q · mean key; the budget is filled by token.
+    4. The first two layers stay dense.
+
+    compare: "previous" or "retrieval" (the query of the last search). max_stride: search at the latest after that many steps.
+    stretch_tokens: prompt tokens clustered together. size_correction: adds log(tokens) to a unit's logit.
+    """
+
+    name: ClassVar[str] = "louiskv"
+    paper: ClassVar[str] = "LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences"
+
+    threshold: float = 0.8
+    compare: str = "previous"
+    max_stride: int | None = None
+    cluster_tokens: int = 16
+    stretch_tokens: int = 8192
+    max_segment_tokens: int = 64
+    size_correction: bool = False
+
+    top_k: int | None = 512
+    update_interval: int = 64
+    dense_layers: tuple[int, ...] = (0, 1)
+
+    def own_index(self) -> ClusterConfig:
+        return ClusterConfig(
+            cluster_tokens=self.cluster_tokens, stretch_tokens=self.stretch_tokens,
+            max_segment_tokens=self.max_segment_tokens, size_correction=self.size_correction,
+        )  # fmt: skip
+
+    def own_trigger(self) -> SemanticBoundary:
+        return SemanticBoundary(self.threshold, self.compare, self.max_stride)  # type: ignore[arg-type]

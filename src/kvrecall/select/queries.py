@@ -1,0 +1,77 @@
+"""The last queries of every sequence, remembered for those who judge keys by them (static sets, query centroids)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.structs import lasting_tensors
+
+
+@dataclass(frozen=True)
+class ObservedQueries:
+    """Consecutive queries of one sequence.
+
+    queries: `[H_q, W, D]`, post-RoPE. lse: fp32 `[H_q, W]`, log-sum-exp of each query's logits over what it attended to.
+    start: position of the first of them.
+    """
+
+    queries: Tensor
+    lse: Tensor
+    start: int
+
+    def last(self, count: int) -> ObservedQueries:
+        """The last `count` of them, or all there are."""
+        skipped = max(0, self.queries.shape[1] - count)
+        return ObservedQueries(self.queries[:, skipped:], self.lse[:, skipped:], self.start + skipped)
+
+
+class QueryLog:
+    """Keeps the last `window` queries per sequence; what is kept is never written to, only replaced."""
+
+    def __init__(self, sequences: int, window: int) -> None:
+        self.window = window
+        self._kept: list[ObservedQueries | None] = [None] * sequences
+
+    def add(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
+        """Appends queries `[H_q, T, D]` with lse `[H_q, T]`, the first at position `start`."""
+        start += max(0, queries.shape[1] - self.window)
+        queries, lse = queries[:, -self.window :], lse[:, -self.window :]
+        before = self._kept[sequence]
+        with lasting_tensors():
+            if before is None or queries.shape[1] == self.window:
+                kept = ObservedQueries(queries.clone(), lse.float().clone(), start)
+            else:
+                joined = torch.cat([before.queries, queries], 1), torch.cat([before.lse, lse.float()], 1)
+                kept = ObservedQueries(*joined, before.start)
+        self._kept[sequence] = kept.last(self.window)
+
+    def seen(self, sequence: int) -> ObservedQueries | None:
+        """What is remembered of a sequence; None when nothing is."""
+        return self._kept[sequence]
+
+    def shrink(self, sequence: int, window: int) -> None:
+        """Forgets all but the last `window` queries of a sequence now."""
+        kept = self._kept[sequence]
+        if kept is not None and kept.queries.shape[1] > window:
+            last = kept.last(window)
+            self._kept[sequence] = ObservedQueries(last.queries.clone(), last.lse.clone(), last.start) if window else None
+
+    def take_over(self, other: QueryLog) -> None:
+        """Knows what another log of the same sequences knows."""
+        self._kept = [None if kept is None else kept.last(self.window) for kept in other._kept]
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Forgets the queries of all tokens behind the first `tokens`."""
+        kept = self._kept[sequence]
+        if kept is not None:
+            left = max(0, min(kept.queries.shape[1], tokens - kept.start))
+            self._kept[sequence] = ObservedQueries(kept.queries[:, :left], kept.lse[:, :left], kept.start) if left else None
+
+    def select(self, sequences: list[int]) -> QueryLog:
+        """A log whose sequence i is this one's `sequences[i]`."""
+        chosen = QueryLog(0, self.window)
+        chosen._kept = [self._kept[b] for b in sequences]
+        return chosen

@@ -1,0 +1,102 @@
+"""The static set of PRKV (section 4.1, Algorithm 1, Appendix G): tokens that an observation window found important, attended at
+every step until the set is chosen anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.parts import Part
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.topk import top_k_positions
+
+
+@dataclass(frozen=True)
+class ObservationWindow(Part):
+    """ratio (S): share of `top_k` that is static, in [0, 1], or "online" for the rule of Appendix G.
+
+    window_tokens: last queries that judge the keys. interval (T): decode steps between two choices. The static share is
+    rounded down to a multiple of `page_tokens`.
+    """
+
+    role: ClassVar[str] = "static"
+    name: ClassVar[str] = "observation-window"
+
+    ratio: float | str = 0.25
+    window_tokens: int = 64
+    interval: int = 128
+    page_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
+            raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
+        for name in ("window_tokens", "interval", "page_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
+
+    def tokens(self, top_k: int, overlap: float) -> int:
+        """Static tokens of a budget. overlap: mean size of the intersection that Appendix G measures (Eq. 4)."""
+        share = overlap if self.ratio == "online" else top_k * float(self.ratio)
+        return min(top_k, int(share) // self.page_tokens * self.page_tokens)
+
+
+@dataclass(frozen=True)
+class StaticSet:
+    """Chosen tokens of one sequence. Never written to, only replaced.
+
+    ids: int32 `[H_kv, m]`, ascending positions in the retrieval zone. rows: `[H_kv, m, 2, D]` on the device, contiguous.
+    age: decode steps since they were chosen.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    age: int = 0
+
+
+def choose(
+    config: ObservationWindow, observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int,
+    top_k: int, scaling: float,
+) -> Tensor:  # fmt: skip
+    """Ids int32 `[H_kv, m]` of the static tokens, ascending (Algorithm 1, lines 6-9).
+
+    zone: keys `[H_kv, n, D]` of the retrieval zone, at the positions offset .. offset + n - 1. others: keys outside it with the
+    position of their first; they take part in the softmax only. Scores are per query head, causal, then averaged over window
+    and group.
+    """
+    observed = observed.last(config.window_tokens)
+    shares = window_shares(observed, zone, others, offset, scaling)  # [H_kv, G, W, n]
+    overlap = _overlap(shares, top_k) if config.ratio == "online" else 0.0
+    return top_k_positions(shares.mean((1, 2)), config.tokens(top_k, overlap)).to(torch.int32)
+
+
+def window_shares(
+    observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, scaling: float
+) -> Tensor:
+    """Attention shares fp32 `[H_kv, G, W, n]` of the zone's keys for the observed queries."""
+    logits = _logits(observed, zone, offset, scaling)
+    total = logits.logsumexp(-1)
+    for keys, start in others:
+        if keys.shape[1]:
+            total = torch.logaddexp(total, _logits(observed, keys, start, scaling).logsumexp(-1))
+    return torch.exp(logits - total.unsqueeze(-1))
+
+
+def _logits(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
+    grouped = observed.queries.float().unflatten(0, (keys.shape[0], -1))
+    logits = torch.einsum("hgwd,hnd->hgwn", grouped, keys.float()) * scaling
+    seen_by = torch.arange(observed.start, observed.start + grouped.shape[2], device=keys.device).unsqueeze(1)
+    return logits.masked_fill(torch.arange(start, start + keys.shape[1], device=keys.device) > seen_by, float("-inf"))
+
+
+def _overlap(shares: Tensor, top_k: int) -> float:
+    """Mean over query heads of how many of the first observed query's top-k are among the last one's (Eq. 4)."""
+    k = min(top_k, shares.shape[-1])
+    both = (top_k_positions(share, k) for share in (shares[:, :, 0], shares[:, :, -1]))
+    first, last = (torch.zeros_like(shares[:, :, 0], dtype=torch.bool).scatter_(-1, ids, True) for ids in both)
+    return float((first & last).sum(-1).float().mean())

@@ -1,0 +1,48 @@
+"""Where generated tokens fall into segments (LouisKV section 4.2), so that whole segments leave the window."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from copy import copy
+
+
+class SegmentLog:
+    """Positions at which segments begin, per sequence.
+
+    usual: tokens per segment where nobody says where it ends: at the end of a prompt, and without a trigger that marks
+    boundaries. longest: tokens after which a segment ends although no boundary has been marked.
+    """
+
+    def __init__(self, sequences: int, usual: int, longest: int, *, marked: bool) -> None:
+        self._usual, self._most = usual, longest if marked else usual
+        self._starts: list[list[int]] = [[] for _ in range(sequences)]
+
+    def mark(self, sequence: int, position: int) -> None:
+        """A segment begins at the token of this position; positions come in order."""
+        starts = self._starts[sequence]
+        if not starts or position > starts[-1]:
+            starts.append(position)
+
+    def cut(self, sequence: int, start: int, end: int) -> None:
+        """The window start .. end - 1 of a prompt that ends here falls into usual segments; the next token begins another."""
+        for position in range(start, end, self._usual):
+            self.mark(sequence, position)
+        self.mark(sequence, end)
+
+    def oldest(self, sequence: int, start: int, end: int) -> int:
+        """Length in tokens of the first segment of the window that holds the positions start .. end - 1."""
+        starts = self._starts[sequence]
+        del starts[: bisect_right(starts, start)]  # these have left the window
+        stop = min(start + self._most, end)
+        return (min(starts[0], stop) if starts else stop) - start
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Forgets the segments that begin behind the first `tokens` tokens."""
+        starts = self._starts[sequence]
+        del starts[bisect_left(starts, tokens) :]
+
+    def select(self, sequences: list[int]) -> SegmentLog:
+        """A log whose sequence i is a copy of this one's `sequences[i]`."""
+        chosen = copy(self)
+        chosen._starts = [list(self._starts[b]) for b in sequences]
+        return chosen
