@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -32,6 +32,8 @@ class LayerState:
         self.stats = StepStats()
         self.scaling = shape.head_dim**-0.5
         """Factor of the attention logits; the pipeline sets what the model asks for."""
+        self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
+        """Called with (queries, budget, sequences) right before each search; for evaluation."""
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         self._timed = shape.device.type == "cpu" or profile
         with lasting_tensors():
@@ -114,6 +116,8 @@ class LayerState:
         for top_k, due in self._due(sequences).items():
             if top_k:
                 self.stats.searches += len(due)
+                if self.on_search is not None:
+                    self.on_search(queries[due], Budget(top_k, scaling), due)
                 found = self.index.search(queries[due], Budget(top_k, scaling), due)
             else:  # the static set is the whole budget
                 shape = (len(due), self.shape.kv_heads)

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall.errors import InputFileError, ParameterError
-from kvrecall.evaluate.recall import replay
+from kvrecall.evaluate.recall import replay, replay_windows
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo, capture
 from tests.integrations.models import tiny
 from tests.one_layer import ZONES, normal
@@ -19,8 +19,9 @@ from tests.one_layer import ZONES, normal
 def random_trace(tokens: int = 200, steps: int = 6) -> Trace:
     info = TraceInfo("random", tokens, steps, 0.125, (3,))
     layer = LayerTrace(
-        normal(2, tokens + steps, 64, seed=1), normal(2, tokens + steps, 64, seed=2), normal(steps, 6, 64, seed=3)
-    )
+        normal(2, tokens + steps, 64, seed=1), normal(2, tokens + steps, 64, seed=2), normal(steps, 6, 64, seed=3),
+        normal(6, min(tokens, 150), 64, seed=4),
+    )  # fmt: skip
     return Trace(info, {3: layer})
 
 
@@ -40,6 +41,21 @@ def test_capture_sees_the_keys_that_the_model_caches(tmp_path: Path) -> None:
         assert kept.keys.shape == (2, 94, 64)
         torch.testing.assert_close(kept.keys, cache.layers[number].keys[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(kept.values, cache.layers[number].values[0], atol=1e-5, rtol=1e-5)
+        assert kept.prompt_queries.shape == (4, 89, 64)
+
+
+def test_observed_queries_are_the_last_of_the_prompt_and_forced_tokens_are_followed() -> None:
+    model = tiny("llama")
+    ids = torch.randint(3, 320, (1, 90), generator=torch.Generator().manual_seed(0))
+    forced = [5, 6, 7]
+    few = capture(model, ids, layers=(1,), forced=forced, observe_queries=20, chunk_tokens=31)
+    whole = capture(model, torch.cat([ids, torch.tensor([forced])], 1), layers=(1,), steps=1, observe_queries=500)
+    assert few.info.steps == 4 and few.info.prompt_tokens == 89
+    torch.testing.assert_close(few.layers[1].keys, whole.layers[1].keys, atol=1e-5, rtol=1e-5)
+    every = torch.cat([whole.layers[1].prompt_queries, whole.layers[1].queries.transpose(0, 1)], 1)
+    torch.testing.assert_close(few.layers[1].prompt_queries, every[:, 69:89], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(few.layers[1].queries, every[:, 89:].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    assert capture(model, ids, layers=(1,), steps=1, observe_queries=0).layers[1].prompt_queries.shape == (4, 0, 64)
 
 
 def test_recall_and_mass_against_a_hand_count() -> None:
@@ -81,6 +97,45 @@ def test_the_final_stage_cannot_find_what_the_first_dropped() -> None:
     assert narrow.coarse_recall is not None and wide.coarse_recall == 1.0
     assert narrow.recall <= narrow.coarse_recall < wide.coarse_recall
     assert wide.recall > narrow.recall
+
+
+METHODS = {
+    "pariskv": kvrecall.ParisKV(top_k=8, **ZONES),
+    "prkv": kvrecall.PRKV(top_k=8, page_tokens=4, window_tokens=8, static_ratio=0.5, **ZONES),
+    "ctkvr": kvrecall.CTKVR(top_k=8, **ZONES),
+    "louiskv": kvrecall.LouisKV(top_k=8, dense_layers=(), max_segment_tokens=8, **ZONES),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_replayed_as_it_decodes(name: str) -> None:
+    report = replay(random_trace(), METHODS[name])[-1]
+    assert report.fetched_tokens == 8 and report.attended_tokens == pytest.approx(4 + 16 + 3.5 + 8)
+    assert 0 < report.recall < 1 and 0 < report.mass <= 1 and report.output_error > 0
+    assert report.searches == 1.0
+    per_row = 2 * 64 * 4
+    rows = {"ctkvr": 0, "prkv": 4}.get(name, 8)  # CTkvr attends on the host; half of PRKV's budget is static
+    assert report.bytes_moved == 2 * rows * per_row and report.reused == 0
+
+
+def test_held_selections_count_as_reused() -> None:
+    method = kvrecall.Exact(top_k=8, trigger="fixed-stride:steps=3", **ZONES)
+    report = replay(random_trace(), method)[-1]
+    assert report.searches == pytest.approx(1 / 3) and report.reused == pytest.approx(2 / 3)
+    assert report.bytes_moved == pytest.approx(2 * 8 * 2 * 64 * 4 / 3)
+
+
+def test_a_covering_budget_has_no_error() -> None:
+    report = replay(random_trace(), kvrecall.Exact(top_k=500, **ZONES), truth_k=10)[-1]
+    assert report.recall == 1 and report.mass == pytest.approx(1) and report.output_error < 1e-5
+
+
+def test_windows_add_up_to_the_whole() -> None:
+    trace, method = random_trace(), kvrecall.Exact(top_k=8, gqa="mean_q", **ZONES)
+    windows = replay_windows(trace, method, 4, truth_k=20)
+    assert [start for start, _ in windows] == [0, 4]
+    whole = replay(trace, method, truth_k=20)[-1]
+    assert whole.recall == pytest.approx((4 * windows[0][1].recall + 2 * windows[1][1].recall) / 6)
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvrecall.cli.ask import ask
+from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.demo import demo
 from kvrecall.cli.generate import generate
 from kvrecall.cli.info import info
@@ -22,6 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (ask, generate, demo, plan, info, trace, recall):
+for verb in (ask, generate, demo, plan, info, trace, recall, calibrate):
     app.command()(verb)
 app.add_typer(models, name="models")

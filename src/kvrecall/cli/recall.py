@@ -19,8 +19,12 @@ _COLUMNS = {
     "mass": "mass",
     "exact_mass": "exact mass",
     "zone_mass_ratio": "zone mass ÷ exact",
+    "output_error": "output error",
     "attended_tokens": "attended",
     "fetched_tokens": "fetched",
+    "searches": "searches",
+    "bytes_moved": "bytes moved",
+    "reused": "re-used",
 }
 
 
@@ -29,18 +33,26 @@ def recall(
     trace: Annotated[Path, typer.Argument(help="File written by `kvrecall trace`.")],
     method: options.MethodName = options.DEFAULT_METHOD,
     settings: options.Settings = None,
+    truth: Annotated[int | None, typer.Option(min=1, help="Size of the true top-k; the method's top_k if left out.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Report every so many decode steps, over all layers, instead of every layer.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Replay a method over a trace: recall of the true top-k and attention mass, per layer and in the mean."""
+    """Replay a method over a trace: what it finds, attends and moves, per layer or along the steps."""
     chosen = options.method_of(method, settings)
 
-    from kvrecall.evaluate.recall import replay
+    from kvrecall.evaluate.recall import replay, replay_windows
     from kvrecall.evaluate.trace import Trace
 
     recorded = Trace.load(trace)
     with status(f"replaying {chosen.name} over {len(recorded.layers)} layers", quiet=as_json):
-        reports = [report.to_dict() for report in replay(recorded, chosen)]
+        if window is None:
+            reports = [report.to_dict() for report in replay(recorded, chosen, truth_k=truth)]
+        else:
+            drift = replay_windows(recorded, chosen, window, truth_k=truth)
+            reports = [{"first_step": first} | report.to_dict() for first, report in drift]
     if markdown:
         _show_markdown(reports)
     elif not as_json:
@@ -56,22 +68,32 @@ def recall(
 
 
 def _show(reports: list[dict[str, Any]]) -> None:
-    table = Table("layer", *_COLUMNS.values(), box=None)
+    table = Table(_first(reports), *_COLUMNS.values(), box=None)
     for report in reports:
-        table.add_row(*_cells(report), style="bold" if report["layer"] is None else None)
+        table.add_row(*_cells(report), style="bold" if _label(report) == "mean" else None)
     Console(file=sys.stdout, highlight=False).print(table)
 
 
 def _show_markdown(reports: list[dict[str, Any]]) -> None:
-    print("| layer | " + " | ".join(_COLUMNS.values()) + " |")
+    print(f"| {_first(reports)} | " + " | ".join(_COLUMNS.values()) + " |")
     print("|---" * (len(_COLUMNS) + 1) + "|")
     for report in reports:
         print("| " + " | ".join(_cells(report)) + " |")
 
 
 def _cells(report: dict[str, Any]) -> list[str]:
-    cells = ["mean" if report["layer"] is None else str(report["layer"])]
+    cells = [_label(report)]
     for name in _COLUMNS:
         value = report[name]
-        cells.append("–" if value is None else f"{value:.0f}" if name.endswith("tokens") else f"{value:.3f}")
+        cells.append("–" if value is None else f"{value:.0f}" if name.endswith(("tokens", "moved")) else f"{value:.3f}")
     return cells
+
+
+def _first(reports: list[dict[str, Any]]) -> str:
+    return "first step" if "first_step" in reports[0] else "layer"
+
+
+def _label(report: dict[str, Any]) -> str:
+    if "first_step" in report:
+        return str(report["first_step"])
+    return "mean" if report["layer"] is None else str(report["layer"])

@@ -36,7 +36,8 @@ def _moved(total: dict[str, Any]) -> str:
     crossed = f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
     if not total["bytes_to_device"] + total["bytes_to_host"]:
         crossed = "none between host and device: the CPU computes where they lie"
-    return f"rows fetched {size(total['bytes_fetched'])}; {crossed}"
+    kept = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
+    return f"rows fetched {size(total['bytes_fetched'])}{kept}; {crossed}"
 
 
 def stats_table(summary: dict[str, Any]) -> Table:

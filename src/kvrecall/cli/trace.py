@@ -21,6 +21,11 @@ def trace(
     tokens: Annotated[str | None, typer.Option(help="Length of the prompt: 8k, 16384; all of the text if left out.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to record.")] = 32,
     layers: Annotated[str | None, typer.Option(help="Layers, such as 1,4,14; all if left out.")] = None,
+    follow: Annotated[
+        Path | None,
+        typer.Option("--continue", help="Text to decode instead of the model's own tokens."),
+    ] = None,
+    observe: Annotated[int, typer.Option(min=0, help="How many of the prompt's last queries to keep.")] = 2048,
     ending: Annotated[str, typer.Option(help="Text put after the prompt, within its length.")] = "",
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
@@ -42,6 +47,8 @@ def trace(
             )
         ids = ids[: wanted - len(tail)]
     ids = ids + tail
+    forced = None if follow is None else session.tokenizer(read_text(follow), add_special_tokens=False).input_ids
+    steps = steps if forced is None else len(forced) + 1
     if session.limit_tokens and len(ids) + steps > session.limit_tokens:
         raise ContextLengthError("prompt and steps", session.limit_tokens, len(ids) + steps)
 
@@ -50,8 +57,8 @@ def trace(
     names = ", ".join(file.name for file in files)
     with token_bar("tracing", as_json) as on_progress:
         captured = capture(
-            session.model, session.tensor(ids), layers=chosen, steps=steps, chunk_tokens=chunk_tokens, name=session.name,
-            text=names, on_progress=on_progress,
+            session.model, session.tensor(ids), layers=chosen, steps=steps, forced=forced, observe_queries=observe,
+            chunk_tokens=chunk_tokens, name=session.name, text=names, on_progress=on_progress,
         )  # fmt: skip
     captured.save(out)
     told = {"file": str(out), "prompt_tokens": len(ids), "steps": steps, "layers": list(captured.info.layers)}

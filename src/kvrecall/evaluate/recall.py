@@ -1,34 +1,41 @@
-"""Replay a method over a trace: how much of what matters does it find?
+"""Replay a method over a trace: how much of what matters does it find, and what does it move?
 
-Truth is taken per query head: the `top_k` tokens of the retrieval zone with the largest inner product with that head's query.
+The decode steps run through the pipeline itself, so triggers, static sets, held and re-used rows count as they do in decoding.
+Truth is taken per query head: the tokens of the retrieval zone with the largest inner product with that head's query.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvrecall.attend import attend_block, attend_causal
 from kvrecall.errors import ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
+from kvrecall.merge import merge
 from kvrecall.methods.base import Method
-from kvrecall.structs import Budget
+from kvrecall.pipeline import decode_step
+from kvrecall.structs import AttentionParams, Budget
 
 
 @dataclass(frozen=True)
 class LayerRecall:
-    """Means over decode steps and query heads of one layer.
+    """Means over decode steps and query heads of one layer (layer None: over layers).
 
-    coarse_recall: share of the true top-k among stage I's candidates (None for one-stage methods).
-    recall: share of the true top-k among the fetched tokens.
-    mass: share of the whole attention (softmax over every token) that falls on resident and fetched tokens.
-    exact_mass: the same if each head's true top-k were fetched.
+    coarse_recall: share of the true top-k among the candidates of searches (None for one-stage methods).
+    recall: share of the true top-k among the attended tokens of the retrieval zone.
+    mass: share of the whole attention (softmax over every token) that falls on attended tokens.
+    exact_mass: the same if each head's true top-k were attended instead.
     zone_mass_ratio: attention caught inside the retrieval zone ÷ what the true top-k would catch there.
-    attended_tokens, fetched_tokens: per KV head and step.
+    output_error: |out - full attention| ÷ |full attention|, Euclidean.
+    attended_tokens, fetched_tokens: per KV head and step; fetched: static and selected ones of the retrieval zone.
+    searches: per step. bytes_moved: read from the retrieval zone per step; reused: share of selected rows still resident.
     """
 
     layer: int | None
@@ -37,77 +44,135 @@ class LayerRecall:
     mass: float
     exact_mass: float
     zone_mass_ratio: float
+    output_error: float
     attended_tokens: float
     fetched_tokens: float
+    searches: float
+    bytes_moved: float
+    reused: float
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, rounded to 4 decimals."""
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
-def replay(trace: Trace, method: Method, layers: tuple[int, ...] | None = None) -> list[LayerRecall]:
-    """One report per traced layer, then their mean (layer None). The index is built and updated exactly as in decoding."""
-    if method.top_k is None:
-        raise ParameterError("method", "one that retrieves", method.name, "Full attention has nothing to recall.")
-    chosen = trace.info.layers if layers is None else layers
-    reports = [_replay_layer(trace, n, method) for n in chosen]
+_NAMES = [f.name for f in fields(LayerRecall)][1:]
+
+
+def replay(
+    trace: Trace, method: Method, layers: tuple[int, ...] | None = None, *, truth_k: int | None = None
+) -> list[LayerRecall]:
+    """One report per traced layer, then their mean (layer None). truth_k: size of the true top-k; the method's if None.
+
+    Layers that the method keeps dense attend to everything and are reported so.
+    """
+    tables = _tables(trace, method, layers, truth_k)
+    reports = [_report(number, table) for number, table in tables.items()]
     return [*reports, _mean(reports)]
 
 
-@torch.inference_mode()
-def _replay_layer(trace: Trace, number: int, method: Method) -> LayerRecall:
+def replay_windows(
+    trace: Trace, method: Method, window_steps: int, layers: tuple[int, ...] | None = None, *, truth_k: int | None = None
+) -> list[tuple[int, LayerRecall]]:
+    """Drift: the mean over layers for every `window_steps` decode steps, with the number of the window's first step."""
+    tables = _tables(trace, method, layers, truth_k)
+    starts = range(0, trace.info.steps, window_steps)
+    return [(s, _mean([_report(n, t[s : s + window_steps]) for n, t in tables.items()])) for s in starts]
+
+
+def prepared(trace: Trace, number: int, method: Method) -> LayerState:
+    """A layer that has read in the prompt of a trace."""
     layer, prompt = trace.layers[number], trace.info.prompt_tokens
     heads, _, dim = layer.keys.shape
     shape = LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device)
-    state = LayerState(number, shape, method)
+    state = LayerState(number, shape, replace(method, full_attention_threshold=0))
+    watched = layer.prompt_queries.shape[1]
+    if watched:
+        state.saw_prompt(0, layer.prompt_queries, _lse(layer, prompt, trace.info.scaling), prompt - watched)
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))
-    assert method.top_k is not None
-    budget = Budget(method.top_k, trace.info.scaling)
+    return state
+
+
+def _tables(trace: Trace, method: Method, layers: tuple[int, ...] | None, truth_k: int | None) -> dict[int, Tensor]:
+    if method.top_k is None:
+        raise ParameterError("method", "one that retrieves", method.name, "Full attention has nothing to recall.")
+    zones = method.zone_sizes()
+    if trace.info.prompt_tokens <= zones.sink_tokens + zones.local_tokens:
+        raise ParameterError("trace", "a prompt longer than sink + local", trace.info.prompt_tokens, "Trace a longer text.")
+    chosen = trace.info.layers if layers is None else layers
+    return {n: _replay_layer(trace, n, method, truth_k or method.top_k) for n in chosen}
+
+
+@torch.inference_mode()
+def _replay_layer(trace: Trace, number: int, method: Method, truth_k: int) -> Tensor:
+    """fp64 `[steps, metrics]`, NaN where a step has no value."""
+    layer = trace.layers[number]
+    state = prepared(trace, number, method)
+    params = AttentionParams(trace.info.scaling)
+    candidates: list[Tensor] = []
+    if state.index is not None:
+        state.on_search = _watcher(state, candidates)
     rows = []
     for step, query in enumerate(layer.queries):
-        now = prompt + step
-        state.store.append_step(layer.keys[None, :, now : now + 1], layer.values[None, :, now : now + 1], None)
-        if state.index is not None and state.store.host[0].length:
-            rows.append(_measure(state, layer, query, now + 1, budget))
-        state.absorb(0, state.store.evict(0))
-    if not rows:
-        raise ParameterError("trace", "a prompt longer than sink + local", prompt, "Trace a longer text.")
-    table = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
-    coarse = None if table[0] != table[0] else table[0]
-    return LayerRecall(number, coarse, *table[1:])
+        now = trace.info.prompt_tokens + step
+        zones, before = state.store.zones(0), replace(state.stats)
+        candidates.clear()
+        token = slice(now, now + 1)
+        whole = state.attends_whole_zone(0)
+        out = decode_step(state, query[None, :, None], layer.keys[None, :, token], layer.values[None, :, token], None, params)
+        ids = None if whole else state.attended_ids(0)
+        found = _measure(layer, query, out[0, :, 0], now + 1, (zones.sink, zones.retrieval), ids, candidates, truth_k, params)
+        after, selected = state.stats, state.stats.retrieved_tokens - before.retrieved_tokens
+        reused = (after.reused_rows - before.reused_rows) / selected if selected else float("nan")
+        moved = float(after.bytes_fetched - before.bytes_fetched)
+        rows.append([*found, float(after.searches - before.searches), moved, reused])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
-def _measure(state: LayerState, layer: LayerTrace, query: Tensor, tokens: int, budget: Budget) -> list[float]:
-    assert state.index is not None
-    zones = state.store.zones(0)
-    heads = layer.keys.shape[0]
-    start, end = zones.sink, zones.sink + zones.retrieval
-    selection = state.index.search(query[None], budget, [0])
+def _watcher(state: LayerState, candidates: list[Tensor]) -> Callable[[Tensor, Budget, list[int]], None]:
+    def watch(queries: Tensor, budget: Budget, sequences: list[int]) -> None:
+        assert state.index is not None
+        candidates.extend(state.index.candidates(queries, budget, sequences) or [])
+
+    return watch
+
+
+def _measure(
+    layer: LayerTrace, query: Tensor, out: Tensor, tokens: int, zone: tuple[int, int], ids: Tensor | None,
+    candidates: list[Tensor], truth_k: int, params: AttentionParams,
+) -> list[float]:  # fmt: skip
+    heads, (start, length) = layer.keys.shape[0], zone
     grouped = query.float().unflatten(0, (heads, -1))  # [H_kv, G, D]
-    logits = torch.einsum("hgd,hnd->hgn", grouped, layer.keys[:, :tokens].float()) * budget.scaling
-    zone = logits[..., start:end]
-    k = min(budget.top_k, zones.retrieval)
-    truth = zone.topk(k, -1).indices
+    logits = torch.einsum("hgd,hnd->hgn", grouped, layer.keys[:, :tokens].float()) * params.scaling
+    inside = logits[..., start : start + length]
+    truth = inside.topk(min(truth_k, length), -1).indices
     mass = logits.softmax(-1)
-    zone_mass = mass[..., start:end]
+    full = torch.einsum("hgn,hnd->hgd", mass, layer.values[:, :tokens].float()).flatten(0, 1)
+    error = ((out.float() - full).norm(dim=-1) / full.norm(dim=-1).clamp_min(1e-12)).mean().item()
+    zone_mass = mass[..., start : start + length]
     resident = 1 - zone_mass.sum(-1)
-
-    fetched = _member(selection.ids[0], zones.retrieval).unsqueeze(1)  # [H_kv, 1, N]
-    caught = (zone_mass * fetched).sum(-1)
+    attended = torch.ones(heads, length, dtype=torch.bool) if ids is None else _member(ids, length)
+    caught = (zone_mass * attended.unsqueeze(1)).sum(-1)
     best = zone_mass.gather(-1, truth).sum(-1)
-    recall = fetched.expand_as(zone).gather(-1, truth).float().mean(-1)
+    recall = attended.unsqueeze(1).expand_as(inside).gather(-1, truth).float().mean().item()
     coarse = float("nan")
-    staged = state.index.candidates(query[None], budget, [0])
-    if staged is not None:
-        candidates = staged[0]
-        inside = torch.zeros(heads, candidates.shape[1], zones.retrieval, dtype=torch.bool).scatter_(-1, candidates, True)
-        coarse = inside.expand(-1, grouped.shape[1], -1).gather(-1, truth).float().mean().item()
+    if candidates:
+        picked = torch.zeros(heads, candidates[0].shape[1], length, dtype=torch.bool).scatter_(-1, candidates[0], True)
+        coarse = picked.expand(-1, grouped.shape[1], -1).gather(-1, truth).float().mean().item()
     ratio = (caught / best.clamp_min(1e-12)).mean().item()
-    count = selection.counts.float().mean().item()
+    count = attended.sum(-1).float().mean().item()
     return [
-        coarse, recall.mean().item(), (resident + caught).mean().item(), (resident + best).mean().item(), ratio,
-        zones.resident + count, count,
+        coarse, recall, (resident + caught).mean().item(), (resident + best).mean().item(), ratio, error,
+        tokens - length + count, count,
     ]  # fmt: skip
+
+
+def _lse(layer: LayerTrace, prompt: int, scaling: float) -> Tensor:
+    """Log-sum-exp fp32 `[H_q, W]` of the watched prompt queries over what they saw."""
+    queries, first = layer.prompt_queries, prompt - layer.prompt_queries.shape[1]
+    rows = torch.stack([layer.keys[:, :first], layer.values[:, :first]], 2)
+    own = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
+    return merge([attend_block(queries, rows, scaling), own]).lse[0]
 
 
 def _member(ids: Tensor, tokens: int) -> Tensor:
@@ -117,11 +182,14 @@ def _member(ids: Tensor, tokens: int) -> Tensor:
     return member[:, :tokens]
 
 
-def _mean(reports: list[LayerRecall]) -> LayerRecall:
-    def mean(name: str) -> float:
-        values = [getattr(r, name) for r in reports]
-        return sum(values) / len(values)
+def _report(layer: int | None, table: Tensor) -> LayerRecall:
+    means = dict(zip(_NAMES, table.nanmean(0).tolist(), strict=True))
+    coarse = means.pop("coarse_recall")
+    means["reused"] = 0.0 if means["reused"] != means["reused"] else means["reused"]
+    return LayerRecall(layer, None if coarse != coarse else coarse, **means)
 
-    coarse = None if any(r.coarse_recall is None for r in reports) else mean("coarse_recall")
-    names = ("recall", "mass", "exact_mass", "zone_mass_ratio", "attended_tokens", "fetched_tokens")
-    return LayerRecall(None, coarse, *(mean(n) for n in names))
+
+def _mean(reports: list[LayerRecall]) -> LayerRecall:
+    coarse = [r.coarse_recall for r in reports if r.coarse_recall is not None]
+    means = {name: sum(getattr(r, name) for r in reports) / len(reports) for name in _NAMES if name != "coarse_recall"}
+    return LayerRecall(None, sum(coarse) / len(coarse) if coarse else None, **means)

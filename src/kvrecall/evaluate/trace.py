@@ -18,17 +18,21 @@ from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.methods.full import Full
 
+_TENSORS = ("keys", "values", "queries", "prompt_queries")
+
 
 @dataclass(frozen=True)
 class LayerTrace:
     """One layer of one sequence, post-RoPE. Query s saw the tokens 0 .. prompt_tokens + s, its own included.
 
-    keys, values: `[H_kv, prompt_tokens + steps, D]`; queries: `[steps, H_q, D]`, of the decode steps.
+    keys, values: `[H_kv, prompt_tokens + steps, D]`; queries: `[steps, H_q, D]`, of the decode steps; prompt_queries:
+    `[H_q, W, D]`, of the prompt's last W tokens, for methods that judge keys by them.
     """
 
     keys: Tensor
     values: Tensor
     queries: Tensor
+    prompt_queries: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Trace:
         """Writes one safetensors file; the origin is in its metadata."""
         tensors = {}
         for number, layer in self.layers.items():
-            for name in ("keys", "values", "queries"):
+            for name in _TENSORS:
                 tensors[f"layer.{number}.{name}"] = getattr(layer, name).contiguous()
         save_file(tensors, path, metadata={"kvrecall": json.dumps(asdict(self.info))})
 
@@ -65,10 +69,7 @@ class Trace:
             with safe_open(path, framework="pt") as file:
                 info = json.loads((file.metadata() or {})["kvrecall"])
                 info["layers"] = tuple(info["layers"])
-                layers = {
-                    n: LayerTrace(*(file.get_tensor(f"layer.{n}.{name}") for name in ("keys", "values", "queries")))
-                    for n in info["layers"]
-                }
+                layers = {n: LayerTrace(*(file.get_tensor(f"layer.{n}.{name}") for name in _TENSORS)) for n in info["layers"]}
         except (OSError, KeyError, ValueError) as error:
             raise InputFileError(path, f"not a trace ({error})", "Make one with `kvrecall trace`.") from None
         except Exception as error:  # safetensors raises its own type for a broken file
@@ -83,12 +84,19 @@ def capture(
     *,
     layers: tuple[int, ...] | None = None,
     steps: int = 32,
+    forced: list[int] | None = None,
+    observe_queries: int = 2048,
     chunk_tokens: int = 1024,
     name: str = "",
     text: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
-    """Runs a prompt `[1, T]` and `steps` greedy tokens under full attention and keeps what the chosen layers saw."""
+    """Runs a prompt `[1, T]` and `steps` greedy tokens under full attention and keeps what the chosen layers saw.
+
+    forced: tokens that are decoded instead of the greedy ones, as many as there are (a second turn, a given answer).
+    observe_queries: how many of the prompt's last queries to keep.
+    """
+    steps = steps if forced is None else len(forced) + 1
     cache = RetrievalCache(model.config, Full())
     numbers = [layer.number for layer in cache.retrieval_layers]
     chosen = tuple(numbers) if layers is None else layers
@@ -102,20 +110,31 @@ def capture(
     total = input_ids.shape[1] + steps
     tell = None if on_progress is None else (lambda done, _: on_progress(done, total))
     queries: dict[int, list[Tensor]] = {n: [] for n in chosen}
+    prompt: dict[int, Tensor] = {}
+
+    def remember(number: int, seen: Tensor) -> None:
+        if number in queries and observe_queries:
+            before = prompt.get(number, seen[0, :, :0].cpu())
+            prompt[number] = torch.cat([before, seen[0].cpu()], 1)[:, -observe_queries:].clone()
+
+    cache.on_queries = remember
     prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
     cache.on_queries = lambda n, q: queries[n].append(q[0, :, 0].cpu().clone()) if n in queries else None
     token = input_ids[:, -1:]
     with attach(model):
         for step in range(steps):
             out = model(input_ids=token, past_key_values=cache, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
+            greedy = out.logits[:, -1:].argmax(-1)
+            token = greedy if forced is None or step >= len(forced) else torch.full_like(greedy, forced[step])
             if tell:
                 tell(input_ids.shape[1] + step + 1, total)
     captured = {}
     for layer in cache.retrieval_layers:
         if layer.number in queries and layer.state is not None:
             rows = torch.cat([block.cpu() for block in layer.state.store.blocks(0)], 1)
-            captured[layer.number] = LayerTrace(rows[:, :, 0], rows[:, :, 1], torch.stack(queries[layer.number]))
+            decoded = torch.stack(queries[layer.number])
+            watched = prompt.get(layer.number, decoded.new_empty(decoded.shape[1], 0, decoded.shape[2]))
+            captured[layer.number] = LayerTrace(rows[:, :, 0], rows[:, :, 1], decoded, watched)
     # The last prompt token is the first query, so a query's own position is prompt - 1 + step.
     scaling = float(getattr(_first_attention(model), "scaling", cache.signature.head_dim**-0.5))
     info = TraceInfo(name or cache.signature.model_type, input_ids.shape[1] - 1, steps, scaling, chosen, text)

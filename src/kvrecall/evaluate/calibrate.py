@@ -1,0 +1,85 @@
+"""Finds LouisKV's threshold tau for a wanted mean stride on given text (the paper: 5 for long inputs, 16 for long outputs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrecall.engine.prefill import prefill
+from kvrecall.errors import ParameterError
+from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.methods.full import Full
+from kvrecall.trigger import SemanticBoundary, mean_cosine
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """threshold: tau. stride: mean decode steps per search over all layers at that tau. layers: the same for each layer."""
+
+    threshold: float
+    stride: float
+    layers: dict[int, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, rounded to 4 decimals."""
+        return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+@torch.inference_mode()
+def watch_queries(
+    model: PreTrainedModel, input_ids: Tensor, *, chunk_tokens: int = 1024,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[int, Tensor]:  # fmt: skip
+    """Post-RoPE queries `[T, H_q, D]` of every full-attention layer for a text `[1, T]`, on the CPU."""
+    cache = RetrievalCache(model.config, Full())
+    seen: dict[int, list[Tensor]] = {layer.number: [] for layer in cache.retrieval_layers}
+    cache.on_queries = lambda number, queries: seen[number].append(queries[0].transpose(0, 1).cpu().clone())
+    prefill(model, input_ids, cache, chunk_tokens=chunk_tokens, on_progress=on_progress, expect_tokens=input_ids.shape[1])
+    return {number: torch.cat(parts) for number, parts in seen.items()}
+
+
+def calibrate(
+    queries: dict[int, Tensor],
+    stride: float,
+    trigger: SemanticBoundary | None = None,
+    *,
+    dense_layers: tuple[int, ...] = (0, 1),
+) -> Calibration:
+    """The smallest tau whose mean stride over the layers is at most `stride`, to 0.001.
+
+    queries: per layer `[T, H_q, D]` of consecutive tokens. trigger: its other settings are kept. dense_layers do not count.
+    """
+    trigger = trigger or SemanticBoundary()
+    kept = {n: q.float() for n, q in queries.items() if n not in dense_layers}
+    steps = min((len(q) for q in kept.values()), default=0)
+    if steps < 2:
+        raise ParameterError("queries", "2 tokens or more in a layer that is not dense", steps, "Give more text.")
+    if not 1 <= stride <= steps:
+        raise ParameterError("stride", f"a number of steps in [1, {steps}]", stride, "The paper uses 5 and 16.")
+    low, high = -1000, 1000  # thousandths; more searches the higher tau is
+    while low < high:
+        middle = (low + high) // 2
+        if _mean_stride(kept, replace(trigger, threshold=middle / 1000)) <= stride:
+            high = middle
+        else:
+            low = middle + 1
+    chosen = replace(trigger, threshold=low / 1000)
+    layers = {n: len(q) / searches(q, chosen) for n, q in kept.items()}
+    return Calibration(chosen.threshold, _mean_stride(kept, chosen), layers)
+
+
+def searches(queries: Tensor, trigger: SemanticBoundary) -> int:
+    """How often the trigger fires along fp32 queries `[T, H_q, D]`; the first step always does."""
+    if trigger.compare == "previous" and trigger.max_stride is None:
+        return 1 + int((mean_cosine(queries[1:], queries[:-1]) < trigger.threshold).sum())
+    state = trigger.build(1)
+    return sum(state.fires(query[None], [0])[0] for query in queries)
+
+
+def _mean_stride(queries: dict[int, Tensor], trigger: SemanticBoundary) -> float:
+    return sum(map(len, queries.values())) / sum(searches(q, trigger) for q in queries.values())

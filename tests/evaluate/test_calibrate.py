@@ -1,0 +1,55 @@
+"""The threshold that is found gives the wanted stride on the text it was found on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrecall.errors import ParameterError
+from kvrecall.evaluate.calibrate import calibrate, searches, watch_queries
+from kvrecall.trigger import SemanticBoundary
+from tests.integrations.models import tiny
+from tests.strategies import gaussian
+
+
+def walk(seed: int, steps: int = 400, heads: int = 4) -> torch.Tensor:
+    """Queries that drift and now and then jump."""
+    moves = gaussian(seed, steps, heads, 32) * torch.rand(steps, 1, 1, generator=torch.Generator().manual_seed(seed))
+    return gaussian(seed + 1, 1, heads, 32) + moves
+
+
+@pytest.mark.parametrize("stride", [1, 2.5, 5, 16])
+@pytest.mark.parametrize("compare", ["previous", "retrieval"])
+def test_threshold_gives_the_wanted_stride_and_a_lower_one_does_not(stride: float, compare: str) -> None:
+    queries = {n: walk(n) for n in range(2, 5)}
+    trigger = SemanticBoundary(compare=compare)  # type: ignore[arg-type]
+    found = calibrate(queries, stride, trigger)
+    assert found.stride <= stride and set(found.layers) == {2, 3, 4}
+    below = SemanticBoundary(found.threshold - 0.001, compare=compare)  # type: ignore[arg-type]
+    assert 1200 / sum(searches(q, below) for q in queries.values()) > stride
+    total = sum(400 / s for s in found.layers.values())
+    assert found.stride == pytest.approx(1200 / total)
+
+
+def test_counted_searches_are_those_of_the_trigger() -> None:
+    queries = walk(7)
+    for trigger in (SemanticBoundary(0.6), SemanticBoundary(0.6, max_stride=4), SemanticBoundary(0.6, compare="retrieval")):
+        state = trigger.build(1)
+        assert searches(queries, trigger) == sum(state.fires(q[None], [0])[0] for q in queries)
+
+
+def test_dense_layers_do_not_count() -> None:
+    quiet = {0: gaussian(0, 1, 4, 32).expand(100, 4, 32), 1: gaussian(1, 100, 4, 32)}
+    assert calibrate(quiet, 2, dense_layers=(0,)).layers.keys() == {1}
+    with pytest.raises(ParameterError, match="layer that is not dense"):
+        calibrate(quiet, 2)
+    with pytest.raises(ParameterError, match=r"steps in \[1, 100\]"):
+        calibrate(quiet, 101, dense_layers=())
+
+
+def test_queries_of_a_model_are_watched_in_order() -> None:
+    model = tiny("llama")
+    ids = torch.randint(3, 320, (1, 50), generator=torch.Generator().manual_seed(0))
+    pieces, whole = (watch_queries(model, ids, chunk_tokens=c) for c in (7, 50))
+    assert set(pieces) == {0, 1, 2} and pieces[1].shape == (50, 4, 64)
+    torch.testing.assert_close(pieces[1], whole[1], atol=1e-5, rtol=1e-5)
