@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -32,6 +33,34 @@ def methods(top_k: int) -> dict[str, kvrecall.Method]:
             found[f"ctkvr-{mode}"] = kvrecall.CTKVR(
                 top_k=top_k, gqa=mode, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **ZONES
             )
+    return found | compositions(top_k)
+
+
+CHOICES = {
+    "index": [
+        "sphere", "exact", "pages:page_tokens=4", "pages:page_tokens=3,bounds=min-max",
+        "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=8", "query-centroids:tokens_per_centroid=3,pool_tokens=5",
+        "query-centroids:tokens_per_centroid=3,pool_tokens=5,rerank=device",
+    ],
+    "trigger": ["every-step", "fixed-stride:steps=3", "semantic-boundary:threshold=0.2", "semantic-boundary:compare=retrieval"],
+    "static": [None, "observation-window:ratio=0.6,window_tokens=8,interval=6,page_tokens=2",
+               "observation-window:ratio=online,window_tokens=8,interval=6,page_tokens=1"],
+    "gqa": [None, *GQA_MODES],
+    "fetch": [None, "direct:reuse=true", "staged", "staged:reuse=true"],
+    "attend": [None, "device", "host"],
+}  # fmt: skip
+
+
+def compositions(top_k: int, count: int = 10) -> dict[str, kvrecall.Method]:
+    """Random combinations of all parts, the same ones every time; pairs that are refused are drawn again."""
+    draw, found = random.Random(1), {}
+    while len(found) < count:
+        parts = {role: draw.choice(choices) for role, choices in CHOICES.items()}
+        name = "-".join(str(part).split(":")[0] for part in parts.values() if part)
+        try:
+            found.setdefault(f"composed-{name}", kvrecall.Method(top_k=top_k, **parts, **ZONES))
+        except ValueError:
+            continue
     return found
 
 

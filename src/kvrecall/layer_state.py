@@ -48,10 +48,11 @@ class LayerState:
         self.trigger = method.build_trigger(sequences)
         self._marks_segments = method.trigger_config().marks_segments
         fetch = method.fetch_config()
-        self.reuses_rows = fetch.reuse
+        self._fetch = fetch
         self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
         self.static_config = None if self.index is None else method.static_config()
         self.static: list[StaticSet | None] = [None] * sequences
+        self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
@@ -85,7 +86,7 @@ class LayerState:
             self.log.add(sequence, queries, lse, start)
 
     def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
-        """Looks at the queries `[len(sequences), H_q, D]` of a decode step before their tokens are stored.
+        """Looks at the queries `[len(sequences), H_q, D]` of a decode step; their tokens are the last ones stored.
 
         Ends prompts, chooses static sets that are due, and drops the held selections of sequences whose trigger fires.
         """
@@ -100,7 +101,7 @@ class LayerState:
             if fired:
                 self.held.pop(b, None)
                 if self.segments is not None and self._marks_segments:
-                    self.segments.mark(b, self.store.zones(b).total)
+                    self.segments.mark(b, self.store.zones(b).total - 1)
 
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
@@ -131,7 +132,7 @@ class LayerState:
         found = []
         for b in sequences:
             ids, counts = self.held[b]
-            fetched, moved = fetch_rows(ids, self.store.host[b], self.fetched.get(b), self.reuses_rows, self.shape.device)
+            fetched, moved = fetch_rows(ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
             if self.keeps_rows:
                 self.fetched[b] = fetched
             self.count_fetch(moved)
@@ -191,8 +192,11 @@ class LayerState:
         if self.segments is not None:
             zones = self.store.zones(sequence)
             at_most = self.segments.oldest(sequence, zones.sink + zones.retrieval, zones.total)
+        covered = sequence in self.held and self.attended_ids(sequence).shape[1] >= self.store.host[sequence].length
         with self.clock("update"):
             moved = self.store.evict(sequence, at_most)
+        if moved is not None and covered:
+            del self.held[sequence]  # a selection of everything must stay one of everything
         self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
@@ -214,11 +218,11 @@ class LayerState:
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
         self.store.crop(sequence, tokens)
-        if self.static[sequence] is not None and self.index is not None:
-            self.index.exclude(sequence, None)
-        self.static[sequence] = None
         if self.index is not None:
             self.index.truncate(sequence, self.store.host[sequence].length)
+            if self.static[sequence] is not None:
+                self.index.exclude(sequence, None)
+        self.static[sequence] = None
         self.trigger.forget(sequence)
         for log in (self.log, self.segments):
             if log is not None:
@@ -307,6 +311,7 @@ class LayerState:
             other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
         other.trigger = self.trigger.select(sequences)
         other.static = [self.static[b] for b in sequences]
+        other._static_counts = [self._static_counts[b] for b in sequences]
         other.in_prompt = [self.in_prompt[b] for b in sequences]
         other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
         other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
@@ -325,11 +330,11 @@ class LayerState:
         seen = None if self.log is None else self.log.seen(sequence)
         with self.clock("build"):
             self.index.end_of_prompt(sequence, seen, zones.sink)
-        self.static[sequence] = None  # chosen anew, by this prompt's last queries
+        self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
         if self.log is not None:
             self.log.shrink(sequence, self._decode_window)
         if self.segments is not None:
-            self.segments.cut(sequence, zones.sink + zones.retrieval, zones.total)
+            self.segments.cut(sequence, zones.sink + zones.retrieval, zones.total - 1)
 
     def _refresh_static(self, sequence: int, config: ObservationWindow) -> None:
         """Chooses the static set if there is none or it is `interval` steps old, and nothing else attends to everything."""
@@ -348,7 +353,8 @@ class LayerState:
             resident = store.resident.view(sequence)[:, :, 0]
             others = [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
             scaling = self.scaling
-            ids = choose(config, seen, zone, others, zones.sink, self.top_k, scaling)
+            ids = choose(config, seen, zone, others, zones.sink, self.top_k, scaling, self._static_counts[sequence])
+            self._static_counts[sequence] = ids.shape[1]
             self.index.exclude(sequence, ids if ids.shape[1] else None)
             self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device))
         self.held.pop(sequence, None)

@@ -51,8 +51,8 @@ def decode_step(
     every = range(layer.store.sequences)
     active = [b for b in every if valid is None or valid[b]]
     layer.scaling = params.scaling
-    layer.begin_step(queries[active, :, 0], active)
     layer.store.append_step(keys, values, valid)
+    layer.begin_step(queries[active, :, 0], active)
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.cache.host_pool import HostPool
-from kvrecall.fetch import Fetched, Moved, fetch_rows
+from kvrecall.fetch import Direct, Fetched, Moved, Staged, fetch_rows
 from kvrecall.index.base import stack_selections
 from tests.strategies import SEEDS, examples, gaussian, generator
 
@@ -43,7 +43,7 @@ def assert_rows(fetched: Fetched, ids: Tensor, rows: Tensor) -> None:
 def test_rows_are_those_of_the_ids(seed: int, tokens: int, width: int, segment: int) -> None:
     rows = gaussian(seed, 2, tokens, 2, 4)
     ids = some_ids(seed, tokens, width)
-    fetched, moved = fetch_rows(ids, pool_of(rows, segment), None, False, CPU)
+    fetched, moved = fetch_rows(ids, pool_of(rows, segment), None, Direct(), CPU)
     assert_rows(fetched, ids, rows)
     assert moved == Moved(int((ids >= 0).sum()), 0)
 
@@ -56,7 +56,7 @@ def test_rows_that_are_selected_again_are_not_read_again(seed: int, tokens: int,
     before, known = None, [set(), set()]
     for number, width in enumerate(widths):
         ids, pool.read = some_ids(seed + 5 * number, tokens, width), []
-        fetched, moved = fetch_rows(ids, pool, before, True, CPU)
+        fetched, moved = fetch_rows(ids, pool, before, Direct(reuse=True), CPU)
         assert_rows(fetched, ids, rows)
         wanted = [{i for i in head if i >= 0} for head in ids.tolist()]
         fresh = [(h, i) for h in range(2) for i in sorted(wanted[h] - known[h])]
@@ -68,17 +68,17 @@ def test_rows_that_are_selected_again_are_not_read_again(seed: int, tokens: int,
 def test_the_same_selection_needs_no_reading_even_without_reuse() -> None:
     pool = Counting(pool_of(gaussian(1, 2, 9, 2, 4), 4))
     ids = some_ids(3, 9, 5)
-    first, _ = fetch_rows(ids, pool, None, False, CPU)
+    first, _ = fetch_rows(ids, pool, None, Direct(), CPU)
     pool.read = []
-    again, moved = fetch_rows(ids.clone(), pool, first, False, CPU)
+    again, moved = fetch_rows(ids.clone(), pool, first, Staged(), CPU)
     assert again is first and not pool.read and moved == Moved(0, int((ids >= 0).sum()))
-    other, moved = fetch_rows(some_ids(4, 9, 5), pool, first, False, CPU)
+    other, moved = fetch_rows(some_ids(4, 9, 5), pool, first, Staged(), CPU)
     assert moved.reused == 0 and len(pool.read) == moved.read == int((other.ids >= 0).sum())
 
 
 def test_fetched_rows_are_copies() -> None:
     pool = pool_of(torch.ones(2, 5, 2, 4), 8)
-    fetched, _ = fetch_rows(torch.tensor([[0, 4], [1, 2]], dtype=torch.int32), pool, None, False, CPU)
+    fetched, _ = fetch_rows(torch.tensor([[0, 4], [1, 2]], dtype=torch.int32), pool, None, Direct(), CPU)
     fetched.rows.zero_()
     assert torch.equal(next(pool.blocks()), torch.ones(2, 5, 2, 4))
 
@@ -89,7 +89,10 @@ class Counting:
     def __init__(self, pool: HostPool) -> None:
         self.pool, self.read = pool, []
 
-    def take(self, heads: Tensor, ids: Tensor) -> Tensor:
+    def segments(self) -> list[tuple[int, Tensor]]:
+        return self.pool.segments()
+
+    def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         self.read += list(zip(heads.tolist(), ids.tolist(), strict=True))
         return self.pool.take(heads, ids)
 

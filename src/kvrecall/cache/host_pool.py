@@ -66,10 +66,17 @@ class HostPool:
         self._shared = fork._shared = len(self._segments)
         return fork
 
-    def take(self, heads: Tensor, ids: Tensor) -> Tensor:
-        """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length)."""
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may have room that is not written yet."""
+        return list(zip(self._starts, self._segments, strict=True))
+
+    def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
+        """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length).
+
+        pin: into page-locked memory, for a copy to a GPU that nobody has to wait for.
+        """
         dim = self._shape[1]
-        out = torch.empty(len(ids), 2, dim, dtype=self._dtype)
+        out = torch.empty(len(ids), 2, dim, dtype=self._dtype, pin_memory=pin)
         if len(self._segments) == 1 and len(ids):
             segment = self._segments[0]
             torch.index_select(segment.view(-1, 2 * dim), 0, ids + heads * segment.shape[1], out=out.view(-1, 2 * dim))

@@ -18,19 +18,24 @@ from kvrecall.parts import Part
 class RowSource(Protocol):
     """Where the rows of one sequence lie (the host pool)."""
 
-    def take(self, heads: Tensor, ids: Tensor) -> Tensor:
-        """Rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each, all on the CPU."""
+    def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
+        """Rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each, all on the CPU; page-locked if `pin`."""
+        ...
+
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may hold rows that are not written yet."""
         ...
 
 
 @dataclass(frozen=True)
 class Direct(Part):
-    """Reads each row where it lies. reuse: keep rows that are selected again."""
+    """The GPU reads each row where it lies in page-locked host memory. reuse: keep rows that are selected again."""
 
     role: ClassVar[str] = "fetch"
     name: ClassVar[str] = "direct"
 
     reuse: bool = False
+    staged: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Staged(Part):
     name: ClassVar[str] = "staged"
 
     reuse: bool = False
+    staged: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -63,22 +69,24 @@ class Moved:
 
 
 def fetch_rows(
-    ids: Tensor, source: RowSource, before: Fetched | None, reuse: bool, device: torch.device
+    ids: Tensor, source: RowSource, before: Fetched | None, policy: Direct | Staged, device: torch.device
 ) -> tuple[Fetched, Moved]:
     """Makes the rows of `ids` (int32 `[H_kv, K]`, padded with -1) resident.
 
     before: what is resident from the last fetch; the same ids need no reading at all, with `reuse` each known row is kept.
+    On a CPU both policies gather from where the rows lie; so does `Direct` where host memory could not be page-locked.
     """
+    read = _direct if not policy.staged and device.type == "cuda" and _pinned(source) else _staged
     wanted = int((ids >= 0).sum())
     if before is not None and before.ids.shape == ids.shape and torch.equal(before.ids, ids):
         return before, Moved(0, wanted)
     real = ids >= 0
     heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids)
-    if before is None or not reuse:
-        rows = _read(source, heads, ids, real, device)
+    if before is None or not policy.reuse:
+        rows = read(source, heads, ids, real, device)
         return Fetched(ids, rows), Moved(wanted, 0)
     place, known = _find(ids, before.ids)
-    rows = _read(source, heads, ids, real & ~known, device)
+    rows = read(source, heads, ids, real & ~known, device)
     rows[known] = before.rows[heads[known].to(device), place[known].to(device)]
     return Fetched(ids, rows), Moved(wanted - int(known.sum()), int(known.sum()))
 
@@ -93,12 +101,30 @@ def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     return place, (haystack.gather(1, place) == ids) & (ids >= 0)
 
 
-def _read(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, K, 2, D]` on the device, zero where nothing is wanted."""
-    if bool(wanted.all()):
-        rows = source.take(heads.flatten().long().cpu(), ids.flatten().long().cpu())
-        return rows.view(*ids.shape, *rows.shape[1:]).to(device)
-    picked = source.take(heads[wanted].long().cpu(), ids[wanted].long().cpu())
-    rows = picked.new_zeros(*ids.shape, *picked.shape[1:], device=device)
-    rows[wanted.to(device)] = picked.to(device)
+def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
+    """Rows `[H_kv, K, 2, D]` on the device by one copy, zero where nothing is wanted."""
+    pin = device.type == "cuda"
+    picked = source.take(heads[wanted].long().cpu(), ids[wanted].long().cpu(), pin).to(device, non_blocking=pin)
+    if len(picked) == ids.numel():
+        return picked.view(*ids.shape, *picked.shape[1:])
+    rows = picked.new_zeros(*ids.shape, *picked.shape[1:])
+    rows[wanted.to(device)] = picked
     return rows
+
+
+def _direct(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
+    """Rows `[H_kv, K, 2, D]` on the device, read one by one; zero where nothing is wanted."""
+    from kvrecall.fetch.kernels import gather_rows
+
+    segments = source.segments()
+    ids, heads, wanted = ids.to(device), heads.to(device), wanted.to(device)
+    row = segments[0][1].shape[2:]
+    rows = torch.zeros(*ids.shape, *row, dtype=segments[0][1].dtype, device=device)
+    slots = wanted.flatten().nonzero().squeeze(1)
+    gather_rows(segments, heads.flatten()[slots].long(), ids.flatten()[slots].long(), slots, rows.view(-1, *row))
+    return rows
+
+
+def _pinned(source: RowSource) -> bool:
+    segments = source.segments()
+    return bool(segments) and all(segment.is_pinned() for _, segment in segments)

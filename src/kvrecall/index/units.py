@@ -54,7 +54,7 @@ class Units:
         return Units(torch.cat([self.reps, other.reps], 1), torch.cat([self.members, other.members], 1), offsets)
 
     def without(self, ids: Tensor) -> Units:
-        """The same units less the tokens `ids` int `[H_kv, m]`, every one of which is a member."""
+        """The same units less the tokens `ids` int `[H_kv, m]`; the members must be all tokens from 0 on."""
         heads, tokens = self.members.shape
         gone = torch.zeros(heads, tokens, dtype=torch.bool, device=ids.device).scatter_(1, ids.long(), True)
         kept = ~gone.gather(1, self.members.long())

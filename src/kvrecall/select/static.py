@@ -43,7 +43,8 @@ class ObservationWindow(Part):
     def tokens(self, top_k: int, overlap: float) -> int:
         """Static tokens of a budget. overlap: mean size of the intersection that Appendix G measures (Eq. 4)."""
         share = overlap if self.ratio == "online" else top_k * float(self.ratio)
-        return min(top_k, int(share) // self.page_tokens * self.page_tokens)
+        whole = int(round(share, 6))  # a share such as 0.29 * 100 lies a hair below what was meant
+        return min(top_k, whole // self.page_tokens * self.page_tokens)
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,11 @@ class StaticSet:
 
 def choose(
     config: ObservationWindow, observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int,
-    top_k: int, scaling: float,
+    top_k: int, scaling: float, count: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Ids int32 `[H_kv, m]` of the static tokens, ascending (Algorithm 1, lines 6-9).
+
+    count: how many; None takes the configured share, which "online" measures on these queries.
 
     zone: keys `[H_kv, n, D]` of the retrieval zone, at the positions offset .. offset + n - 1. others: keys outside it with the
     position of their first; they take part in the softmax only. Scores are per query head, causal, then averaged over window
@@ -71,8 +74,9 @@ def choose(
     """
     observed = observed.last(config.window_tokens)
     shares = window_shares(observed, zone, others, offset, scaling)  # [H_kv, G, W, n]
-    overlap = _overlap(shares, top_k) if config.ratio == "online" else 0.0
-    return top_k_positions(shares.mean((1, 2)), config.tokens(top_k, overlap)).to(torch.int32)
+    if count is None:
+        count = config.tokens(top_k, _overlap(shares, top_k) if config.ratio == "online" else 0.0)
+    return top_k_positions(shares.mean((1, 2)), count).to(torch.int32)
 
 
 def window_shares(
