@@ -18,7 +18,7 @@ def main() -> None:
     picked = [paragraphs[(7 * i * len(paragraphs) // TURNS + 3) % len(paragraphs)] for i in range(TURNS)]
     for paragraph in picked:
         words = paragraph.split()
-        print(f"Question: How does the log go on after \"{' '.join(words[:10])}\"?\nAnswer: {' '.join(words)}\n")
+        print(f'Question: How does the log go on after "{" ".join(words[:10])}"?\nAnswer: {" ".join(words)}\n')
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def methods(top_k: int) -> dict[str, kvrecall.Method]:
 CHOICES = {
     "index": [
         "sphere", "exact", "pages:page_tokens=4", "pages:page_tokens=3,bounds=min-max",
-        "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=8", "query-centroids:tokens_per_centroid=3,pool_tokens=5",
+        "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=8",
+        "query-centroids:tokens_per_centroid=3,pool_tokens=5",
         "query-centroids:tokens_per_centroid=3,pool_tokens=5,rerank=device",
     ],
     "trigger": ["every-step", "fixed-stride:steps=3", "semantic-boundary:threshold=0.2", "semantic-boundary:compare=retrieval"],

@@ -109,5 +109,7 @@ assert (set(m.AttentionInterface._global_mapping), set(k.AttentionMaskInterface.
 
 
 def test_composition_page_is_what_the_code_says() -> None:
-    run = subprocess.run([sys.executable, ROOT / "scripts" / "composition_table.py"], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "composition_table.py"], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() in (ROOT / "docs" / "composition.md").read_text()

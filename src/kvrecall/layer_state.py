@@ -326,6 +326,8 @@ class LayerState:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
         assert self.index is not None
         self.in_prompt[sequence] = False
+        self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
+        self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
         seen = None if self.log is None else self.log.seen(sequence)
         with self.clock("build"):

@@ -8,7 +8,7 @@ A part may be written as text, `name` or `name:key=value,key=value` (values as J
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import astuple, fields, is_dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -68,7 +68,7 @@ def get(role: str, given: Any) -> Any:
     chosen = part_class(role, name)
     known = [f.name for f in fields(chosen)]
     params = {}
-    for setting in filter(None, settings.split(",")):
+    for setting in filter(None, _split(settings)):
         key, equals, value = setting.partition("=")
         if not equals:
             raise ParameterError(role, f"{name}:key=value,…", given, f"Its parameters are {', '.join(known)}.")
@@ -93,12 +93,34 @@ def __getattr__(attribute: str) -> Any:
     raise AttributeError(f"module 'kvrecall.parts' has no attribute {attribute!r}")
 
 
+def _split(settings: str) -> list[str]:
+    """At the commas that stand outside brackets."""
+    found, depth = [""], 0
+    for letter in settings:
+        depth += {"[": 1, "]": -1}.get(letter, 0)
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
+
+
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         return text
+    return tuple(map(_frozen, parsed)) if isinstance(parsed, list) else parsed
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Records inside a field, such as the steps of a schedule, as lists of their fields."""
+    return list(astuple(value)) if is_dataclass(value) and not isinstance(value, type) else str(value)

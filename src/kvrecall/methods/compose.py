@@ -21,6 +21,8 @@ def check(method: Method) -> None:
         raise ParameterError("attend", "device or host", method.attend, "host attends on the CPU, where the rows lie.")
     if method.index is not None and method.own_index() is not None:
         raise CompositionError(f"{label}(index={method.index})", f"{label} is its index", "Use kvrecall.Method(index=…).")
+    for part in (method.trigger_config, method.static_config, method.fetch_config):
+        part()  # raises for impossible hyper-parameters
     index = method.index_config()
     if index is None:
         _without_index(method, label)

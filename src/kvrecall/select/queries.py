@@ -36,12 +36,13 @@ class QueryLog:
         self._kept: list[ObservedQueries | None] = [None] * sequences
 
     def add(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
-        """Appends queries `[H_q, T, D]` with lse `[H_q, T]`, the first at position `start`."""
+        """Appends queries `[H_q, T, D]` with lse `[H_q, T]`, the first at position `start`; after a gap it begins anew."""
         start += max(0, queries.shape[1] - self.window)
         queries, lse = queries[:, -self.window :], lse[:, -self.window :]
         before = self._kept[sequence]
         with lasting_tensors():
-            if before is None or queries.shape[1] == self.window:
+            follows = before is not None and before.start + before.queries.shape[1] == start
+            if before is None or not follows or queries.shape[1] == self.window:
                 kept = ObservedQueries(queries.clone(), lse.float().clone(), start)
             else:
                 joined = torch.cat([before.queries, queries], 1), torch.cat([before.lse, lse.float()], 1)

@@ -32,9 +32,9 @@ class SegmentLog:
     def oldest(self, sequence: int, start: int, end: int) -> int:
         """Length in tokens of the first segment of the window that holds the positions start .. end - 1."""
         starts = self._starts[sequence]
-        del starts[: bisect_right(starts, start)]  # these have left the window
+        following = bisect_right(starts, start)
         stop = min(start + self._most, end)
-        return (min(starts[0], stop) if starts else stop) - start
+        return (min(starts[following], stop) if following < len(starts) else stop) - start
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets the segments that begin behind the first `tokens` tokens."""

@@ -80,7 +80,8 @@ class ClusterIndex(UnitIndex):
 
     @property
     def nbytes(self) -> int:
-        return sum((made or closed).nbytes for made, closed in zip(self._units, self._closed, strict=True))
+        held = {id(x): x.nbytes for x in (*self._units, *self._closed) if x and x.members.shape[1]}
+        return sum(held.values())
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources

@@ -111,14 +111,16 @@ class CentroidIndex(Index):
             self._listed[sequence] = due
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
-        """The first prompt makes the lists; the queries of later ones replace the oldest centroids."""
+        """The first prompt makes the lists; the queries of later ones replace the oldest centroids, or all of them where they
+        are more (a document behind a short system prompt)."""
         if observed is None or not self._counts[sequence]:
             return
         config, count, lists = self._config, self._counts[sequence], self._lists[sequence]
         if lists is not None and not config.dynamic_update:
             return
-        most = config.centroids(observed.start + observed.queries.shape[1])
-        observed = observed.last(most if lists is None else min(most, lists.queries.shape[1]))
+        observed = observed.last(config.centroids(observed.start + observed.queries.shape[1]))
+        if lists is not None and observed.queries.shape[1] > lists.queries.shape[1]:
+            lists = None
         made = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
         if lists is None:
             self._lists[sequence], self._listed[sequence] = made, count
@@ -133,7 +135,7 @@ class CentroidIndex(Index):
         """What is recalled; heads with fewer ids repeat their first."""
         found = []
         for query, b in zip(queries, sequences, strict=True):
-            ids, _ = self._recalled(query, b)
+            ids, _ = self._recalled(query, b, self._excluded[b])
             found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1))
         return found
 
@@ -155,7 +157,7 @@ class CentroidIndex(Index):
         if tokens >= self._counts[sequence]:
             return
         lists = self._lists[sequence]
-        self._lists[sequence] = None if lists is None else ivf.truncate(lists, tokens)
+        self._lists[sequence] = None if lists is None or not tokens else ivf.truncate(lists, tokens)
         self._counts[sequence] = tokens
         self._listed[sequence] = min(tokens, self._listed[sequence])
         self._excluded[sequence] = None
@@ -177,20 +179,21 @@ class CentroidIndex(Index):
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
-        ids, counts = self._recalled(query, sequence)
+        ids, counts = self._recalled(query, sequence, None)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
         on_host = self._config.rerank == "host"
-        found = rerank(grouped, self._sources[sequence], ids, counts, budget, self._config.gqa, on_host)
+        source, barred = self._sources[sequence], self._excluded[sequence]
+        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, on_host, barred)
         self._found[sequence] = (query, found, budget.scaling)
         return found.best
 
-    def _recalled(self, query: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Distinct ids of the nearest centroids' lists and of the pool."""
+    def _recalled(self, query: Tensor, sequence: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Distinct ids of the nearest centroids' lists and of the pool, less the barred ones."""
         lists, tokens = self._lists[sequence], self._counts[sequence]
         if lists is None:  # nobody saw the prompt's queries: every token is still in the pool
             none = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device)
-            return distinct(none, tokens, 0, self._excluded[sequence])
-        return distinct(self._picked(lists, query), tokens, self._listed[sequence], self._excluded[sequence])
+            return distinct(none, tokens, 0, barred)
+        return distinct(self._picked(lists, query), tokens, self._listed[sequence], barred)
 
     def _picked(self, lists: CentroidLists, query: Tensor) -> Tensor:
         near = ivf.nearest(lists, query, self._shape.kv_heads, self._config.recalled_centroids)

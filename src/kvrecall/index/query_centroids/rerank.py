@@ -56,10 +56,14 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     return reference.distinct(lists, tokens, first_always, barred)
 
 
-def rerank(queries: Tensor, source: RowSource, ids: Tensor, counts: Tensor, budget: Budget, mode: str, on_host: bool) -> Rerank:
+def rerank(
+    queries: Tensor, source: RowSource, ids: Tensor, counts: Tensor, budget: Budget, mode: str, on_host: bool,
+    barred: Tensor | None = None,
+) -> Rerank:  # fmt: skip
     """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`.
 
-    The softmax of a softmax mode runs over what was recalled.
+    The softmax of a softmax mode runs over what was recalled. barred: int `[H_kv, m]`, scored but not kept: a centroid made of
+    this query must know them, as they may be findable again by then.
     """
     device = queries.device
     if on_host and _have_numba():
@@ -72,10 +76,19 @@ def rerank(queries: Tensor, source: RowSource, ids: Tensor, counts: Tensor, budg
     scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
     ranked = reduce_scores(scores, mode, budget.scaling)
     ranked = ranked if mode == "per_head" else ranked.unsqueeze(1)
+    if barred is not None:
+        ranked = ranked.masked_fill(_among(ids, barred.to(ids.device)).unsqueeze(1), float("-inf"))
     place = top_k_positions(ranked, budget.top_k)
     picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
+    picked = picked.masked_fill(ranked.gather(-1, place) == float("-inf"), -1)
     best_ids, best_counts = union_rows(picked)
     return Rerank(ids, scores, (best_ids.to(device), best_counts.to(device)))
+
+
+def _among(ids: Tensor, barred: Tensor) -> Tensor:
+    """bool `[H_kv, R]`: which ids are among the ascending `barred` `[H_kv, m]`."""
+    place = torch.searchsorted(barred.contiguous(), ids.contiguous()).clamp_max(barred.shape[1] - 1)
+    return barred.gather(1, place) == ids
 
 
 @cache

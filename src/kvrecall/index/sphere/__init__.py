@@ -32,16 +32,23 @@ class SphereConfig(IndexConfig):
     name: ClassVar[str] = "sphere"
 
     gqa: str = "mean_q"
-    schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
+    schedule: tuple[RatioStep | tuple[int | None, float, float], ...] = PAPER_SCHEDULE
     min_candidates_per_k: int = 4
     seed: int = 42
     weight_dtype: torch.dtype | str = "bfloat16"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_schedule(self.schedule)
+        steps = tuple(step if isinstance(step, RatioStep) else RatioStep(*step) for step in self.schedule)  # from text
+        object.__setattr__(self, "schedule", steps)
+        check_schedule(steps)
         if str(self.weight_dtype).removeprefix("torch.") not in WEIGHT_DTYPES:
             raise UnknownNameError("weight_dtype", str(self.weight_dtype), WEIGHT_DTYPES)
+
+    @property
+    def steps(self) -> tuple[RatioStep, ...]:
+        """The schedule as records."""
+        return self.schedule  # type: ignore[return-value]
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -160,7 +167,7 @@ class SphereIndex(Index):
         # One product per sequence: a batched one may round differently, and a sequence must find what it finds alone.
         rotated = torch.stack([query @ self._rotation.T for query in grouped])
         least = config.min_candidates_per_k
-        return rotated, [stage_sizes(config.schedule, self.lengths[b], budget.top_k, least) for b in sequences]
+        return rotated, [stage_sizes(config.steps, self.lengths[b], budget.top_k, least) for b in sequences]
 
     def _encode(self, keys: Tensor) -> Codes:
         if self._compiled:

@@ -1,0 +1,1 @@
+"""The tables of docs/methods, one module per page."""

@@ -1,0 +1,66 @@
+"""Every method and some compositions on a GPU give what the CPU path gives, with rows read directly, staged, or left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall.cache.host_pool import HostPool
+from kvrecall.fetch import Direct, Staged, fetch_rows
+from kvrecall.index.base import LayerShape
+from kvrecall.layer_state import LayerState
+from kvrecall.pipeline import decode_step, prefill_layer
+from tests.one_layer import methods, normal, params
+from tests.strategies import DTYPES, generator
+
+pytestmark = pytest.mark.gpu
+SMALL = {name: m for name, m in methods(top_k=20).items() if "per_head" in name or "mean_softmax" in name or "composed" in name}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
+    states = [LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d)), SMALL[name]) for d in ("cpu", "cuda")]
+    prompt = [normal(2, h, 150, 64, seed=i) for i, h in enumerate((6, 2, 2))]
+    for state in states:
+        prefill_layer(state, *(x.to(state.shape.device) for x in prompt), None, params())
+    for step in range(30):
+        new = [normal(2, h, 1, 64, seed=100 + 3 * step + i) for i, h in enumerate((6, 2, 2))]
+        outs = [decode_step(state, *(x.to(state.shape.device) for x in new), None, params()) for state in states]
+        torch.testing.assert_close(outs[1].cpu(), outs[0], atol=2e-3, rtol=2e-3)
+        for b in range(2):
+            if b in states[0].held:
+                expected, found = (state.held[b][0].cpu() for state in states)
+                assert torch.equal(found, expected), (step, b)
+    assert states[0].stats.searches == states[1].stats.searches
+    assert states[0].stats.reused_rows == states[1].stats.reused_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("policy", [Direct(), Staged(), Direct(reuse=True), Staged(reuse=True)], ids=str)
+def test_fetched_rows_are_those_of_the_pool(dtype: str, dim: int, policy: Direct | Staged) -> None:
+    pool = HostPool(3, dim, DTYPES[dtype], pin=True, segment_tokens=64)
+    rows = torch.randn(3, 500, 2, dim, generator=generator(dim)).to(DTYPES[dtype])
+    for piece in rows.split(37, 1):
+        pool.append(piece)
+    before = None
+    for number in range(4):
+        ids = torch.stack([torch.randperm(500, generator=generator(7 * number + h))[:90].sort().values for h in range(3)]).int()
+        ids[1, 60:] = -1
+        fetched, moved = fetch_rows(ids.cuda(), pool, before, policy, torch.device("cuda"))
+        assert fetched.rows.is_cuda and moved.read + moved.reused == 240
+        for h in range(3):
+            real = ids[h][ids[h] >= 0].long()
+            assert torch.equal(fetched.rows[h, : len(real)].cpu(), rows[h, real])
+        before = fetched
+
+
+def test_host_attention_runs_beside_the_device() -> None:
+    method = kvrecall.CTKVR(top_k=16, sink_tokens=4, local_tokens=16, update_interval=8, full_attention_threshold=0)
+    state = LayerState(0, LayerShape(1, 6, 2, 64, torch.bfloat16, torch.device("cuda")), method)
+    assert state.overlaps and not LayerState(0, LayerShape(1, 6, 2, 64, torch.bfloat16, torch.device("cpu")), method).overlaps
+    q, k, v = (normal(1, h, 200, 64, seed=h).bfloat16().cuda() for h in (6, 2, 2))
+    prefill_layer(state, q, k, v, None, params())
+    decode_step(state, q[:, :, :1], k[:, :, :1], v[:, :, :1], None, params())
+    assert state.stats.bytes_fetched == 0 and state.stats.retrieved_tokens == 2 * 16
