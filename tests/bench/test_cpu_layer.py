@@ -23,6 +23,18 @@ def test_a_row_holds_both_sides_and_their_ratio(tmp_path: Path) -> None:
     assert line["shape"] == "smollm2" and line["torch"] == torch.__version__ and float(line["retrieval_p50_ms"]) > 0
 
 
+@pytest.mark.parametrize("name", cpu_layer.methods())
+def test_every_method_is_measured_on_what_it_attends(name: str) -> None:
+    row = cpu_layer.measure("smollm2", 4096, torch.bfloat16, seconds=0.02, name=name)
+    method = cpu_layer.methods()[name]
+    zones = method.zone_sizes()
+    assert method.top_k is not None
+    resident = zones.sink_tokens + zones.local_tokens
+    assert resident + method.top_k <= row.attended_tokens <= resident + zones.update_interval + method.top_k
+    assert row.method == name and row.build_seconds > 0
+    assert row.retrieval_bytes >= int(3 * row.attended_tokens * 2 * 64 * 2)
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cpu_layer.decode_step
     monkeypatch.setattr(cpu_layer, "decode_step", lambda *a: right(*a) * 1.1)

@@ -1,6 +1,6 @@
 """One attention layer, one decode step, on the CPU: retrieval against dense attention over the same keys and values.
 
-    python -m kvrecall.bench.cpu_layer [--shapes 8b,smollm2] [--tokens 4096,16384,…] [--dtypes bfloat16] [--out FILE.csv]
+    python -m kvrecall.bench.cpu_layer [--shapes 8b] [--tokens 4096,16384] [--methods pariskv,prkv] [--out FILE]
 
 The dense side is the faster of two calls of torch's scaled_dot_product_attention: `enable_gqa=True`, and the query heads of a
 group folded into the query dimension so that each KV head is read once. Keys are Gaussian: the search's cost depends on how
@@ -10,7 +10,9 @@ many tokens there are and how many become candidates, not on what they say.
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,9 +22,16 @@ from torch import Tensor
 from kvrecall.attend.reference import attend_rows
 from kvrecall.bench.rows import Timing, write_csv
 from kvrecall.index.base import LayerShape
+from kvrecall.index.query_centroids import CentroidIndex
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.units import UnitIndex
 from kvrecall.layer_state import LayerState
+from kvrecall.methods import Method
+from kvrecall.methods.ctkvr import CTKVR
+from kvrecall.methods.exact import Exact
+from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.pariskv import ParisKV
+from kvrecall.methods.prkv import PRKV
 from kvrecall.pipeline import decode_step
 from kvrecall.structs import AttentionParams, Budget, Rows
 
@@ -50,23 +59,41 @@ class Row:
     attended_tokens: float
     dense_bytes: int
     retrieval_bytes: int
+    build_seconds: float
+    """Indexing the whole context, the end-of-prompt work and one checked step."""
 
 
-def measure(shape: str, tokens: int, dtype: torch.dtype, seconds: float) -> Row:
+def methods() -> dict[str, Method]:
+    """What can be measured. LouisKV once searching at every step and once in between two searches."""
+    return {
+        "pariskv": ParisKV(),
+        "prkv": PRKV(),
+        "ctkvr": CTKVR(),
+        "louiskv-search": LouisKV(dense_layers=(), threshold=1.0, max_stride=1),
+        "louiskv-held": LouisKV(dense_layers=(), threshold=-1.0),
+        "exact": Exact(),
+    }
+
+
+def measure(shape: str, tokens: int, dtype: torch.dtype, seconds: float, name: str = "pariskv") -> Row:
     """Builds a layer of `tokens` tokens, checks one step against fp32 attention, times both sides."""
     query_heads, heads, dim = SHAPES[shape]
-    method = ParisKV()
+    method = methods()[name]
     generator = torch.Generator().manual_seed(tokens)
     keys, values = (torch.randn(1, heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
     query = torch.randn(1, query_heads, 1, dim, generator=generator).to(dtype)
     state = LayerState(0, LayerShape(1, query_heads, heads, dim, dtype, keys.device), method)
     zones = method.zone_sizes()
     state.store.host[0].reserve(tokens - zones.sink_tokens - zones.local_tokens)
-    for start in range(0, tokens, 16384):
-        chunk = slice(start, start + 16384)
+    start = time.perf_counter()
+    for first in range(0, tokens, 16384):
+        chunk = slice(first, first + 16384)
         state.absorb(0, state.store.append_chunk(0, keys[0, :, chunk], values[0, :, chunk]))
+    watched = torch.randn(query_heads, 2048, dim, generator=generator).to(dtype)
+    state.saw_prompt(0, watched, torch.zeros(query_heads, 2048), tokens - 2048)
     params = AttentionParams(dim**-0.5)
     _check(state, query, keys, values, params)
+    build = time.perf_counter() - start
 
     key, value = keys[:, :, :1].clone(), values[:, :, :1].clone()
     folded = query.view(1, heads, query_heads // heads, dim)
@@ -77,37 +104,57 @@ def measure(shape: str, tokens: int, dtype: torch.dtype, seconds: float) -> Row:
     steps = state.stats.steps - before[1]
     stage = {name: (total - before[0].get(name, 0.0)) / steps * 1e3 for name, total in state.stats.stage_seconds.items()}
     attended = state.stats.attended_per_step
+    rows = int(heads * attended * 2 * dim * dtype.itemsize)
     return Row(
-        shape, str(dtype).removeprefix("torch."), tokens, method.name, ours.p20_ms, ours.p50_ms, ours.p80_ms, gqa.p50_ms,
+        shape, str(dtype).removeprefix("torch."), tokens, name, ours.p20_ms, ours.p50_ms, ours.p80_ms, gqa.p50_ms,
         fold.p50_ms, min(gqa.p50_ms, fold.p50_ms) / ours.p50_ms, stage["search"], stage["attend"], attended,
-        2 * tokens * heads * dim * dtype.itemsize, _retrieval_bytes(method, tokens, heads, dim, dtype, attended),
+        2 * tokens * heads * dim * dtype.itemsize, rows + _searched_bytes(state, query, name, attended), build,
     )  # fmt: skip
 
 
 def _check(state: LayerState, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> None:
-    """Raises unless one step equals fp32 attention over exactly the tokens that the reference search selects."""
-    assert isinstance(state.index, SphereIndex)
+    """Raises unless one step equals fp32 attention over exactly the tokens that the method says it attended, and, where a
+    compiled search has a reference, unless that finds the same."""
     new = keys[:, :, :1].clone(), values[:, :, :1].clone()
-    state.index._compiled = False
-    ids = state.index.search(query[:, :, 0], Budget(state.top_k, params.scaling), [0]).ids[0].long()
-    state.index._compiled = True
-    out = decode_step(state, query, *new, None, params)
     zones = state.store.zones(0)
-    picked = torch.arange(keys.shape[1]).unsqueeze(1), ids + zones.sink
-    resident = [range(zones.sink), range(keys.shape[2] - zones.local - zones.buffer + 1, keys.shape[2])]
-    rows = torch.stack([keys[0], values[0]], 2)
-    kv = torch.cat([rows[picked], *(rows[:, list(r)] for r in resident), torch.stack([new[0][0], new[1][0]], 2)], 1)
-    lengths = torch.full((1, keys.shape[1]), kv.shape[1], dtype=torch.int32)
-    expected = attend_rows(query, Rows(kv.unsqueeze(0), lengths), params.scaling).out
-    torch.testing.assert_close(out.float(), expected, atol=2e-2 if out.dtype != torch.float32 else 1e-5, rtol=1e-2)
+    out = decode_step(state, query, *new, None, params)
+    ids = state.attended_ids(0).long()
+    if isinstance(state.index, SphereIndex):
+        state.index._compiled = False
+        slow = state.index.search(query[:, :, 0], Budget(state.top_k, params.scaling), [0]).ids[0]
+        state.index._compiled = True
+        assert torch.equal(slow.long(), ids)
+    every = torch.cat([torch.stack([keys[0], values[0]], 2), torch.stack([new[0][0], new[1][0]], 2)], 1)
+    start = zones.sink + zones.retrieval
+    resident = torch.cat([every[:, : zones.sink], every[:, start:]], 1)
+    for h in range(keys.shape[1]):
+        picked = ids[h][ids[h] >= 0] + zones.sink
+        kv = torch.cat([every[h, picked], resident[h]])[None, None]
+        lengths = torch.full((1, 1), kv.shape[2], dtype=torch.int32)
+        own = query.unflatten(1, (keys.shape[1], -1))[:, h]
+        expected = attend_rows(own, Rows(kv, lengths), params.scaling).out
+        found = out.unflatten(1, (keys.shape[1], -1))[:, h].float()
+        torch.testing.assert_close(found, expected, atol=2e-2 if out.dtype != torch.float32 else 1e-5, rtol=1e-2)
 
 
-def _retrieval_bytes(method: ParisKV, tokens: int, heads: int, dim: int, dtype: torch.dtype, attended: float) -> int:
-    """Bytes of a step: sign bytes of every token, codes of the candidates, rows of the attended tokens."""
-    zone = tokens - method.sink_tokens - method.local_tokens
-    step = next(s for s in method.schedule if s.below_tokens is None or zone < s.below_tokens)
-    codes = SphereIndex.nbytes_per_token(dim) * step.candidate_ratio
-    return int(heads * (zone * (dim / 8 + codes) + attended * 2 * dim * dtype.itemsize))
+def _searched_bytes(state: LayerState, query: Tensor, name: str, attended: float) -> int:
+    """Bytes of summaries (and of keys that are reranked) that a search must read."""
+    shape, index, zone = state.shape, state.index, state.store.zones(0).retrieval
+    assert index is not None
+    row = shape.head_dim * shape.dtype.itemsize
+    if name == "louiskv-held":
+        return 0
+    if isinstance(index, SphereIndex):
+        step = next(s for s in index.config.steps if s.below_tokens is None or zone < s.below_tokens)
+        codes = index.nbytes_per_token(shape.head_dim) * step.candidate_ratio
+        return int(shape.kv_heads * zone * (shape.head_dim / 8 + codes))
+    if isinstance(index, UnitIndex):
+        reps = index.units(0).reps
+        return reps.numel() * reps.element_size()
+    if isinstance(index, CentroidIndex):
+        recalled = index.candidates(query[:, :, 0], Budget(state.top_k, 1.0), [0]) or []
+        return 2048 * shape.query_heads * row + sum(int(x.shape[-1]) for x in recalled) * shape.kv_heads * row
+    return zone * shape.kv_heads * row
 
 
 def main() -> None:
@@ -116,18 +163,18 @@ def main() -> None:
     parser.add_argument("--shapes", default="8b,smollm2")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--methods", default="pariskv", help=", ".join(methods()))
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_layer.csv"))
     args = parser.parse_args()
     rows = []
-    print(f"{'shape':8} {'dtype':9} {'tokens':>7}  {'retrieval':>10} {'sdpa gqa':>10} {'sdpa fold':>10}  speed-up")
-    for shape in args.shapes.split(","):
-        for dtype in args.dtypes.split(","):
-            for tokens in map(int, args.tokens.split(",")):
-                row = measure(shape, tokens, getattr(torch, dtype), args.seconds)
-                rows.append(row)
-                times = f"{row.retrieval_p50_ms:8.3f}ms {row.sdpa_gqa_p50_ms:8.3f}ms {row.sdpa_folded_p50_ms:8.3f}ms"
-                print(f"{shape:8} {dtype:9} {tokens:7d}  {times}  {row.speedup:6.2f}×", flush=True)
+    print(f"{'shape':8} {'dtype':9} {'tokens':>7} {'method':15} {'retrieval':>10} {'sdpa gqa':>10} {'sdpa fold':>10}  speed-up")
+    asked = product(args.shapes.split(","), args.dtypes.split(","), map(int, args.tokens.split(",")), args.methods.split(","))
+    for shape, dtype, tokens, name in asked:
+        row = measure(shape, tokens, getattr(torch, dtype), args.seconds, name)
+        rows.append(row)
+        times = f"{row.retrieval_p50_ms:8.3f}ms {row.sdpa_gqa_p50_ms:8.3f}ms {row.sdpa_folded_p50_ms:8.3f}ms"
+        print(f"{shape:8} {dtype:9} {tokens:7d} {name:15} {times}  {row.speedup:6.2f}×", flush=True)
     write_csv(args.out, rows)
     print(f"written to {args.out}")
 
