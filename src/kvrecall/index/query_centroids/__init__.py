@@ -83,6 +83,7 @@ class CentroidIndex(Index):
     def __init__(self, shape: LayerShape, config: CentroidConfig) -> None:
         self._shape, self._config = shape, config
         self._lists: list[CentroidLists | None] = [None] * shape.sequences
+        self._shared = [False] * shape.sequences  # whether a copy of this index may read the same lists
         self._listed = [0] * shape.sequences  # tokens that the lists know; those behind are recalled by every search
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
@@ -108,6 +109,7 @@ class CentroidIndex(Index):
         if lists is not None and due > self._listed[sequence]:
             keys = self._keys(sequence, self._listed[sequence], due)
             self._lists[sequence] = ivf.absorb(lists, keys, self._listed[sequence], self._scaling)
+            self._shared[sequence] = True  # the centroids themselves are still those of before
             self._listed[sequence] = due
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
@@ -123,9 +125,9 @@ class CentroidIndex(Index):
             lists = None
         made = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
         if lists is None:
-            self._lists[sequence], self._listed[sequence] = made, count
+            self._lists[sequence], self._listed[sequence], self._shared[sequence] = made, count, False
         else:
-            self._lists[sequence] = ivf.replace_oldest(lists, made)
+            self._replace_oldest(sequence, lists, made)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         self._scaling = budget.scaling
@@ -148,7 +150,7 @@ class CentroidIndex(Index):
             newest = found.as_centroid(query, self._config.list_tokens, scaling)
             lists = self._lists[b]
             if lists is not None:
-                self._lists[b] = ivf.replace_oldest(lists, newest)
+                self._replace_oldest(b, lists, newest)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence] = ids
@@ -167,8 +169,13 @@ class CentroidIndex(Index):
         chosen = copy(self)
         for name in ("_lists", "_listed", "_counts", "_excluded"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
+        self._shared, chosen._shared = [True] * len(self._shared), [True] * len(sequences)
         chosen._found = {}
         return chosen
+
+    def _replace_oldest(self, sequence: int, lists: CentroidLists, newest: CentroidLists) -> None:
+        lists = lists.copy() if self._shared[sequence] else lists
+        self._lists[sequence], self._shared[sequence] = ivf.replace_oldest(lists, newest), False
 
     def deduplication(self, queries: Tensor, sequence: int) -> float:
         """alpha: distinct recalled ids ÷ recalled ids (section 3.1.2), mean over KV heads."""

@@ -22,7 +22,7 @@ _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 def top_k_rows(scores: Tensor, k: int) -> Tensor:
     """Ascending positions int32 of the k largest of every row, ties to the lower one."""
-    flat = scores.contiguous().view(-1, scores.shape[-1])
+    flat = scores.contiguous().flatten(0, -2)
     out = np.empty((flat.shape[0], min(k, flat.shape[1])), np.int32)
     if out.size:
         _top_k_rows(flat.numpy(), out)

@@ -7,13 +7,14 @@ scores does, without its underflow. Lists are ascending in id, padded with -1 (s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from kvrecall.index.units import inner_products
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions
 
@@ -23,7 +24,7 @@ _LOGITS = 1 << 24
 
 @dataclass(frozen=True)
 class CentroidLists:
-    """Centroids of one sequence, oldest first from `head` on, as a ring. Never written to, only replaced.
+    """Centroids of one sequence, oldest first from `head` on, as a ring. Only `replace_oldest` writes to one.
 
     queries: `[H_q, C, D]` of norm 1, in the cache's dtype. norms: fp32 `[H_q, C]`, what they were divided by.
     lse: fp32 `[H_q, C]`. ids: int32 `[H_kv, C, rho]`. scores: bfloat16 `[H_kv, C, rho]`. head: number of the oldest centroid.
@@ -40,6 +41,11 @@ class CentroidLists:
     def nbytes(self) -> int:
         tensors = (self.queries, self.norms, self.lse, self.ids, self.scores)
         return sum(x.numel() * x.element_size() for x in tensors)
+
+    def copy(self) -> CentroidLists:
+        """The same lists in memory of their own."""
+        names = ("queries", "norms", "lse", "ids", "scores")
+        return CentroidLists(**{name: getattr(self, name).clone() for name in names}, head=self.head)
 
 
 def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int, scaling: float) -> CentroidLists:
@@ -62,7 +68,7 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
         ranked = group_scores(queries[:, part], observed.lse[:, part], wide, scaling)
         hidden = torch.arange(offset, offset + tokens, device=keys.device) > positions[part].unsqueeze(1)
         ranked.masked_fill_(hidden, float("-inf"))
-        best = _top_k(ranked, kept)
+        best = best_positions(ranked, kept)
         ids[:, part, :kept] = best
         scores[:, part, :kept] = ranked.gather(-1, best.long()).to(torch.bfloat16)
     directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype)
@@ -81,7 +87,7 @@ def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> Ce
     again = (lists.ids >= first) & (lists.ids < first + keys.shape[1])
     known, scores = lists.ids.masked_fill(again, -1), lists.scores.float().masked_fill(again, float("-inf"))
     both = torch.cat([scores, fresh.to(torch.bfloat16).float()], -1)
-    best = _top_k(both, lists.ids.shape[-1]).long()
+    best = best_positions(both, lists.ids.shape[-1]).long()
     ids = torch.cat([known, new_ids], -1).gather(-1, best)
     scores = both.gather(-1, best)
     ids, scores = _pad_last(ids, scores)
@@ -89,13 +95,15 @@ def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> Ce
 
 
 def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists:
-    """FIFO (Algorithm 2 d): the centroids of `newest` take the place of the oldest ones."""
+    """FIFO (Algorithm 2 d): the centroids of `newest` take the place of the oldest ones, in place: a copy of all lists would
+    cost more than the whole search."""
     count = lists.queries.shape[1]
     arriving = newest.queries.shape[1]
     slots = (torch.arange(arriving, device=lists.ids.device) + lists.head) % count
     names = ("queries", "norms", "lse", "ids", "scores")
-    changed = {name: getattr(lists, name).index_copy(1, slots, getattr(newest, name)) for name in names}
-    return CentroidLists(**changed, head=(lists.head + arriving) % count)
+    for name in names:
+        getattr(lists, name).index_copy_(1, slots, getattr(newest, name))
+    return replace(lists, head=(lists.head + arriving) % count)
 
 
 def truncate(lists: CentroidLists, tokens: int) -> CentroidLists:
@@ -108,7 +116,7 @@ def truncate(lists: CentroidLists, tokens: int) -> CentroidLists:
 def nearest(lists: CentroidLists, queries: Tensor, kv_heads: int, count: int) -> Tensor:
     """The `count` centroids most similar to queries `[H_q, D]`, int64 `[H_kv, count]`: cosine, largest over the group."""
     unit = torch.nn.functional.normalize(queries.float(), dim=-1)
-    cosine = torch.einsum("hcd,hd->hc", lists.queries.float(), unit)
+    cosine = inner_products(unit.unsqueeze(1), lists.queries).squeeze(1)
     return top_k_positions(cosine.unflatten(0, (kv_heads, -1)).amax(1), count)
 
 
@@ -131,7 +139,7 @@ def _pad_last(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(ordered == last, -1, ordered), scores.gather(-1, order)
 
 
-def _top_k(scores: Tensor, k: int) -> Tensor:
+def best_positions(scores: Tensor, k: int) -> Tensor:
     """Ascending positions of the k largest, int `[..., k]`, ties to the lower one."""
     return _picker(scores.device.type)(scores, k)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
-from kvrecall.index.query_centroids.lists import CentroidLists
+from kvrecall.index.query_centroids.lists import CentroidLists, best_positions
 from kvrecall.select.gqa import reduce_scores
-from kvrecall.select.topk import top_k_positions, union_rows
+from kvrecall.select.topk import union_rows
 from kvrecall.structs import Budget
 
 
@@ -33,7 +33,7 @@ class Rerank:
         logits = self.scores * scaling
         lse = torch.logsumexp(logits, -1, keepdim=True)  # [H_kv, G, 1]
         ranked = (logits - torch.where(lse.isfinite(), lse, 0.0)).amax(1)
-        place = top_k_positions(ranked, list_tokens)
+        place = best_positions(ranked, list_tokens).long()
         missing = list_tokens - place.shape[-1]
         ids = torch.nn.functional.pad(self.ids.gather(1, place), (0, missing), value=-1)
         scores = torch.nn.functional.pad(ranked.gather(1, place), (0, missing), value=float("-inf"))
@@ -78,7 +78,7 @@ def rerank(
     ranked = ranked if mode == "per_head" else ranked.unsqueeze(1)
     if barred is not None:
         ranked = ranked.masked_fill(_among(ids, barred.to(ids.device)).unsqueeze(1), float("-inf"))
-    place = top_k_positions(ranked, budget.top_k)
+    place = best_positions(ranked, budget.top_k).long()
     picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
     picked = picked.masked_fill(ranked.gather(-1, place) == float("-inf"), -1)
     best_ids, best_counts = union_rows(picked)
