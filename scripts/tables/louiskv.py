@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from scripts.tables.common import ZONES, markdown, mean
 from torch import Tensor
@@ -15,10 +17,18 @@ from kvrecall.trigger import SemanticBoundary, mean_cosine
 LAYERS = (2, 6, 10, 14, 18, 22)
 
 
-def threshold(trace: Trace, stride: float, compare: str = "previous") -> float:
+def threshold(trace: Trace, stride: float, compare: str = "previous") -> float | tuple[float, ...]:
     """tau for a mean stride on the prompt's own queries, so that it is not fitted to the steps it is judged on."""
     queries = {n: trace.layers[n].prompt_queries.transpose(0, 1)[-1024:] for n in LAYERS}
     return calibrate(queries, stride, SemanticBoundary(compare=compare)).threshold  # type: ignore[arg-type]
+
+
+def thresholds(trace: Trace, stride: float) -> tuple[float, ...]:
+    """One tau per layer, each for that stride."""
+    queries = {n: trace.layers[n].prompt_queries.transpose(0, 1)[-1024:] for n in LAYERS}
+    found = calibrate(queries, stride, per_layer=True).threshold
+    assert isinstance(found, tuple)
+    return found
 
 
 def locality(traces: dict[str, Trace]) -> str:
@@ -54,13 +64,15 @@ def strides(traces: dict[str, Trace]) -> str:
     for label, trace in traces.items():
         for stride in (5, 16):
             tau, slow = threshold(trace, stride), threshold(trace, stride, "retrieval")
+            own = json.dumps(thresholds(trace, stride))
             triggers = {
                 "adaptive, previous query": f"semantic-boundary:threshold={tau}",
+                "adaptive, tau per layer": f"semantic-boundary:threshold={own}",
                 "adaptive, query of the last search": f"semantic-boundary:threshold={slow},compare=retrieval",
             }
             reports = {name: _louis(trace, trigger=trigger) for name, trigger in triggers.items()}
-            used = 1 / reports["adaptive, previous query"].searches
-            reports[f"fixed stride {round(used)}"] = _louis(trace, trigger=f"fixed-stride:steps={max(1, round(used))}")
+            for used in sorted({max(1, round(1 / r.searches)) for r in reports.values()}):
+                reports[f"fixed stride {used}"] = _louis(trace, trigger=f"fixed-stride:steps={used}")
             reports |= {"every step": _louis(trace, trigger="every-step")} if stride == 5 else {}
             for name, r in reports.items():
                 rows.append([label, stride, name, 1 / r.searches, r.mass, r.recall, r.output_error, r.reused])

@@ -45,7 +45,7 @@ class LayerState:
         sequences = self.shape.sequences
         self.method = method
         self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
-        self.trigger = method.build_trigger(sequences)
+        self.trigger = method.build_trigger(sequences, self.layer)
         self._marks_segments = method.trigger_config().marks_segments
         fetch = method.fetch_config()
         self._fetch = fetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvrecall
 from kvrecall.errors import ParameterError
 from kvrecall.evaluate.calibrate import calibrate, searches, watch_queries
 from kvrecall.trigger import SemanticBoundary
@@ -25,6 +26,7 @@ def test_threshold_gives_the_wanted_stride_and_a_lower_one_does_not(stride: floa
     trigger = SemanticBoundary(compare=compare)  # type: ignore[arg-type]
     found = calibrate(queries, stride, trigger)
     assert found.stride <= stride and set(found.layers) == {2, 3, 4}
+    assert isinstance(found.threshold, float)
     below = SemanticBoundary(found.threshold - 0.001, compare=compare)  # type: ignore[arg-type]
     assert 1200 / sum(searches(q, below) for q in queries.values()) > stride
     total = sum(400 / s for s in found.layers.values())
@@ -36,6 +38,19 @@ def test_counted_searches_are_those_of_the_trigger() -> None:
     for trigger in (SemanticBoundary(0.6), SemanticBoundary(0.6, max_stride=4), SemanticBoundary(0.6, compare="retrieval")):
         state = trigger.build(1)
         assert searches(queries, trigger) == sum(state.fires(q[None], [0])[0] for q in queries)
+
+
+def test_every_layer_can_have_its_own_threshold() -> None:
+    queries = {1: walk(3), 3: 2 * walk(5) + gaussian(9, 400, 4, 32), 4: walk(7) + 3}
+    found = calibrate(queries, 5, dense_layers=(), per_layer=True)
+    assert isinstance(found.threshold, tuple) and len(found.threshold) == 5 and found.threshold[:3:2] == (0.0, 0.0)
+    assert all(4 < stride <= 5 for stride in found.layers.values())
+    shared = calibrate(queries, 5, dense_layers=())
+    assert max(shared.layers.values()) > 2 * min(shared.layers.values())
+    method = kvrecall.LouisKV(threshold=found.threshold)
+    assert [method.trigger_config().at(n) for n in queries] == [found.threshold[n] for n in queries]  # type: ignore[union-attr]
+    with pytest.raises(ParameterError, match="layer 5"):
+        method.build_trigger(1, 5)
 
 
 def test_dense_layers_do_not_count() -> None:

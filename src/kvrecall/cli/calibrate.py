@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,7 @@ def calibrate(
     tokens: Annotated[str | None, typer.Option(help="Tokens of the text to use; all if left out.")] = None,
     compare: Annotated[str, typer.Option(help="Reference query: previous or retrieval.")] = "previous",
     max_stride: Annotated[int | None, typer.Option(min=1, help="Search at the latest after that many steps.")] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="A threshold for every layer instead of one for all.")] = False,
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -46,13 +48,14 @@ def calibrate(
 
     with token_bar("reading", as_json) as on_progress:
         queries = watch_queries(session.model, session.tensor(ids), chunk_tokens=chunk_tokens, on_progress=on_progress)
-    found = find(queries, stride, trigger)
+    found = find(queries, stride, trigger, per_layer=per_layer)
     if not as_json:
         table = plain_table(None, "layer", "steps per search")
         for number, steps in found.layers.items():
             table.add_row(str(number), f"{steps:.1f}")
         console = Console(file=sys.stdout, highlight=False)
         console.print(table)
-        console.print(f"threshold {found.threshold} searches every {found.stride:.2f} steps in the mean over these layers:")
-        console.print(f"  kvrecall ask … --method louiskv --set threshold={found.threshold}")
+        written = json.dumps(found.threshold).replace(" ", "")
+        console.print(f"a search every {found.stride:.2f} steps in the mean over these layers:")
+        console.print(f"  kvrecall ask … --method louiskv --set threshold={written}", soft_wrap=True)
     return {"model": session.name, "tokens": len(ids)} | found.to_dict()

@@ -19,9 +19,12 @@ from kvrecall.trigger import SemanticBoundary, mean_cosine
 
 @dataclass(frozen=True)
 class Calibration:
-    """threshold: tau. stride: mean decode steps per search over all layers at that tau. layers: the same for each layer."""
+    """threshold: tau, one for all layers or one per layer by number (0 where a layer does not count).
 
-    threshold: float
+    stride: mean decode steps per search over all layers at that tau. layers: the same for each layer.
+    """
+
+    threshold: float | tuple[float, ...]
     stride: float
     layers: dict[int, float]
 
@@ -49,10 +52,12 @@ def calibrate(
     trigger: SemanticBoundary | None = None,
     *,
     dense_layers: tuple[int, ...] = (0, 1),
+    per_layer: bool = False,
 ) -> Calibration:
     """The smallest tau whose mean stride over the layers is at most `stride`, to 0.001.
 
     queries: per layer `[T, H_q, D]` of consecutive tokens. trigger: its other settings are kept. dense_layers do not count.
+    per_layer: a tau for every layer, each with that stride; one for all lets few layers make most of the searches.
     """
     trigger = trigger or SemanticBoundary()
     kept = {n: q.float() for n, q in queries.items() if n not in dense_layers}
@@ -61,25 +66,34 @@ def calibrate(
         raise ParameterError("queries", "2 tokens or more in a layer that is not dense", steps, "Give more text.")
     if not 1 <= stride <= steps:
         raise ParameterError("stride", f"a number of steps in [1, {steps}]", stride, "The paper uses 5 and 16.")
-    low, high = -1000, 1000  # thousandths; more searches the higher tau is
-    while low < high:
-        middle = (low + high) // 2
-        if _mean_stride(kept, replace(trigger, threshold=middle / 1000)) <= stride:
-            high = middle
-        else:
-            low = middle + 1
-    chosen = replace(trigger, threshold=low / 1000)
-    layers = {n: len(q) / searches(q, chosen) for n, q in kept.items()}
-    return Calibration(chosen.threshold, _mean_stride(kept, chosen), layers)
+    if per_layer:
+        single = {n: _smallest({n: q}, stride, trigger) for n, q in kept.items()}
+        found = tuple(single.get(n, 0.0) for n in range(max(single) + 1))
+    else:
+        found = _smallest(kept, stride, trigger)
+    chosen = replace(trigger, threshold=found)
+    layers = {n: len(q) / searches(q, chosen, n) for n, q in kept.items()}
+    return Calibration(found, _mean_stride(kept, chosen), layers)
 
 
-def searches(queries: Tensor, trigger: SemanticBoundary) -> int:
-    """How often the trigger fires along fp32 queries `[T, H_q, D]`; the first step always does."""
+def searches(queries: Tensor, trigger: SemanticBoundary, layer: int = 0) -> int:
+    """How often the trigger fires along fp32 queries `[T, H_q, D]` of a layer; the first step always does."""
     if trigger.compare == "previous" and trigger.max_stride is None:
-        return 1 + int((mean_cosine(queries[1:], queries[:-1]) < trigger.threshold).sum())
-    state = trigger.build(1)
+        return 1 + int((mean_cosine(queries[1:], queries[:-1]) < trigger.at(layer)).sum())
+    state = trigger.build(1, layer)
     return sum(state.fires(query[None], [0])[0] for query in queries)
 
 
+def _smallest(queries: dict[int, Tensor], stride: float, trigger: SemanticBoundary) -> float:
+    low, high = -1000, 1000  # thousandths; more searches the higher tau is
+    while low < high:
+        middle = (low + high) // 2
+        if _mean_stride(queries, replace(trigger, threshold=middle / 1000)) <= stride:
+            high = middle
+        else:
+            low = middle + 1
+    return low / 1000
+
+
 def _mean_stride(queries: dict[int, Tensor], trigger: SemanticBoundary) -> float:
-    return sum(map(len, queries.values())) / sum(searches(q, trigger) for q in queries.values())
+    return sum(map(len, queries.values())) / sum(searches(q, trigger, n) for n, q in queries.items())

@@ -116,9 +116,9 @@ class Method:
         config = self.index_config()
         return None if config is None else config.build(shape)
 
-    def build_trigger(self, sequences: int) -> Trigger:
-        """The trigger of one layer."""
-        return self.trigger_config().build(sequences)
+    def build_trigger(self, sequences: int, layer: int) -> Trigger:
+        """The trigger of one layer, by its number in the model."""
+        return self.trigger_config().build(sequences, layer)
 
     def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""

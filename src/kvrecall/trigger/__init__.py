@@ -36,7 +36,7 @@ class EveryStep(Part):
     name: ClassVar[str] = "every-step"
     marks_segments: ClassVar[bool] = False
 
-    def build(self, sequences: int) -> Trigger:
+    def build(self, sequences: int, layer: int = 0) -> Trigger:
         return StrideTrigger(1, sequences)
 
 
@@ -54,7 +54,7 @@ class FixedStride(Part):
         if not isinstance(self.steps, int) or self.steps < 1:
             raise ParameterError("steps", "an integer >= 1", self.steps, "1 searches at every step.")
 
-    def build(self, sequences: int) -> Trigger:
+    def build(self, sequences: int, layer: int = 0) -> Trigger:
         return StrideTrigger(self.steps, sequences)
 
 
@@ -63,6 +63,7 @@ class SemanticBoundary(Part):
     """Searches when the query turns (LouisKV section 4.1): where cos(q_t, q_ref), averaged over the heads, falls below
     `threshold` (tau).
 
+    threshold: one for all layers (the paper), or one per layer, by number: layers turn at very different rates.
     compare: "previous" takes q_ref from the step before (the paper), "retrieval" from the last step that fired, which also
     notices a slow drift. max_stride: fires after that many steps without a boundary; None: never.
     `kvrecall calibrate` finds the threshold for a wanted mean stride.
@@ -72,20 +73,30 @@ class SemanticBoundary(Part):
     name: ClassVar[str] = "semantic-boundary"
     marks_segments: ClassVar[bool] = True
 
-    threshold: float = 0.8
+    threshold: float | tuple[float, ...] = 0.8
     compare: Literal["previous", "retrieval"] = "previous"
     max_stride: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.threshold, int | float) or not -1 <= self.threshold <= 1:
-            raise ParameterError("threshold", "a cosine in [-1, 1]", self.threshold, "`kvrecall calibrate` finds one.")
+        given = self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
+        if not given or not all(isinstance(x, int | float) and -1 <= x <= 1 for x in given):
+            expected = "a cosine in [-1, 1], or one per layer"
+            raise ParameterError("threshold", expected, self.threshold, "`kvrecall calibrate` finds one.")
         if self.compare not in ("previous", "retrieval"):
             raise UnknownNameError("reference query", str(self.compare), ("previous", "retrieval"))
         if self.max_stride is not None and (not isinstance(self.max_stride, int) or self.max_stride < 1):
             raise ParameterError("max_stride", "an integer >= 1 or None", self.max_stride, "It counts decode steps.")
 
-    def build(self, sequences: int) -> Trigger:
-        return BoundaryTrigger(self, sequences)
+    def at(self, layer: int) -> float:
+        """The threshold of one layer."""
+        if not isinstance(self.threshold, tuple):
+            return self.threshold
+        if layer >= len(self.threshold):
+            raise ParameterError("threshold", f"a value for layer {layer}", self.threshold, "Give one per layer of the model.")
+        return self.threshold[layer]
+
+    def build(self, sequences: int, layer: int = 0) -> Trigger:
+        return BoundaryTrigger(self, self.at(layer), sequences)
 
 
 class StrideTrigger:
@@ -112,8 +123,8 @@ class StrideTrigger:
 class BoundaryTrigger:
     """Remembers the reference query of every sequence."""
 
-    def __init__(self, config: SemanticBoundary, sequences: int) -> None:
-        self._config = config
+    def __init__(self, config: SemanticBoundary, threshold: float, sequences: int) -> None:
+        self._config, self._threshold = config, threshold
         self._reference: list[Tensor | None] = [None] * sequences
         self._since = [0] * sequences
 
@@ -121,7 +132,7 @@ class BoundaryTrigger:
         config, fired = self._config, []
         for query, b in zip(queries.float(), sequences, strict=True):
             before = self._reference[b]
-            now = before is None or float(mean_cosine(query, before)) < config.threshold
+            now = before is None or float(mean_cosine(query, before)) < self._threshold
             self._since[b] += 1
             now = now or (config.max_stride is not None and self._since[b] >= config.max_stride)
             if now:
@@ -135,7 +146,7 @@ class BoundaryTrigger:
         self._reference[sequence], self._since[sequence] = None, 0
 
     def select(self, sequences: list[int]) -> BoundaryTrigger:
-        chosen = BoundaryTrigger(self._config, 0)
+        chosen = BoundaryTrigger(self._config, self._threshold, 0)
         chosen._reference = [self._reference[b] for b in sequences]  # never written to, only replaced
         chosen._since = [self._since[b] for b in sequences]
         return chosen
