@@ -21,9 +21,9 @@ class LouisKV(Method):
     3. Units are ranked by the mean over the group of the softmax of q · mean key; the budget is filled by token.
     4. The first two layers stay dense.
 
-    threshold: one number, or one per layer. compare: "previous" or "retrieval" (the query of the last search). max_stride: search
-    at the latest after that many steps. stretch_tokens: prompt tokens clustered together. size_correction: adds log(tokens) to
-    a unit's logit.
+    threshold: one number, or one per layer. compare: "previous" or "retrieval" (the query of the last search).
+    max_stride: search at the latest after that many steps. stretch_tokens: prompt tokens clustered together.
+    size_correction: adds log(tokens) to a unit's logit.
     """
 
     name: ClassVar[str] = "louiskv"
