@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,17 @@ from kvrecall.select.queries import QueryLog
 from kvrecall.select.static import ObservationWindow, StaticSet, choose
 from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
 from kvrecall.trigger.segments import SegmentLog
+
+
+class Held(NamedTuple):
+    """What the last search of a sequence found.
+
+    ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    zone: int
 
 
 class LayerState:
@@ -53,7 +65,7 @@ class LayerState:
         self.static_config = None if self.index is None else method.static_config()
         self.static: list[StaticSet | None] = [None] * sequences
         self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.held: dict[int, Held] = {}
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
         config = None if self.index is None else method.index_config()
@@ -98,6 +110,8 @@ class LayerState:
             if self.static_config is not None:
                 self._refresh_static(b, self.static_config)
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
+            if self._outgrown(b):
+                self.held.pop(b)
             if fired:
                 self.held.pop(b, None)
                 if self.segments is not None and self._marks_segments:
@@ -125,18 +139,18 @@ class LayerState:
                 none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
                 found = Selection(none.new_empty(*shape, 0), none)
             for i, b in enumerate(due):
-                self.held[b] = (found.ids[i], found.counts[i])
+                self.held[b] = Held(found.ids[i], found.counts[i], self.store.host[b].length)
 
     def fetch(self, sequences: list[int]) -> Rows:
         """Makes the selected rows of the sequences resident, as far as they are not."""
         found = []
         for b in sequences:
-            ids, counts = self.held[b]
-            fetched, moved = fetch_rows(ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
+            held = self.held[b]
+            fetched, moved = fetch_rows(held.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
             if self.keeps_rows:
                 self.fetched[b] = fetched
             self.count_fetch(moved)
-            found.append((fetched.rows, counts))
+            found.append((fetched.rows, held.counts))
         return stack_rows(found)
 
     def static_rows(self, sequences: list[int]) -> Rows:
@@ -168,9 +182,16 @@ class LayerState:
                 groups.setdefault(self.top_k - (0 if static is None else static.ids.shape[1]), []).append(b)
         return groups
 
+    def _outgrown(self, sequence: int) -> bool:
+        """Whether the held selection was one of everything, and no longer is: a selection of everything must stay one."""
+        held = self.held.get(sequence)
+        if held is None or held.zone == self.store.host[sequence].length:
+            return False
+        return self.attended_ids(sequence).shape[1] >= held.zone
+
     def attended_ids(self, sequence: int) -> Tensor:
         """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1."""
-        sets = [self.held[sequence][0]] if sequence in self.held else []
+        sets = [self.held[sequence].ids] if sequence in self.held else []
         static = self.static[sequence]
         sets += [] if static is None else [static.ids]
         return torch.cat(sets, 1)
@@ -192,11 +213,8 @@ class LayerState:
         if self.segments is not None:
             zones = self.store.zones(sequence)
             at_most = self.segments.oldest(sequence, zones.sink + zones.retrieval, zones.total)
-        covered = sequence in self.held and self.attended_ids(sequence).shape[1] >= self.store.host[sequence].length
         with self.clock("update"):
             moved = self.store.evict(sequence, at_most)
-        if moved is not None and covered:
-            del self.held[sequence]  # a selection of everything must stay one of everything
         self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
@@ -262,7 +280,7 @@ class LayerState:
         for b in sequences:
             static = self.static[b]
             kept = 0 if static is None else static.ids.numel()
-            selected = int(self.held[b][1].sum())
+            selected = int(self.held[b].counts.sum())
             self.stats.static_tokens += kept
             self.stats.retrieved_tokens += selected
             self.stats.attended_tokens += kept + selected

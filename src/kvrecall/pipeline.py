@@ -111,7 +111,8 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
         if layer.method.attends_on_host:
             for b in searching:
                 segments = list(layer.store.host[b].blocks())
-                found = attend_selected(queries[b, :, 0], segments, *layer.held[b], params.scaling, params.softcap)
+                held = layer.held[b]
+                found = attend_selected(queries[b, :, 0], segments, held.ids, held.counts, params.scaling, params.softcap)
                 parts += _at(b, queries, found)
     layer.learn(searching)
     return parts
