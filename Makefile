@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench-cpu test-gpu clean
+.PHONY: help install demo test lint format bench-cpu bench-gpu test-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,8 @@ demo: $(STAMP) ## Ask a small model questions about a long document (ARGS="--all
 	@$(BIN)/kvrecall demo $(ARGS)
 
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q --ignore=tests/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreted
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
@@ -36,6 +37,10 @@ format: $(STAMP) ## Fix style and formatting
 
 bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
 	$(BIN)/python -m kvrecall.bench.cpu_layer $(ARGS)
+
+bench-gpu: $(STAMP) ## Run the benchmarks of one layer and of a whole model on a CUDA GPU
+	$(BIN)/python -m kvrecall.bench.gpu_layer $(ARGS)
+	$(BIN)/python -m kvrecall.bench.gpu_decode
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

@@ -131,3 +131,10 @@ class ModelFilesError(KVRecallError, RuntimeError):
 
     def __init__(self, name: str, problem: str, remedy: str) -> None:
         super().__init__(f"model {name!r}: {problem}. {remedy}")
+
+
+class CaptureError(KVRecallError):
+    """A decode step cannot be captured as a CUDA graph."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"cannot capture the decode step: {reason}. {remedy}")

@@ -110,9 +110,8 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
         parts = [_scatter(part, searching, queries) if some else part for part in parts]
         if layer.method.attends_on_host:
             for b in searching:
-                segments = list(layer.store.host[b].blocks())
-                held = layer.held[b]
-                found = attend_selected(queries[b, :, 0], segments, held.ids, held.counts, params.scaling, params.softcap)
+                segments, (ids, counts, _) = list(layer.store.host[b].blocks()), layer.held[b]
+                found = attend_selected(queries[b, :, 0], segments, ids, counts, params.scaling, params.softcap)
                 parts += _at(b, queries, found)
     layer.learn(searching)
     return parts

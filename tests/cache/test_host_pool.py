@@ -188,3 +188,23 @@ def test_available_memory_is_a_plausible_number(monkeypatch: pytest.MonkeyPatch,
     assert available_host_bytes() == 2000  # the control group's limit, where it is the lower one
     limits["memory.max"] = "max"
     assert available_host_bytes() > 2**20
+
+
+def test_consolidating_keeps_rows_and_copies_only_when_it_must() -> None:
+    pool = HostPool(2, 8, torch.float32, segment_tokens=4)
+    rows = torch.randn(2, 11, 2, 8)
+    for piece in rows.split(3, 1):
+        pool.append(piece)
+    fork = pool.fork()
+    whole = pool.consolidate(20)
+    assert whole.shape == (2, 20, 2, 8) and torch.equal(whole[:, :11], rows)
+    assert pool.consolidate(15) is whole
+    assert pool.consolidate(21) is not whole
+    whole = pool.consolidate(21)
+    whole[:, 11:13] = 7.0  # what a kernel writes by address
+    pool.extend(13)
+    assert torch.equal(pool.gather(torch.tensor([[12], [12]])), torch.full((2, 1, 2, 8), 7.0))
+    assert torch.equal(torch.cat(list(fork.blocks()), 1), rows)  # and the fork sees nothing of it
+    shared = pool.fork()
+    assert pool.consolidate(13) is not whole  # another pool reads it: nothing may be written into it
+    assert torch.equal(torch.cat(list(shared.blocks()), 1)[:, :11], rows)

@@ -51,6 +51,23 @@ class HostPool:
             self.length += part.shape[1]
             rows = rows[:, part.shape[1] :]
 
+    def consolidate(self, tokens: int) -> Tensor:
+        """One segment `[H_kv, room >= tokens, 2, D]` of its own that holds everything, for writers that know only an address.
+
+        Copies once if there are several segments, another pool reads the only one, or it is too short.
+        """
+        if len(self._segments) != 1 or self._shared or self._segments[0].shape[1] < tokens:
+            heads, dim = self._shape
+            whole = allocate((heads, max(tokens, self.length, 1), 2, dim), self._dtype, self._pin)
+            for start, block in zip(self._starts, list(self.blocks()), strict=True):
+                whole[:, start : start + block.shape[1]] = block
+            self._segments, self._starts, self._shared = [whole], [0], 0
+        return self._segments[0]
+
+    def extend(self, tokens: int) -> None:
+        """Counts in rows that someone else has written behind those that were there, up to `tokens` in all."""
+        self.length = tokens
+
     def truncate(self, tokens: int) -> None:
         """Forgets everything after the first `tokens` rows; whole segments behind them are released."""
         self.length = min(tokens, self.length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from kvrecall.engine.prefill import Progress, check_prompt, prefill
-from kvrecall.errors import ContextLengthError, ParameterError
+from kvrecall.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 
 
@@ -50,11 +51,13 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     eos_token_id: int | list[int] | None = None,
+    capture: bool | None = None,
 ) -> GenerateResult:
     """Answers the whole prompt `[B, T]`; only what the cache does not hold yet is computed.
 
     temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch 1, needs a tokenizer); on_token gets
-    the number of answer tokens so far. Raises before storing anything if prompt and answer exceed the model's context.
+    the number of answer tokens so far. capture: replay a CUDA graph per step (`engine.captured`); None: where that is possible,
+    True raises CaptureError where it is not. Raises before storing anything if prompt and answer exceed the model's context.
     """
     _check(model, input_ids, max_new_tokens, chunk_tokens, attention_mask, temperature, top_p)
     if on_text is not None and (tokenizer is None or input_ids.shape[0] != 1):
@@ -81,7 +84,7 @@ def generate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     call: Any = model.generate
     try:
-        with attach(model), torch.random.fork_rng(enabled=seed is not None):
+        with attach(model), _capturing(model, cache, max_new_tokens, capture), torch.random.fork_rng(enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             sequences = call(
@@ -95,6 +98,19 @@ def generate(
     new = _answers(sequences[:, prompt:], config)
     texts = None if tokenizer is None else [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
     return GenerateResult(sequences, new, texts, first - start, end - first)
+
+
+def _capturing(
+    model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, capture: bool | None
+) -> AbstractContextManager[None]:
+    """Captured decoding if it is asked for, or neither refused nor impossible."""
+    if not capture and (capture is False or model.device.type != "cuda"):
+        return nullcontext()
+    if model.device.type != "cuda":
+        raise CaptureError(f"the model is on {model.device}", "Move it to a CUDA device, or leave `capture` out.")
+    from kvrecall.engine.captured.decoder import captured_decoding
+
+    return captured_decoding(model, cache, room_tokens, bool(capture))
 
 
 def _check(

@@ -24,6 +24,8 @@ class ParisKV(Method):
 
     candidate_ratio (beta), collision_ratio (rho): shares in (0, 1]; None takes them from `schedule`, by length of the zone.
     min_candidates_per_k: never rerank fewer than this many candidates per fetched token.
+    stage1: "collision" (the paper), or "product": the query's product with a key's signs, which finds more at the same cost and
+    has no use for collision_ratio.
     Its own gqa is "mean_q", as in the paper's code.
     seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
     """
@@ -31,6 +33,7 @@ class ParisKV(Method):
     name: ClassVar[str] = "pariskv"
     paper: ClassVar[str] = "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs"
 
+    stage1: str = "collision"
     candidate_ratio: float | None = None
     collision_ratio: float | None = None
     schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
@@ -54,5 +57,9 @@ class ParisKV(Method):
             for s in self.schedule
         )
         return SphereConfig(
-            schedule=steps, min_candidates_per_k=self.min_candidates_per_k, seed=self.seed, weight_dtype=self.weight_dtype
+            stage1=self.stage1,
+            schedule=steps,
+            min_candidates_per_k=self.min_candidates_per_k,
+            seed=self.seed,
+            weight_dtype=self.weight_dtype,
         )

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrecall.index.sphere import STAGE_ONE
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.index.sphere.build import check_selection, found_ids, index_of, search_both, synthetic_keys
 from tests.strategies import DTYPES, HEAD_DIMS, MODES, SEEDS, examples, gaussian, whole_numbers
@@ -15,16 +16,17 @@ FAMILIES = ("gaussian", "whole", "repeated", "zeros", "scales")
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-@examples(40)
+@examples(60)
 @given(
-    seed=SEEDS, mode=st.sampled_from(MODES), dim=st.sampled_from(HEAD_DIMS), kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
+    seed=SEEDS, mode=st.sampled_from(MODES), stage1=st.sampled_from(STAGE_ONE), dim=st.sampled_from(HEAD_DIMS),
+    kv_heads=st.integers(1, 3), group=st.integers(1, 4),
     lengths=st.lists(st.sampled_from([1, 2, 63, 111, 400]), min_size=1, max_size=3), top_k=st.sampled_from([1, 7, 20, 300]),
     weight=st.sampled_from(sorted(DTYPES)), family=st.sampled_from(FAMILIES), whole=st.booleans(),
 )  # fmt: skip
 def test_compiled_ids_are_the_references_ids(
     seed: int,
     mode: str,
+    stage1: str,
     dim: int,
     kv_heads: int,
     group: int,
@@ -35,7 +37,7 @@ def test_compiled_ids_are_the_references_ids(
     whole: bool,
 ) -> None:
     keys = [synthetic_keys(family, seed + b, kv_heads, n, dim) for b, n in enumerate(lengths)]
-    index = index_of(keys, group, gqa=mode, weight_dtype=DTYPES[weight], min_candidates_per_k=2)
+    index = index_of(keys, group, gqa=mode, stage1=stage1, weight_dtype=DTYPES[weight], min_candidates_per_k=2)
     queries = (whole_numbers if whole else gaussian)(seed + 9, len(lengths), kv_heads * group, dim)
     found = search_both(index, queries, top_k)
     for counts, n in zip(found.counts.tolist(), lengths, strict=True):
@@ -51,12 +53,13 @@ def test_zones_around_and_beyond_one_chunk_of_the_scan(mode: str, lengths: list[
 
 
 @modes
+@pytest.mark.parametrize("stage1", STAGE_ONE)
 @pytest.mark.parametrize("query", ["zero", "one-hot", "huge", "tiny"])
-def test_odd_queries(mode: str, query: str) -> None:
+def test_odd_queries(mode: str, query: str, stage1: str) -> None:
     queries = gaussian(1, 1, 4, 128) * {"zero": 0.0, "one-hot": 0.0, "huge": 1e15, "tiny": 1e-40}[query]
     if query == "one-hot":
         queries[:, :, 5] = 1.0
-    found = search_both(index_of([synthetic_keys("repeated", 4, 2, 1000, 128)], 2, gqa=mode), queries, 20)
+    found = search_both(index_of([synthetic_keys("repeated", 4, 2, 1000, 128)], 2, gqa=mode, stage1=stage1), queries, 20)
     if query == "zero" and mode != "per_head":
         assert found.counts.tolist() == [[20, 20]]
 

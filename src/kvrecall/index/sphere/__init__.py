@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import search_queries
 from kvrecall.structs import Budget, Selection, lasting_tensors
 
+if TYPE_CHECKING:
+    from kvrecall.index.sphere.kernels.search import GpuSearch
+
+STAGE_ONE = ("collision", "product")
+"""How the first stage scores a key: collisions of its sign patterns with the query's best (the paper), or the product of the
+query with its signs."""
 WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _ENCODE_TOKENS = 8192
@@ -27,11 +33,15 @@ _ENCODE_TOKENS = 8192
 
 @dataclass(frozen=True)
 class SphereConfig(IndexConfig):
-    """What a sphere index is made with. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32"."""
+    """What a sphere index is made with.
+
+    stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
+    """
 
     name: ClassVar[str] = "sphere"
 
     gqa: str = "mean_q"
+    stage1: str = "collision"
     schedule: tuple[RatioStep | tuple[int | None, float, float], ...] = PAPER_SCHEDULE
     min_candidates_per_k: int = 4
     seed: int = 42
@@ -42,6 +52,8 @@ class SphereConfig(IndexConfig):
         steps = tuple(step if isinstance(step, RatioStep) else RatioStep(*step) for step in self.schedule)  # from text
         object.__setattr__(self, "schedule", steps)
         check_schedule(steps)
+        if self.stage1 not in STAGE_ONE:
+            raise UnknownNameError("stage1", self.stage1, STAGE_ONE)
         if str(self.weight_dtype).removeprefix("torch.") not in WEIGHT_DTYPES:
             raise UnknownNameError("weight_dtype", str(self.weight_dtype), WEIGHT_DTYPES)
 
@@ -80,9 +92,11 @@ class SphereIndex(Index):
         counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
         with lasting_tensors():
             self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
-        self._zero_norms = [False] * shape.sequences  # only kept for the compiled path
+            self._zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._compiled = _compiled_available(shape.device) if compiled is None else compiled
+        self._kernels = _kernels_available(shape.device)
+        self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -109,8 +123,7 @@ class SphereIndex(Index):
             self._magnitudes.append(sequence, codes.magnitudes)
             self._weights.append(sequence, codes.weights)
             self._count(sequence, codes.signs, 1)
-            if self._compiled and not self._zero_norms[sequence]:
-                self._zero_norms[sequence] = bool((codes.weights == 0).all(-1).any())
+            self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
@@ -121,10 +134,12 @@ class SphereIndex(Index):
         chosen = copy(self)
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
-        chosen._zero_norms = [self._zero_norms[b] for b in sequences]
         chosen._excluded = [self._excluded[b] for b in sequences]
+        chosen._gpu = None
         with lasting_tensors():
-            chosen._counts = self._counts[torch.tensor(sequences, device=self._counts.device)]
+            chosen._counts, chosen._zero_norms = (
+                x[torch.tensor(sequences, device=x.device)] for x in (self._counts, self._zero_norms)
+            )
         return chosen
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
@@ -134,8 +149,17 @@ class SphereIndex(Index):
         """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
         return Codes(self._signs.view(sequence), self._magnitudes.view(sequence), self._weights.view(sequence))
 
+    def extend(self, sequence: int, tokens: int) -> None:
+        """Counts in summaries that kernels have written behind those that were there, up to `tokens` in all."""
+        before = self._signs.lengths[sequence]
+        for table in (self._signs, self._magnitudes, self._weights):
+            table.lengths[sequence] = tokens
+        self._count(sequence, self._signs.view(sequence)[:, before:], 1)
+
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config
+        if self._kernels and config.gqa != "per_head":
+            return self._search_gpu(queries, budget, sequences)
         rotated, sizes = self._prepare(queries, budget, sequences)
         excluded = [self._excluded[b] for b in sequences]
         if self._compiled:
@@ -143,11 +167,13 @@ class SphereIndex(Index):
 
             tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts)
             lengths = [self.lengths[b] for b in sequences]
-            zero_norms = [self._zero_norms[b] for b in sequences]
-            return search_batch(tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded)
+            zero_norms = [bool(self._zero_norms[b].any()) for b in sequences]
+            return search_batch(
+                tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded, config.stage1
+            )
         found = [
             reference.search_sequence(
-                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred
+                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1
             )
             for b, query, size, barred in zip(sequences, rotated, sizes, excluded, strict=True)
         ]  # fmt: skip
@@ -157,9 +183,48 @@ class SphereIndex(Index):
         """What stage I leaves for the rerank, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
         rotated, sizes = self._prepare(queries, budget, sequences)
         return [
-            reference.stage_one(self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b])
+            reference.stage_one(
+                self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b], self.config.stage1
+            )
             for b, query, size in zip(sequences, rotated, sizes, strict=True)
         ]
+
+    def _search_gpu(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        """By the kernels: nothing is asked of the host, so ids keep the width of the budget."""
+        from kvrecall.index.sphere.kernels.search import GpuSearch, Tables, plan_row
+
+        config, signs = self.config, self._signs.rows
+        count, heads, capacity, blocks = signs.shape
+        sizes = [stage_sizes(config.steps, n, budget.top_k, config.min_candidates_per_k) for n in self.lengths]
+        most = max(sizes[b].candidates for b in sequences)
+        gpu = self._gpu
+        if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != capacity or gpu.candidates < most:
+            group, dim = queries.shape[1] // heads, blocks * BLOCK
+            room = most * 9 // 8
+            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self._rotation)
+            self._gpu = gpu
+        excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
+        plan = torch.tensor([plan_row(*row) for row in zip(self.lengths, sizes, excluded, strict=True)], dtype=torch.int32)
+        fire = torch.zeros(count, dtype=torch.int32)
+        fire[sequences] = 1
+        every = queries
+        if len(sequences) < count:
+            every = queries.new_zeros(count, *queries.shape[1:])
+            every[sequences] = queries
+        tables = Tables(signs, self._magnitudes.rows, self._weights.rows, self._counts, self._zero_norms, self._barred())
+        device = signs.device
+        gpu.launch(every.contiguous(), tables, plan.to(device), fire.to(device), budget.scaling)
+        return Selection(gpu.ids[sequences], gpu.counts[sequences])
+
+    def _barred(self) -> Tensor | None:
+        """uint8 `[B, H_kv, capacity]`: 1 for excluded tokens; None where there are none."""
+        if all(ids is None for ids in self._excluded):
+            return None
+        flags = torch.zeros(self._signs.rows.shape[:3], dtype=torch.uint8, device=self._signs.rows.device)
+        for b, ids in enumerate(self._excluded):
+            if ids is not None:
+                flags[b].scatter_(1, ids.long().to(flags.device), 1)
+        return flags
 
     def _prepare(self, queries: Tensor, budget: Budget, sequences: list[int]) -> tuple[Tensor, list[StageSizes]]:
         config = self.config
@@ -174,16 +239,24 @@ class SphereIndex(Index):
             from kvrecall.index.sphere import compiled_encode
 
             return compiled_encode.encode(keys, self._rotation, self.config.stored_dtype)
+        if self._kernels:
+            from kvrecall.index.sphere.kernels import encode as kernels
+
+            return kernels.encode(keys, self._rotation, self.config.stored_dtype)
         return encode(keys, self._rotation, self.config.stored_dtype)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
+        self._add_counts(self._counts[sequence], signs, sign)
+
+    def _add_counts(self, counts: Tensor, signs: Tensor, sign: int) -> None:
+        """Counts the sign patterns `[H_kv, n, S]` into counts `[H_kv, S, 256]`."""
         if self._compiled:
             from kvrecall.index.sphere import compiled_encode
 
-            return compiled_encode.count_signs(signs.contiguous(), self._counts[sequence], sign)
+            return compiled_encode.count_signs(signs.contiguous(), counts, sign)
         ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
         ones = torch.full_like(ids, sign, dtype=torch.int32)
-        self._counts[sequence].scatter_add_(-1, ids, ones)
+        counts.scatter_add_(-1, ids, ones)
 
 
 def _compiled_available(device: torch.device) -> bool:
@@ -192,3 +265,11 @@ def _compiled_available(device: torch.device) -> bool:
     from importlib.util import find_spec
 
     return find_spec("numba") is not None
+
+
+def _kernels_available(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None

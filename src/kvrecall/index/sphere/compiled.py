@@ -1,7 +1,7 @@
 """The two-stage search for the CPU, compiled with numba; returns exactly the ids of `reference.py`.
 
 Work is cut into (sequence, KV head, chunk of tokens) so that few heads still fill all cores:
-1. tables: per query and block, 256 collision bonuses and 4 x 256 products of coordinate pairs;
+1. tables: per query and block, 256 scores of sign patterns and 4 x 256 products of coordinate pairs;
 2. scan: coarse score of every token by table look-up, and a histogram per chunk (bytes: S per token);
 3. threshold: the score at which the wanted number of candidates is reached, and how many equal ones each chunk may take;
 4. rerank: candidates in ascending position, 4 look-ups per block (bytes: 5 to 7 S per candidate);
@@ -27,6 +27,7 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
+from kvrecall.index.sphere.reference import product_bonus
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
@@ -49,6 +50,7 @@ def search_batch(
     budget: Budget,
     mode: str,
     excluded: list[Tensor | None],
+    stage1: str,
 ) -> Selection:
     """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`.
 
@@ -56,6 +58,7 @@ def search_batch(
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
     need not look at weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that may not be found.
+    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own.
     """
     signs, magnitudes, weights, counts = tables
     weight_bits, kind = as_bits(weights)
@@ -64,12 +67,15 @@ def search_batch(
     for b, e in enumerate(excluded):
         if e is not None:
             barred[b, :, : e.shape[1]] = e.numpy()
+    products = np.empty((0, 0, 0, 0, 0), np.uint8)
+    if stage1 == "product":
+        products = torch.stack([product_bonus(own) for own in queries]).to(torch.uint8).numpy()
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        barred, barred_counts,
+        barred, barred_counts, products,
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -93,6 +99,7 @@ def _search(
     mode,
     barred,
     barred_counts,
+    products,
 ):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
@@ -109,7 +116,10 @@ def _search(
         h = task // (blocks * group) % heads
         b = task // (blocks * group * heads)
         block = queries[b, h, g, 8 * s : 8 * s + 8]
-        bonus_table(block, counts[sequences[b], h, s], targets[b], bonus[b, h, g, s])
+        if products.size > 0:
+            bonus[b, h, g, s] = products[b, h, g, s]
+        else:
+            bonus_table(block, counts[sequences[b], h, s], targets[b], bonus[b, h, g, s])
         pair_tables(block, levels, pairs[b, h, g, s])
 
     coarse = np.empty((b_n, heads, sets, longest), np.uint8)

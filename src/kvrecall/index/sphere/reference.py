@@ -40,6 +40,24 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
     return torch.zeros_like(tiers).scatter_(-1, order, tiers)
 
 
+PEAK_SCORE = 240
+"""What the entries of a key that agrees with a query in every sign add up to, before rounding: they must fit one byte."""
+
+
+def product_bonus(queries: Tensor) -> Tensor:
+    """Product of every block of a query with every sign pattern, counted from the smallest, in steps of |q|_1 / 120.
+
+    The one-bit inner product <q, sign(k)> becomes a sum of table entries like the collision score does, 0..240 in all.
+    queries: rotated `[..., D]`. Returns int64 `[..., S, 256]`.
+    """
+    blocks = queries.unflatten(-1, (-1, BLOCK))
+    patterns = unpack_signs(torch.arange(CENTROIDS, device=queries.device).to(torch.uint8))  # [256, 8]
+    agrees = (patterns >= 0) == (blocks.unsqueeze(-2) >= 0)
+    matched = torch.where(agrees, blocks.abs().unsqueeze(-2), 0.0).sum(-1)
+    total = queries.abs().sum(-1)[..., None, None]
+    return (matched * torch.where(total > 0, PEAK_SCORE / total, 0.0) + 0.5).long()
+
+
 def collision_scores(signs: Tensor, bonus: Tensor) -> Tensor:
     """Coarse scores: signs uint8 `[..., n, S]`, bonus `[..., S, 256]` -> int64 `[..., n]`."""
     return bonus.gather(-1, signs.long().transpose(-1, -2)).sum(-2)
@@ -62,15 +80,17 @@ def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
 
 
 def stage_one(
-    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, mode: str, excluded: Tensor | None = None
-) -> Tensor:
-    """Candidates of one sequence by collisions (Appendix B.2.1).
+    codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, mode: str, excluded: Tensor | None = None,
+    stage1: str = "collision",
+) -> Tensor:  # fmt: skip
+    """Candidates of one sequence by collisions (Appendix B.2.1), or by one-bit inner products (`stage1="product"`).
 
     codes: `[H_kv, n, ·]`. counts: `[H_kv, S, 256]`. queries: rotated fp32 `[H_kv, G', D]`, G' = 1 for `mean_q`, else G.
     excluded: int `[H_kv, m]`, tokens that may not be found.
     Returns ascending int64 ids `[H_kv, 1 or G, C]` (G sets for `per_head`; other modes share the group's largest score).
     """
-    bonus = collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets)
+    collides = stage1 == "collision"
+    bonus = collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets) if collides else product_bonus(queries)
     coarse = collision_scores(codes.signs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1), bonus)
     if mode != "per_head":
         coarse = coarse.amax(1, keepdim=True)
@@ -101,10 +121,10 @@ def stage_two(
 
 def search_sequence(
     codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float,
-    excluded: Tensor | None = None,
+    excluded: Tensor | None = None, stage1: str = "collision",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both stages over the n tokens of one sequence."""
-    candidates = stage_one(codes, counts, queries, sizes, mode, excluded)
+    candidates = stage_one(codes, counts, queries, sizes, mode, excluded, stage1)
     return stage_two(codes, queries, candidates, top_k, mode, scaling)
 
 

@@ -30,4 +30,4 @@ def rotation_matrix(head_dim: int, seed: int) -> Tensor:
         gaussian = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64)
         q, r = torch.linalg.qr(gaussian)
         matrix = q * torch.sign(torch.diagonal(r))
-    return matrix.float()
+    return matrix.float().contiguous()

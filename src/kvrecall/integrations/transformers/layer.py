@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,8 @@ class RetrievalLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.number = cache, number
         self.state: LayerState | None = None
+        self.captured: Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor] | None = None
+        """Set while a captured decode owns the state: takes (queries, keys, values, parameters) of a step."""
         self._logical = 0
         self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None while nothing was padding
 
@@ -58,6 +61,9 @@ class RetrievalLayer(CacheLayerMixin):
         """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
         if not self.cache.attached():
             raise NotAttachedError
+        if self.captured is not None:
+            setattr(key_states, LAYER_TAG, self)
+            return key_states, value_states
         if not self._logical:  # nothing is stored yet: take the shape of what comes, whatever an earlier, refused call left
             self.lazy_initialization(key_states, value_states)
         state = self._ready()
@@ -79,6 +85,8 @@ class RetrievalLayer(CacheLayerMixin):
 
         mask: bool `[B, logical length + T]`, False for padding, or None.
         """
+        if self.captured is not None:
+            return self.captured(queries, keys, values, params)
         new = queries.shape[2]
         valid = self._new_validity(mask, new)
         if self.cache.on_queries is not None:
@@ -92,6 +100,16 @@ class RetrievalLayer(CacheLayerMixin):
             self._advance(valid, new)
             self.cache.layer_done(self.number)
         return out
+
+    def count_captured(self) -> None:
+        """Counts a token that a captured decode has added."""
+        self._logical += 1
+
+    def give_back(self) -> None:
+        """A captured decode has ended; what it added was no padding."""
+        self.captured = None
+        if self._valid is not None:
+            self._valid = torch.nn.functional.pad(self._valid, (0, self._logical - self._valid.shape[1]), value=True)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._logical + int(query_length), 0

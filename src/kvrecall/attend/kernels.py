@@ -1,0 +1,98 @@
+"""Decode attention by Triton: split over rows, each part with its log-sum-exp, merged in one more kernel.
+
+Resident rows and selected ones are parts of one attention: selected rows are read straight from page-locked host memory
+(ParisKV section 4.2.3), or from the device where the last step left them, and attended in the same pass. All sums are fp32.
+Bytes: 4 D per row and KV head in 16-bit types, once, for all query heads of a group.
+"""
+
+# A kernel's parameters have types that only Triton knows.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softcap, D: tl.constexpr, BD: tl.constexpr,
+                 G: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """G queries over rows b_k, b_v fp32 `[R, BD]`: parts out `[G, PARTS, D]` and natural-log lse `[G, PARTS]`, fp32."""
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    for g in tl.static_range(G):
+        b_q = tl.load(p_queries + g * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_logit = tl.sum(b_k * b_q[None, :], 1) * scaling
+        if CAP:
+            b_fast = 1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0)  # tanh
+            b_logit = softcap * b_fast
+        b_logit = tl.where(m_r, b_logit, float("-inf"))
+        peak = tl.max(b_logit, 0)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        b_p = tl.exp(b_logit - base)
+        total = tl.sum(b_p, 0)
+        b_sum = tl.sum(b_p[:, None] * b_v, 0) / tl.where(total > 0, total, 1.0)
+        tl.store(p_out + (g * PARTS + o_part) * D + o_d, b_sum, mask=m_d)
+        tl.store(p_lse + g * PARTS + o_part, base + tl.log(total))
+
+
+@triton.jit
+def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr, RING: tl.constexpr):
+    """K and V `[R, BD]` of resident rows o_r of `[CAPACITY, 2, D]`, and which of them are real.
+
+    length[0] rows are real. RING: rows behind the first SINK are a ring of which length[1] from place length[2] on are real.
+    """
+    o_d = tl.arange(0, BD)
+    if RING:
+        o_age = o_r - SINK - tl.load(p_length + 2)
+        o_age = tl.where(o_age < 0, o_age + (CAPACITY - SINK), o_age)
+        m_r = tl.where(o_r < SINK, o_r < tl.load(p_length), o_age < tl.load(p_length + 1)) & (o_r < CAPACITY)
+    else:
+        m_r = o_r < tl.load(p_length)
+    p_row = p_rows + o_r[:, None] * (2 * D) + o_d[None, :]
+    m_row = m_r[:, None] & (o_d < D)[None, :]
+    return tl.load(p_row, mask=m_row, other=0.0), tl.load(p_row + D, mask=m_row, other=0.0), m_r
+
+
+@triton.jit
+def selected_rows(
+    p_like, p_host, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, PAIRS, K,
+    D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
+):  # fmt: skip
+    """K and V `[R, BD]` of selected rows: number o_k of a selection, whose ids `[R]` are -1 where there is none.
+
+    host int64 `[2]`: address of a pool `[H_kv, room, 2, D]` of p_like's dtype, and its room. REUSE: kept `[2, PAIRS, K, 2, D]`
+    holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; parity says which half is this step's, the other is
+    the last one's. Without REUSE nothing is kept. read[0] counts the rows that came from the host.
+    """
+    o_d = tl.arange(0, BD)
+    m_d = (o_d < D)[None, :]
+    m_r = b_id >= 0
+    p_pool = tl.load(p_host).to(tl.pointer_type(p_like.dtype.element_ty))
+    p_row = p_pool + (i_kv * tl.load(p_host + 1) + b_id)[:, None] * (2 * D) + o_d[None, :]
+    if REUSE:
+        parity = tl.load(p_parity)
+        o_now = (parity * PAIRS + i_bh) * K
+        o_then = ((1 - parity) * PAIRS + i_bh) * K
+        o_all = tl.arange(0, BK)
+        b_then = tl.load(p_kept_ids + o_then + o_all, mask=o_all < K, other=-1)
+        m_same = (b_id[:, None] == b_then[None, :]) & m_r[:, None]
+        b_slot = tl.max(tl.where(m_same, o_all[None, :], -1), 1)
+        m_kept = (b_slot >= 0)[:, None] & m_d
+        m_host = m_r & (b_slot < 0)
+        p_then = p_kept + (o_then + b_slot)[:, None] * (2 * D) + o_d[None, :]
+        b_k = tl.load(p_row, mask=m_host[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_row + D, mask=m_host[:, None] & m_d, other=0.0)
+        b_k = tl.where(m_kept, tl.load(p_then, mask=m_kept, other=0.0), b_k)
+        b_v = tl.where(m_kept, tl.load(p_then + D, mask=m_kept, other=0.0), b_v)
+        p_now = p_kept + (o_now + o_k)[:, None] * (2 * D) + o_d[None, :]
+        tl.store(p_now, b_k, mask=(o_k < K)[:, None] & m_d)
+        tl.store(p_now + D, b_v, mask=(o_k < K)[:, None] & m_d)
+        tl.store(p_kept_ids + o_now + o_k, b_id, mask=o_k < K)
+    else:
+        m_host = m_r
+        b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
+    tl.atomic_add(p_read, tl.sum(m_host.to(tl.int32), 0).to(tl.int64), sem="relaxed")
+    return b_k, b_v

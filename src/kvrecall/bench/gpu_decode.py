@@ -1,0 +1,208 @@
+"""A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
+
+    python -m kvrecall.bench.gpu_decode [--shape llama-3.1-8b] [--context 65536,262144] [--batch 1] [--layers 32] [--out FILE]
+
+Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Full attention keeps K and V
+in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN or flash, the faster one);
+its step is captured as a CUDA graph as ours is, so both run the same modules of transformers with the same launch costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvrecall.bench.gpu_layer import CONFIGS
+from kvrecall.bench.rows import write_csv
+from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.integrations.transformers import RetrievalCache
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+}  # fmt: skip
+_NAME = "kvrecall-bench-full"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; milliseconds per decode step, GiB allocated. A side that does not fit has nan."""
+
+    shape: str
+    layers: int
+    context: int
+    batch: int
+    config: str
+    retrieval_p50_ms: float
+    retrieval_p80_ms: float
+    retrieval_worst_ms: float
+    """The slowest of all steps, those included in which buffers move to the retrieval zone."""
+    steps: int
+    full_p50_ms: float
+    full_backend: str
+    speedup: float
+    retrieval_device_gib: float
+    full_device_gib: float
+    host_gib: float
+
+
+def model_of(shape: str, layers: int | None, context: int) -> LlamaForCausalLM:
+    """A decoder with random bf16 weights on the GPU."""
+    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**sizes, max_position_embeddings=2 * context, rope_parameters={"rope_theta": 500000.0})  # type: ignore[arg-type]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fill(cache: RetrievalCache, tokens: int, batch: int, room: int) -> None:
+    """Gaussian keys and values for every layer, stored and indexed as a prompt is."""
+    made = cache.signature
+    cache.reserved_tokens = tokens + room
+    for layer in cache.retrieval_layers:
+        for b in range(batch):
+            keys, values = (
+                torch.randn(made.kv_heads, tokens, made.head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+            )
+            if layer.state is None:
+                layer.lazy_initialization(keys[None, :, :1].expand(batch, -1, -1, -1), values[None, :, :1])
+            assert layer.state is not None
+            layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
+        layer._logical = tokens
+
+
+def times_of(step: Callable[[], object], steps: int) -> list[float]:
+    """Milliseconds of every step, measured by events between them."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def retrieval(model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int) -> tuple[list[float], float, float]:
+    """(step times, device GiB beyond the weights, host GiB)."""
+    before = torch.cuda.memory_allocated()
+    cache = RetrievalCache(model.config, CONFIGS[name](context))
+    fill(cache, context, batch, steps + 64)
+    decoder = CapturedDecoder(model, cache, steps + 64)
+    for _ in range(5):
+        decoder.step()
+    times = times_of(decoder.step, steps)
+    device = torch.cuda.memory_allocated() - before
+    decoder.check()
+    decoder.close()
+    host = cache.stats().total.host_bytes
+    return sorted(times), device / 2**30, host / 2**30
+
+
+def full(model: LlamaForCausalLM, context: int, batch: int, steps: int) -> tuple[float, str, float]:
+    """(p50, backend, device GiB beyond the weights) of the faster backend."""
+    before = torch.cuda.memory_allocated()
+    config: Any = model.config
+    shape = (batch, config.num_key_value_heads, context + 1, config.head_dim)
+    stores = [torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16) for _ in range(config.num_hidden_layers)]
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    ) -> Any:
+        kept = stores[module.layer_idx]
+        kept[0, :, :, context:], kept[1, :, :, context:] = key, value
+        out = F.scaled_dot_product_attention(query, kept[0], kept[1], scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    previous = config._attn_implementation or "sdpa"
+    model.set_attn_implementation(_NAME)
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
+    found: dict[str, float] = {}
+    try:
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend), torch.no_grad():
+
+                def forward() -> Tensor:
+                    return model(input_ids=ids, position_ids=ids + context, use_cache=False).logits
+
+                aside = torch.cuda.Stream()
+                aside.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(aside):
+                    forward()
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    kept = forward()
+                found[backend.name.lower()] = sorted(times_of(graph.replay, steps))[steps // 2]
+                del graph, kept
+    finally:
+        model.set_attn_implementation(previous)
+        AttentionInterface._global_mapping.pop(_NAME, None)
+        AttentionMaskInterface._global_mapping.pop(_NAME, None)
+    name = min(found, key=lambda key: found[key])
+    return found[name], name, (torch.cuda.memory_allocated() - before) / 2**30
+
+
+def measure(shape: str, layers: int | None, context: int, batch: int, name: str, steps: int) -> Row:
+    """Both sides in one process, one after the other."""
+    model = model_of(shape, layers, context)
+    nan = float("nan")
+    try:
+        full_ms, backend, full_gib = full(model, context, batch, 20)
+    except torch.OutOfMemoryError:
+        full_ms, backend, full_gib = nan, "out of memory", nan
+    torch.cuda.empty_cache()
+    times, device, host = retrieval(model, context, batch, name, steps)
+    p50 = times[len(times) // 2]
+    count = model.config.num_hidden_layers
+    return Row(shape, count, context, batch, name, p50, times[4 * len(times) // 5], times[-1], steps, full_ms, backend,
+               full_ms / p50, device, full_gib, host)  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="llama-3.1-8b", help=", ".join(SHAPES))
+    parser.add_argument("--context", default="65536,131072,262144")
+    parser.add_argument("--batch", default="1")
+    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the model has, for long contexts")
+    parser.add_argument("--configs", default="product", help=", ".join(CONFIGS))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_decode.csv"))
+    args = parser.parse_args()
+    rows = []
+    for context, batch, name in product(args.context.split(","), args.batch.split(","), args.configs.split(",")):
+        row = measure(args.shape, args.layers, int(context), int(batch), name, args.steps)
+        rows.append(row)
+        times = f"{row.retrieval_p50_ms:.2f} ms (worst {row.retrieval_worst_ms:.2f})"
+        memory = f"{row.retrieval_device_gib:.1f} against {row.full_device_gib:.1f} GiB, host {row.host_gib:.1f} GiB"
+        print(f"{args.shape} x{row.layers} {context} batch {batch} {name}: {times}, full {row.full_p50_ms:.2f} ms "
+              f"({row.full_backend}), {row.speedup:.2f}x; {memory}", flush=True)  # fmt: skip
+        write_csv(args.out, rows)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

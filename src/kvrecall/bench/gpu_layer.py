@@ -1,0 +1,273 @@
+"""One attention layer, one decode step, on a GPU: search + fetch + attention against full attention in device memory.
+
+    python -m kvrecall.bench.gpu_layer [--tokens 65536,131072] [--configs product,paper] [--out FILE]
+
+Both sides are captured as CUDA graphs over several layers with keys of their own, together several times the L2 cache, and
+replayed; times are per layer. Between two replays the queries turn a little, to a cosine of 0.93 with the ones before as
+measured between real decode steps, so that other rows are fetched, from other pages of host memory. Full attention is the
+faster of cuDNN's and the flash kernel of scaled_dot_product_attention with `enable_gqa`. Keys, values and queries are Gaussian:
+about as many candidates lie in one tile as in another, and the cost of a search depends on how many tokens and candidates there
+are, not on what they say. Nothing is timed before one step has been compared with fp32 attention over exactly the tokens that
+the search selected, and the search with its reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvrecall.attend.reference import attend_rows
+from kvrecall.bench.rows import write_csv
+from kvrecall.engine.captured.layer import CapturedLayer
+from kvrecall.engine.captured.plan import StepPlan, pack
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.layer_state import LayerState
+from kvrecall.methods.pariskv import ParisKV
+from kvrecall.structs import AttentionParams, Budget, Rows
+
+SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8, 128)}
+"""Query heads, KV heads, head dim."""
+_CACHE_BYTES = 50 << 20
+_COSINE = 0.93
+STAGES = ("tables_us", "scan_us", "compact_us", "rerank_us", "top_us", "attend_us", "merge_us")
+
+
+def _method(**changes: object) -> ParisKV:
+    return ParisKV(top_k=100, full_attention_threshold=0, min_candidates_per_k=4, **changes)  # type: ignore[arg-type]
+
+
+CONFIGS: dict[str, Callable[[int], ParisKV]] = {
+    "product": lambda n: _method(stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05),
+    "product-reuse": lambda n: _method(
+        stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05, fetch="direct:reuse=true"
+    ),
+    "product-max": lambda n: _method(stage1="product", gqa="max", candidate_ratio=0.02 if n >= 1_000_000 else 0.05),
+    "paper": lambda n: _method(gqa="mean_q", schedule=(RatioStep(None, 0.02 if n >= 1_000_000 else 0.05, 0.2),)),
+}
+"""beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; times in microseconds per layer."""
+
+    shape: str
+    tokens: int
+    config: str
+    layers: int
+    retrieval_p20_us: float
+    retrieval_p50_us: float
+    retrieval_p80_us: float
+    full_p50_us: float
+    full_backend: str
+    speedup: float
+    tables_us: float
+    scan_us: float
+    compact_us: float
+    rerank_us: float
+    top_us: float
+    attend_us: float
+    merge_us: float
+    candidates: int
+    summary_bytes_per_token: float
+    build_us_per_1k_tokens: float
+
+
+class Bench:
+    """Layers of one length under one method, ready to step."""
+
+    def __init__(self, shape: str, tokens: int, method: ParisKV, layers: int) -> None:
+        self.query_heads, self.heads, self.dim = SHAPES[shape]
+        self.tokens, self.method, self.params = tokens, method, AttentionParams(self.dim**-0.5)
+        self.keys, self.values, self.states, self.build_us = [], [], [], 0.0
+        for number in range(layers):
+            self._add_layer(number)
+        config = method.index_config()
+        assert isinstance(config, SphereConfig)
+        zones = [self.states[0].store.zones(0)]
+        self.plan = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, 100, zones, 1, [0], True)
+        room = zones[0].retrieval + 1024
+        self.layers = [CapturedLayer(state, self.plan, room) for state in self.states]
+        self.rows = pack(self.plan.rows()).cuda()
+        self.parity = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.new = [self._random(h, 1, seed) for seed, h in ((91, self.query_heads), (92, self.heads), (93, self.heads))]
+
+    def _random(self, heads: int, count: int, seed: int) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.randn(1, heads, count, self.dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    def _add_layer(self, number: int) -> None:
+        keys, values = (self._random(self.heads, self.tokens, 10 * number + i) for i in (1, 2))
+        shape = LayerShape(1, self.query_heads, self.heads, self.dim, torch.bfloat16, keys.device)
+        state = LayerState(0, shape, self.method)
+        sizes = self.method.zone_sizes()
+        retrieved = self.tokens - sizes.sink_tokens - sizes.local_tokens
+        state.store.host[0].reserve(retrieved + 1024)
+        assert state.index is not None
+        state.index.reserve(retrieved + 1024)
+        moved = state.store.append_chunk(0, keys[0], values[0])
+        assert moved is not None
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        state.index.append(0, moved[:, :, 0])
+        end.record()
+        torch.cuda.synchronize()
+        self.build_us = start.elapsed_time(end) * 1e3
+        self.keys.append(keys)
+        self.values.append(values)
+        self.states.append(state)
+
+    def step(self) -> None:
+        """One decode step of every layer."""
+        for layer in self.layers:
+            queries, keys, values = self.new
+            self.out = layer.decode(queries, keys, values, self.rows, self.parity, self.params)
+
+    def turn(self) -> None:
+        """Moves the queries on to the next step's."""
+        noise = torch.randn_like(self.new[0])
+        self.new[0].copy_(_COSINE * self.new[0] + (1 - _COSINE**2) ** 0.5 * noise)
+
+    def drop(self, out: Tensor) -> None:
+        """Takes a result that nobody needs."""
+
+    def full(self) -> None:
+        """Full attention of every layer."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            F.scaled_dot_product_attention(self.new[0], keys, values, enable_gqa=True)
+
+    def check(self) -> None:
+        """Raises unless the last layer's step is fp32 attention over the ids of the reference search."""
+        self.step()
+        torch.cuda.synchronize()
+        layer, state = self.layers[-1], self.states[-1]
+        index = state.index
+        assert isinstance(index, SphereIndex)
+        index._kernels = False
+        slow = index.search(self.new[0][:, :, 0], Budget(100, self.params.scaling), [0]).ids[0]
+        index._kernels = True
+        found = layer._search.ids[0]
+        same = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(slow, found, strict=True)]
+        assert min(same) >= 98, f"the search found {same} of the 100 ids of its reference"
+        zones = self.plan.zones[0]
+        for h in range(self.heads):
+            at = torch.cat([torch.arange(zones.sink, device="cuda"), found[h].long() + zones.sink,
+                            torch.arange(zones.sink + zones.retrieval, self.tokens, device="cuda")])  # fmt: skip
+            new = torch.stack([self.new[1][0, h], self.new[2][0, h]], 1)
+            kv = torch.cat([torch.stack([self.keys[-1][0, h, at], self.values[-1][0, h, at]], 1), new])[None, None]
+            rows = Rows(kv, torch.tensor([[kv.shape[2]]], dtype=torch.int32, device="cuda"))
+            group = self.query_heads // self.heads
+            expected = attend_rows(self.new[0][:, h * group : (h + 1) * group], rows, self.params.scaling).out
+            got = self.out[:, h * group : (h + 1) * group].float()
+            error = float((got - expected).norm() / expected.norm())
+            assert error < 1e-2, f"head {h}: relative error {error}"
+
+
+def timed(
+    work: Callable[[], None], per: int, replays: int = 40, between: Callable[[], None] = lambda: None
+) -> tuple[float, float, float]:
+    """(p20, p50, p80) microseconds of one of `per` equal parts of the work, by replays of its CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(replays + 5):
+        between()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / per)
+    times = sorted(times[5:])
+    return times[len(times) // 5], times[len(times) // 2], times[4 * len(times) // 5]
+
+
+def full_attention(bench: Bench) -> tuple[float, str]:
+    """The fastest full attention: (p50 microseconds, backend)."""
+    found = {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                found[backend.name.lower()] = timed(bench.full, len(bench.layers))[1]
+        except RuntimeError as error:
+            print(f"  {backend.name}: {str(error).splitlines()[0]}")
+    name = min(found, key=lambda key: found[key])
+    return found[name], name
+
+
+def measure(shape: str, tokens: int, name: str) -> Row:
+    """Builds, checks and times one configuration."""
+    heads, dim = SHAPES[shape][1:]
+    layers = max(1, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
+    bench = Bench(shape, tokens, CONFIGS[name](tokens), layers)
+    bench.check()
+    p20, p50, p80 = timed(bench.step, layers, between=bench.turn)
+    full, backend = full_attention(bench)
+    (q, k, v), p = bench.new, bench.params
+    stages: dict[str, Callable[[CapturedLayer], None]] = {
+        "tables_us": lambda x: x._search.make_tables(q, x._tables(), bench.rows, x._fire),
+        "scan_us": lambda x: x._search.scan(x._tables(), bench.rows, x._fire),
+        "compact_us": lambda x: x._search.compact(x._tables(), bench.rows, x._fire),
+        "rerank_us": lambda x: x._search.rerank(x._tables(), bench.rows, x._fire),
+        "top_us": lambda x: x._search.pick(bench.rows, x._fire, p.scaling),
+        "attend_us": lambda x: x._attend(q, k, v, bench.rows, bench.parity, p),
+        "merge_us": lambda x: bench.drop(x._merge(q, p)),
+    }
+    alone: dict[str, float] = {}
+    for stage, work in stages.items():
+        bench.step()  # a scan that is repeated alone leaves a histogram that no candidates fit
+
+        def every(work: Callable[[CapturedLayer], None] = work) -> None:
+            for layer in bench.layers:
+                work(layer)
+
+        alone[stage] = timed(every, layers)[1]
+    index = bench.states[0].index
+    assert isinstance(index, SphereIndex)
+    zone = bench.plan.zones[0].retrieval
+    return Row(
+        shape, tokens, name, layers, p20, p50, p80, full, backend, full / p50,
+        candidates=bench.plan.stage(zone).candidates, summary_bytes_per_token=index.nbytes_per_token(dim),
+        build_us_per_1k_tokens=bench.build_us * 1e3 / zone, **alone,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shapes", default="8b")
+    parser.add_argument("--tokens", default="65536,131072,262144,1048576")
+    parser.add_argument("--configs", default="product,product-reuse,paper", help=", ".join(CONFIGS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_layer.csv"))
+    args = parser.parse_args()
+    rows = []
+    for shape, tokens, name in product(args.shapes.split(","), map(int, args.tokens.split(",")), args.configs.split(",")):
+        row = measure(shape, tokens, name)
+        rows.append(row)
+        parts = [f"{f.name[:-3]}={getattr(row, f.name):.1f}" for f in fields(row) if f.name in STAGES]
+        both = f"{row.retrieval_p50_us:7.1f} us  full {row.full_p50_us:7.1f} ({row.full_backend}) {row.speedup:5.2f}x"
+        print(f"{shape} {tokens:8d} {name:14} {both}  {' '.join(parts)} C={row.candidates}", flush=True)
+        print(f"    index: {row.build_us_per_1k_tokens:.2f} us per 1,000 tokens", flush=True)
+        torch.cuda.empty_cache()
+        write_csv(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a captured step does besides search and attention: store the new token, encode one that is about to leave, trigger.
+
+When the buffer of a sequence is full, `update_interval` tokens move to the retrieval zone at once. All that is left to do by
+then is to count them in: each was encoded and copied to the host in a step of its own while it waited, so no step is slower.
+"""
+
+# A kernel's parameters have types that only Triton knows.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.attend.kernels import attend_block, selected_rows, window_rows
+from kvrecall.index.sphere.kernels.encode import encode_one
+
+
+@triton.jit
+def leave(
+    p_rows, p_zone, p_host, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_counts, p_live,
+    p_zero_norms, i_bh, i_kv, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Copies one window row to the host pool and encodes it behind the zone's last token.
+
+    counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with the tokens that still wait. COUNTS:
+    whether they are kept; counts takes over live when the zone grows with this step.
+    """
+    row = tl.load(p_zone + 4)
+    if row >= 0:
+        number = tl.load(p_zone + 5)
+        o_d = tl.arange(0, BD)
+        p_row = p_rows + (i_bh.to(tl.int64) * CAPACITY + row) * (2 * D) + o_d
+        b_k, b_v = tl.load(p_row, mask=o_d < D, other=0.0), tl.load(p_row + D, mask=o_d < D, other=0.0)
+        p_pool = tl.load(p_host).to(tl.pointer_type(p_rows.dtype.element_ty))
+        p_pool += (i_kv * tl.load(p_host + 1) + number) * (2 * D) + o_d
+        tl.store(p_pool, b_k, mask=o_d < D)
+        tl.store(p_pool + D, b_v, mask=o_d < D)
+        token = i_bh.to(tl.int64) * TOKENS + number
+        m_zero = encode_one(b_k.to(tl.float32), p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token,
+                            HIGHEST, MIN_ALPHA, D, BD, S, 32)  # fmt: skip
+        if m_zero:
+            tl.store(p_zero_norms + i_bh, 1)
+        if COUNTS:
+            tl.debug_barrier()  # the sign bytes that other threads of this program wrote are read below
+            o_s = tl.arange(0, BS)
+            b_sign = tl.load(p_signs + token * S + o_s, mask=o_s < S, other=0).to(tl.int32)
+            tl.atomic_add(p_live + (i_bh * S + o_s) * 256 + b_sign, 1, mask=o_s < S, sem="relaxed")
+            tl.debug_barrier()
+            if tl.load(p_zone + 6) != 0:
+                for i_s in range(S):
+                    o_c = (i_bh * S + i_s) * 256 + tl.arange(0, 256)
+                    tl.store(p_counts + o_c, tl.load(p_live + o_c))
+
+
+@triton.jit
+def step_kernel(
+    p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
+    p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_counts, p_live, p_zero_norms,
+    scaling, softcap, HEADS, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, HIGHEST, MIN_ALPHA,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    CHOSEN: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
+    COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, part): CHOSEN parts of selected rows, then parts of resident rows, then `leave`.
+
+    Programs that read the host come first: the others' work hides behind the bus. The new token `[BH, D]` is attended from
+    where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
+    """
+    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
+    p_zone = p_plan + i_b * STRIDE + FIRST
+    if i_p == PARTS:
+        leave(p_rows, p_zone, p_hosts + i_b * 2, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
+              p_counts, p_live, p_zero_norms, i_bh, i_kv, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA, D, BD, S, BS,
+              COUNTS)  # fmt: skip
+    else:
+        if i_p < CHOSEN:
+            o_k = i_p * R + tl.arange(0, R)
+            b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
+            m_r = b_id >= 0
+            b_k, b_v = selected_rows(p_rows, p_hosts + i_b * 2, p_kept_ids, p_kept, p_parity, p_read + i_b, b_id, o_k, i_bh,
+                                     i_kv, PAIRS, K, D, BD, BK, REUSE)  # fmt: skip
+        else:
+            o_r, o_d = (i_p - CHOSEN) * R + tl.arange(0, R), tl.arange(0, BD)
+            p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
+            b_k, b_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD, True)
+            m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
+            o_new = i_bh.to(tl.int64) * D + o_d[None, :]
+            b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
+            b_k, b_v = tl.where(m_new, b_new_k, b_k), tl.where(m_new, b_new_v, b_v)
+            p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
+            tl.store(p_new, b_new_k, mask=m_new)
+            tl.store(p_new + D, b_new_v, mask=m_new)
+            b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
+            if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
+                tl.store(p_bad + i_b, 1)
+        o_out = i_bh.to(tl.int64) * G * PARTS
+        attend_block(p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out, i_p, b_k.to(tl.float32),
+                     b_v.to(tl.float32), m_r, scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
+
+
+@triton.jit
+def trigger_kernel(p_queries, p_before, p_since, p_plan, p_fire, p_searches, threshold, most, STRIDE, D: tl.constexpr,
+                   BD: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, SEMANTIC: tl.constexpr,
+                   LAST: tl.constexpr):  # fmt: skip
+    """Program (sequence): fire[b] = whether to search (LouisKV section 4.1); counts searches.
+
+    before `[B, H, D]` fp32: the query to compare with, the previous one or (LAST) that of the last search. since int32 `[B]`:
+    steps since the last search; after `most` steps (if > 0) one is due.
+    """
+    i_b = tl.program_id(0)
+    due = tl.load(p_plan + i_b * STRIDE + FIRST + 7)
+    if SEMANTIC:
+        o_d = tl.arange(0, BD)
+        m_d = o_d < D
+        mean = 0.0
+        for h in range(H):
+            o_q = (i_b * H + h) * D + o_d
+            b_q = tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32)
+            b_p = tl.load(p_before + o_q, mask=m_d, other=0.0)
+            size = tl.sqrt(tl.sum(b_q * b_q, 0)) * tl.sqrt(tl.sum(b_p * b_p, 0))
+            mean += tl.where(size > 0, tl.sum(b_q * b_p, 0) / tl.where(size > 0, size, 1.0), 0.0)
+        since = tl.load(p_since + i_b) + 1
+        if (mean / H < threshold) | ((most > 0) & (since >= most)):
+            due = 1
+        tl.store(p_since + i_b, tl.where(due != 0, 0, since))
+        if (due != 0) | (not LAST):
+            for h in range(H):
+                o_q = (i_b * H + h) * D + o_d
+                tl.store(p_before + o_q, tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32), mask=m_d)
+    tl.store(p_fire + i_b, due)
+    tl.store(p_searches + i_b, tl.load(p_searches + i_b) + due)

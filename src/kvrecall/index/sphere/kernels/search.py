@@ -1,0 +1,194 @@
+"""The search of the sphere index on a GPU: four kernels, no host synchronisation, scratch memory allocated once.
+
+tables -> scan -> rerank -> top. Lengths and sizes are read from device memory (`plan`), so a captured graph replays the search
+while the zone grows, up to the capacity it was made for; `fire` says which sequences search at all.
+"""
+
+# A kernel's parameters have types that only Triton knows.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.sphere.codes import BLOCK, magnitude_levels
+from kvrecall.index.sphere.kernels.rerank import compact_kernel, rerank_kernel
+from kvrecall.index.sphere.kernels.scan import scan_kernel
+from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
+from kvrecall.index.sphere.reference import PEAK_SCORE
+from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
+from kvrecall.launch import cdiv, next_power_of_2
+from kvrecall.select.kernels import lse_kernel, top_kernel
+
+FIELDS = 2 + len(TIER_PERCENTILES)
+"""int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
+KERNEL_MODES = ("mean_q", "mean_softmax", "max", "max_softmax")
+"""GQA modes the kernels serve: those with one selection per KV head."""
+
+_SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
+"""Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
+_MAX_TILES = 256
+_BINS = 256
+_ROTATED_ROWS = 16
+_RERANKED, _RERANK_WARPS = 32, 4
+_LSE_CANDIDATES = 256
+_CHUNK = 1024
+"""Candidates whose best are found by one program; more than four times the budget, or nothing would be won."""
+_SCAN_WARPS = 4
+
+
+def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
+    """One sequence's numbers of a plan."""
+    return [tokens, min(sizes.candidates, tokens - excluded), *sizes.tier_targets]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A sphere index as the kernels read it, `[B, H_kv, capacity, ·]` on the device.
+
+    signs uint8, magnitudes uint8, weights; counts int32 `[B, H_kv, S, 256]`; zero_norms int32 `[B, H_kv]`, not 0 where some
+    key has norm zero; barred uint8 `[B, H_kv, capacity]`, not 0 for tokens that must not be found, or None.
+    """
+
+    signs: Tensor
+    magnitudes: Tensor
+    weights: Tensor
+    counts: Tensor
+    zero_norms: Tensor
+    barred: Tensor | None = None
+
+
+class GpuSearch:
+    """Scratch and launches for zones of up to `tokens` tokens of which up to `candidates` are reranked."""
+
+    def __init__(
+        self, sequences: int, heads: int, group: int, dim: int, mode: str, stage1: str, top_k: int, tokens: int,
+        candidates: int, rotation: Tensor, stride: int = FIELDS,
+    ) -> None:  # fmt: skip
+        """stride: numbers per row of the plans, of which the first FIELDS are ours."""
+        device, self._stride = rotation.device, stride
+        self.mode, self.stage1, self.top_k, self.tokens, self.candidates = mode, stage1, top_k, tokens, candidates
+        self._heads, self._group, self._dim, self._rotation = heads, group, dim, rotation
+        self._lanes = 1 if mode == "mean_q" else group
+        self._words = cdiv(self._lanes, 4)
+        self._blocks = dim // BLOCK
+        self._tile = _SCAN_TOKENS if tokens <= _LONG else _LONG_TOKENS
+        self._sub = max(1, cdiv(tokens, self._tile * _MAX_TILES))
+        self._tiles = max(1, cdiv(tokens, self._tile * self._sub))
+        pairs = sequences * heads
+
+        def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._parts = cdiv(candidates, _LSE_CANDIDATES)
+        self._chunk = max(_CHUNK, next_power_of_2(4 * top_k))
+        self._chunks = cdiv(candidates, self._chunk) if candidates > self._chunk else 0
+        kept = 1 if mode == "max" else self._lanes
+        self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
+        self._tables = scratch(pairs, self._words, self._blocks, 256)
+        self._reach = scratch(pairs, self._tiles, _BINS)
+        self._total = scratch(pairs, _BINS)
+        self._ids = scratch(pairs, candidates)
+        self._estimates = scratch(pairs, kept, candidates, dtype=torch.float32)
+        self._chunk_ids, self._chunk_keys = (scratch(pairs, max(1, self._chunks) * top_k) for _ in range(2))
+        self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
+        self._places = torch.arange(next_power_of_2(self._blocks), dtype=torch.int32, device=device)
+        levels = magnitude_levels(device)
+        self._levels = torch.cat([-levels, levels])
+        self._scores: Tensor | None = None
+        self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
+        """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
+        self.counts = scratch(sequences, heads)
+        """How many of each are real."""
+        self.always = torch.ones(sequences, dtype=torch.int32, device=device)
+        """A `fire` in which every sequence searches."""
+
+    def launch(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:
+        """Searches for queries `[B, H_q, D]` (contiguous) in the sequences whose int32 `fire[b]` is not 0.
+
+        Fills `ids` and `counts`. plan: int32 `[B, stride]`. The results of other sequences stay as they are.
+        """
+        self.make_tables(queries, tables, plan, fire)
+        self.scan(tables, plan, fire)
+        self.compact(tables, plan, fire)
+        self.rerank(tables, plan, fire)
+        self.pick(plan, fire, scaling)
+
+    def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+        """Rotated queries and look-up tables; empties the histogram."""
+        pairs, lanes = self._total.shape[0], 1 if self._lanes == 1 else 4
+        rotate_kernel[(pairs, self._lanes, cdiv(self._dim, _ROTATED_ROWS))](
+            queries, self._rotation, fire, self._rotated, self._heads,
+            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
+            MEAN=self.mode == "mean_q", num_warps=4,
+        )  # fmt: skip
+        tables_kernel[(pairs, self._blocks)](
+            self._rotated, tables.counts, plan, fire, self._tables, self._total, self._heads,
+            D=self._dim, BD=next_power_of_2(self._dim), S=self._blocks, LANES=self._lanes, WORDS=self._words, L=lanes,
+            C=64 // lanes, COLLISION=self.stage1 == "collision", FIELDS=self._stride, TARGETS=2,
+            TIERS=len(TIER_PERCENTILES), BINS=_BINS, PEAK=PEAK_SCORE,
+            num_warps=8 if self.stage1 == "collision" else 4,
+        )  # fmt: skip
+
+    def scan(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+        """Scores of all tokens and their histogram."""
+        capacity, width = tables.signs.shape[2:]
+        read = 4 if width % 4 == 0 else 1
+        if self._scores is None or self._scores.shape[1] != capacity:
+            self._scores = torch.empty(self._total.shape[0], capacity, dtype=torch.uint8, device=self._total.device)
+        signs = tables.signs.view(torch.int32) if read == 4 else tables.signs
+        words = width // read
+        scan_kernel[(self._tiles, self._total.shape[0])](
+            signs, tables.weights, tables.zero_norms, tables.signs if tables.barred is None else tables.barred, self._tables,
+            plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles,
+            S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
+            T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=_BINS,
+            num_warps=_SCAN_WARPS,
+        )  # fmt: skip
+
+    def compact(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+        """Ids of the candidates."""
+        assert self._scores is not None
+        compact_kernel[(self._tiles, self._total.shape[0])](
+            plan, fire, self._scores, self._reach, self._total, self._ids, self._heads, tables.signs.shape[2], self._tiles,
+            self.candidates,
+            T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=_BINS, num_warps=4,
+        )  # fmt: skip
+
+    def rerank(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+        """Estimates of the candidates."""
+        rerank_kernel[(cdiv(self.candidates, _RERANKED), self._total.shape[0])](
+            tables.signs, tables.magnitudes, tables.weights, self._levels, self._places, self._rotated, plan, fire, self._ids,
+            self._estimates, self._heads, tables.signs.shape[2], self.candidates,
+            D=self._dim, S=self._blocks, BS=next_power_of_2(self._blocks), LANES=self._lanes, R=_RERANKED,
+            FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"), num_warps=_RERANK_WARPS,
+        )  # fmt: skip
+
+    def pick(self, plan: Tensor, fire: Tensor, scaling: float) -> None:
+        """The best of the candidates: in chunks, then of what the chunks left."""
+        pairs, softmax = self._total.shape[0], "softmax" in self.mode
+        if softmax:
+            lse_kernel[(self._parts, self._lanes, pairs)](
+                self._estimates, plan, fire, self._peak, self._mass, scaling, self._heads, self.candidates, self._parts,
+                LANES=self._lanes, N=_LSE_CANDIDATES, FIELDS=self._stride, num_warps=2,
+            )  # fmt: skip
+
+        def top(ids: Tensor, scores: Tensor, out: Tensor, room: int, grid: int, chunks: int, block: int, last: bool) -> None:
+            top_kernel[(grid, pairs)](
+                ids, scores, self._peak, self._mass, plan, fire, out, self._chunk_keys, self.counts, scaling, self.top_k,
+                self._heads, room, chunks, self._parts,
+                LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
+                BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), N=self._chunk, BC=block, LAST=last,
+                CHUNKED=last and chunks > 0, FIELDS=self._stride, num_warps=max(4, min(32, block // 256)),
+            )  # fmt: skip
+
+        chunks, room = self._chunks, self.candidates
+        if not chunks:
+            top(self._ids, self._estimates, self.ids, room, 1, 0, max(256, next_power_of_2(room)), True)
+            return
+        left = chunks * self.top_k
+        top(self._ids, self._estimates, self._chunk_ids, room, chunks, chunks, self._chunk, False)
+        top(self._chunk_ids, self._chunk_keys, self.ids, left, 1, chunks, max(256, next_power_of_2(left)), True)

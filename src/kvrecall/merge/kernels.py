@@ -1,0 +1,36 @@
+"""The log-sum-exp merge of the parts of a split attention, on a GPU: one program per sequence and query head."""
+
+# A kernel's parameters have types that only Triton knows.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_kernel(p_parts, p_lse, p_sinks, p_out, p_total, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+                 BP: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
+    """out[bh] = attention over the union of parts `[BH_q, PARTS, D]` with lse `[BH_q, PARTS]`; an empty part has lse -inf.
+
+    SINKS: one learned logit per query head takes mass and gives no value. total[bh]: lse of everything.
+    """
+    i_bh = tl.program_id(0).to(tl.int64)
+    o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
+    b_lse = tl.load(p_lse + i_bh * PARTS + o_p, mask=o_p < PARTS, other=float("-inf"))
+    peak = tl.max(b_lse, 0)
+    if SINKS:
+        sink = tl.load(p_sinks + i_bh % HEADS).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    b_w = tl.exp(b_lse - base)
+    mass = tl.sum(b_w, 0)
+    if SINKS:
+        mass += tl.exp(sink - base)
+    m_part = (o_p < PARTS)[:, None] & (o_d < D)[None, :]
+    b_part = tl.load(p_parts + (i_bh * PARTS + o_p)[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+    b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(mass > 0, mass, 1.0)
+    tl.store(p_out + i_bh * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
+    tl.store(p_total + i_bh, base + tl.log(mass))

@@ -1,0 +1,159 @@
+"""The k best of many scored ids, ascending, without sorting: a search for the k-th score in a range that shrinks to a quarter.
+
+Many ids are cut into chunks first, each of which keeps its own k best, in parallel; what they leave is searched once more. The
+scores of a group are first made one: the mean or the largest share of a softmax. Bytes: lanes x 4 per candidate.
+"""
+
+# A kernel's parameters have types that only Triton knows.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-0x80000000)
+
+
+@triton.jit
+def ordered(b_score):
+    """int32 that orders like the fp32 scores do (both zeros alike)."""
+    b_bits = (b_score + 0.0).to(tl.int32, bitcast=True)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def lse_kernel(p_estimates, p_plan, p_fire, p_peak, p_mass, scaling, HEADS, ROOM, PARTS, LANES: tl.constexpr, N: tl.constexpr,
+               FIELDS: tl.constexpr):  # fmt: skip
+    """Program (N candidates, lane, sequence and KV head): peak, mass `[bh, lane, part]` of a softmax over all candidates."""
+    i_part, i_lane, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b = i_bh // HEADS
+    total = tl.load(p_plan + i_b * FIELDS + 1)
+    if (tl.load(p_fire + i_b) != 0) & (i_part * N < total):
+        o_c = i_part * N + tl.arange(0, N)
+        p_lane = p_estimates + (i_bh * LANES + i_lane).to(tl.int64) * ROOM
+        b_x = tl.load(p_lane + o_c, mask=o_c < total, other=float("-inf")) * scaling
+        peak = tl.max(b_x, 0)
+        tl.store(p_peak + (i_bh * LANES + i_lane) * PARTS + i_part, peak)
+        tl.store(p_mass + (i_bh * LANES + i_lane) * PARTS + i_part, tl.sum(tl.exp(b_x - peak), 0))
+
+
+@triton.jit
+def lse_of(p_peak, p_mass, parts, PARTS, LANES: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr):
+    """Logarithm of the sum of exponentials over all candidates, per lane `[BL]`, from its parts."""
+    o_t, o_l = tl.arange(0, BT), tl.arange(0, BL)
+    m_part = (o_l < LANES)[:, None] & (o_t < parts)[None, :]
+    o_part = o_l[:, None] * PARTS + o_t[None, :]
+    b_peak = tl.load(p_peak + o_part, mask=m_part, other=float("-inf"))
+    b_mass = tl.load(p_mass + o_part, mask=m_part, other=0.0)
+    b_high = tl.max(b_peak, 1)
+    b_high = tl.where(b_high == float("-inf"), 0.0, b_high)
+    return b_high + tl.log(tl.maximum(tl.sum(b_mass * tl.exp(b_peak - b_high[:, None]), 1), 1e-30))
+
+
+@triton.jit
+def shares(p_estimates, b_lse, o_c, m_c, scaling, ROOM, LANES: tl.constexpr, BL: tl.constexpr, MEAN: tl.constexpr):
+    """Sum over the lanes of the softmax shares of candidates `o_c`; or the logarithm of the largest."""
+    b_all = tl.full(o_c.shape, 0.0 if MEAN else float("-inf"), tl.float32)
+    for lane in tl.static_range(LANES):
+        lse = tl.sum(tl.where(tl.arange(0, BL) == lane, b_lse, 0.0), 0)
+        b_share = tl.load(p_estimates + lane * ROOM + o_c, mask=m_c, other=float("-inf")) * scaling - lse
+        b_all = b_all + tl.exp(b_share) if MEAN else tl.maximum(b_all, b_share)
+    return b_all
+
+
+@triton.jit
+def add_three(a_1, a_2, a_3, b_1, b_2, b_3):
+    """Sums of three counts in one reduction."""
+    return a_1 + b_1, a_2 + b_2, a_3 + b_3
+
+
+@triton.jit
+def counts_from(b_key, low, step):
+    """How many keys reach low + step, low + 2 step and low + 3 step."""
+    most = tl.full([], 0x7FFFFFFF, tl.int64)
+    b_1 = (b_key >= tl.minimum(low + step, most).to(tl.int32)).to(tl.int32)
+    b_2 = (b_key >= tl.minimum(low + 2 * step, most).to(tl.int32)).to(tl.int32)
+    b_3 = (b_key >= tl.minimum(low + 3 * step, most).to(tl.int32)).to(tl.int32)
+    return tl.reduce((b_1, b_2, b_3), 0, add_three)
+
+
+@triton.jit
+def boundary(b_key, wanted, low, high, reached):
+    """Narrows the range [low, high] of the keys until those from `low` on are the `wanted` largest, or all in it are equal.
+
+    Returns (low, high, keys above high, keys from low on).
+    """
+    over = 0
+    while (high > low) & (reached > wanted):
+        step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
+        n_1, n_2, n_3 = counts_from(b_key, low, step)
+        quarter = (n_1 >= wanted).to(tl.int32) + (n_2 >= wanted).to(tl.int32) + (n_3 >= wanted).to(tl.int32)
+        over = tl.where(quarter == 3, over, tl.where(quarter == 2, n_3, tl.where(quarter == 1, n_2, n_1)))
+        reached = tl.where(quarter == 3, n_3, tl.where(quarter == 2, n_2, tl.where(quarter == 1, n_1, reached)))
+        low = (low + quarter * step).to(tl.int32)
+        high = tl.minimum(high.to(tl.int64), low + step - 1).to(tl.int32)
+    return low, high, over, reached
+
+
+@triton.jit
+def top_kernel(
+    p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_keys, p_counts, scaling, K, HEADS, ROOM, CHUNKS, PARTS,
+    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, N: tl.constexpr,
+    BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Program (BC of the ids, sequence and KV head): its min(K, ·) ids of the largest scores, ascending.
+
+    First level: p_ids `[bh, ROOM]` are candidates, ascending, -1 - id for one that ranks behind all others; p_scores their
+    estimates `[bh, LANES or 1, ROOM]`. Writes `[bh, CHUNKS, K]` ids and keys. LAST level: one program; CHUNKED: ids and keys
+    (p_scores) `[bh, ROOM]` as the first level left them, else candidates and estimates. Writes out[bh, :K], padded with -1,
+    and counts[bh].
+    """
+    i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b = i_bh // HEADS
+    if tl.load(p_fire + i_b) != 0:
+        given = tl.load(p_plan + i_b * FIELDS + 1)
+        total = given
+        if CHUNKED:  # what the chunks of N candidates left
+            total = given // N * K + tl.minimum(K, given % N)
+        first = i_chunk * BC
+        here = tl.minimum(tl.maximum(total - first, 0), BC)
+        o_c = first + tl.arange(0, BC)
+        m_c = o_c < total
+        b_id = tl.load(p_ids + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0)
+        if CHUNKED:
+            b_key = tl.load(p_scores + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0)
+        else:
+            p_own = p_scores + i_bh.to(tl.int64) * ROOM * LANES
+            if SOFTMAX:
+                o_lse = i_bh * LANES * PARTS
+                b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(given, 256), PARTS, LANES, BL, BT)
+                b_s = shares(p_own, b_lse, o_c, m_c, scaling, ROOM, LANES, BL, MEAN)
+            else:
+                b_s = tl.load(p_scores + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0.0)
+            b_key = tl.where(b_id < 0, LOWEST, ordered(b_s))
+            b_id = tl.where(b_id < 0, -1 - b_id, b_id)
+        wanted = tl.minimum(K, here)
+        low = tl.min(tl.where(m_c, b_key, 0x7FFFFFFF), 0)
+        high = tl.max(tl.where(m_c, b_key, LOWEST), 0)
+        b_key = tl.where(m_c, b_key, LOWEST)
+        low, high, over, reached = boundary(b_key, wanted, low, high, here)
+        m_keep = m_c & (b_key >= low)
+        if reached > wanted:  # more equal keys than there is room for: the first ones
+            b_equal = (m_keep & (b_key <= high)).to(tl.int32)
+            m_keep = m_keep & ((b_equal == 0) | (tl.cumsum(b_equal, 0) - b_equal < wanted - over))
+        b_keep = m_keep.to(tl.int32)
+        o_out = tl.cumsum(b_keep, 0) - b_keep
+        if LAST:
+            tl.store(p_out + i_bh * K + o_out, b_id, mask=m_keep)
+            i_k = wanted
+            while i_k < K:
+                o_k = i_k + tl.arange(0, BC)
+                tl.store(p_out + i_bh * K + o_k, tl.full([BC], -1, tl.int32), mask=o_k < K)
+                i_k += BC
+            tl.store(p_counts + i_bh, wanted)
+        else:
+            o_row = (i_bh.to(tl.int64) * CHUNKS + i_chunk) * K
+            tl.store(p_out + o_row + o_out, b_id, mask=m_keep)
+            tl.store(p_keys + o_row + o_out, b_key, mask=m_keep)

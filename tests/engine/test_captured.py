@@ -1,0 +1,88 @@
+"""What surrounds a captured decode, as far as it can be seen without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall import engine
+from kvrecall.cache.zones import ZoneSizes
+from kvrecall.errors import CaptureError
+from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
+from tests.integrations.models import tiny
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured.plan import StepPlan, pack
+
+
+def test_without_a_gpu_capture_is_refused_and_left_out() -> None:
+    model = tiny("llama")
+    prompt = torch.randint(5, 90, (1, 20))
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV())
+    with pytest.raises(CaptureError, match="on cpu"):
+        engine.generate(model, None, prompt, cache, max_new_tokens=2, capture=True)
+    assert cache.get_seq_length() < 20  # refused before anything was decoded
+    assert len(engine.generate(model, None, prompt, cache, max_new_tokens=2).new_tokens[0]) == 2
+
+
+def test_a_model_that_waits_to_be_captured_answers_padded_prompts_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` must see the model's own signature, or it leaves out the positions of padded prompts."""
+    model = tiny("llama")
+    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(captured, "long_enough", lambda _: False)
+    prompt = torch.randint(5, 90, (2, 30), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompt)
+    mask[1, :13] = 0
+    answers = []
+    for wait in (False, True):
+        cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV())
+        before = inspect.signature(model.forward)
+        if wait:
+            with captured.captured_decoding(model, cache, 20, True):
+                assert inspect.signature(model.forward) == before
+                made = engine.generate(model, None, prompt, cache, max_new_tokens=12, attention_mask=mask)
+        else:
+            made = engine.generate(model, None, prompt, cache, max_new_tokens=12, attention_mask=mask)
+        assert "forward" not in vars(model)
+        answers.append(made.new_tokens)
+    assert answers[0] == answers[1]
+
+
+def test_the_plan_counts_zones_as_the_store_does() -> None:
+    sizes = ZoneSizes(4, 16, 8)
+    plan = StepPlan(sizes, PAPER_SCHEDULE, 4, 6, [sizes.lengths(90, 70), sizes.lengths(61, 44)], 1, [0, 0], True)
+    ring: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    for b, zones in enumerate(plan.zones):
+        for ordinal in range(zones.retrieval, zones.total - zones.sink):
+            ring[b][ordinal % plan.ring] = ordinal
+    encoded = {0: 70 - 1 + plan.zones[0].buffer, 1: 44 - 1 + plan.zones[1].buffer}
+    for _ in range(40):
+        rows, before = pack(plan.rows()), list(plan.zones)
+        for b, row in enumerate(rows[:, -8:].tolist()):
+            sink, window, first, new, leaving, number, grows, due = row
+            assert (sink, due) == (4, 1)
+            ordinal = before[b].total - 4
+            ring[b][new - 4] = ordinal  # the new token never takes the place of one that is still attended
+            held = [ring[b][(first + i) % plan.ring] for i in range(window)]
+            assert held == list(range(before[b].retrieval, ordinal + 1))
+            if leaving >= 0:
+                assert ring[b][leaving - 4] == number == encoded[b] + 1  # one token after another is encoded
+                encoded[b] = number
+            if grows:
+                assert encoded[b] + 1 == before[b].retrieval + 8  # all that move have been
+        plan.advance()
+        for b, zones in enumerate(plan.zones):
+            after = sizes.lengths(before[b].total + 1, before[b].retrieval)
+            assert zones.total == after.total and zones.retrieval == after.retrieval + sizes.evicted(after, settle=False)
+
+
+def test_room_for_candidates_covers_every_length_on_the_way() -> None:
+    sizes = ZoneSizes(4, 16, 8)
+    steps = (RatioStep(1000, 0.5, 0.5), RatioStep(None, 0.1, 0.2))
+    plan = StepPlan(sizes, steps, 4, 6, [sizes.lengths(920, 900)], 1, [0], True)
+    assert plan.most_candidates(2000) == 500  # at 999 tokens, not at 2,000
+    assert all(plan.stage(n).candidates <= 500 for n in range(900, 2001))

@@ -1,0 +1,208 @@
+"""The kernels on a GPU against their references, and captured decoding against the uncaptured one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvrecall
+from kvrecall import engine
+from kvrecall.errors import CaptureError
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.codes import encode as reference_encode
+from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.structs import Budget
+
+pytestmark = pytest.mark.gpu
+ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8}
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_encode(dim: int) -> None:
+    from kvrecall.index.sphere.kernels.encode import encode
+
+    keys = torch.randn(3, 4097, dim, device="cuda").to(torch.bfloat16)
+    keys[:, 7] = 0
+    keys[:, 8] *= 1e30
+    keys[:, 9] *= 1e-30
+    rotation = rotation_matrix(dim, 3).cuda()
+    made, expected = encode(keys, rotation), reference_encode(keys, rotation)
+    for name in ("signs", "magnitudes"):
+        assert (getattr(made, name) != getattr(expected, name)).float().mean() < 2e-4, name  # on a threshold, one bit flips
+    weights, wanted = made.weights.float(), expected.weights.float()
+    assert ((weights - wanted).abs() > wanted.abs() * 2**-6).float().mean() < 2e-4
+    assert not weights[:, 7].any()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("mode", "stage1", "group"), [
+    ("mean_q", "collision", 4), ("mean_softmax", "product", 4), ("max", "product", 7), ("max_softmax", "collision", 2),
+    ("mean_softmax", "product", 1), ("mean_softmax", "product", 12),
+])  # fmt: skip
+def test_search(dim: int, mode: str, stage1: str, group: int) -> None:
+    shape = LayerShape(3, 2 * group, 2, dim, torch.bfloat16, torch.device("cuda"))
+    index = SphereIndex(shape, SphereConfig(gqa=mode, stage1=stage1, schedule=(RatioStep(None, 0.1, 0.2),)))
+    for b, n in enumerate((30_000, 5_000, 1_025)):
+        keys = torch.randn(2, n, dim, device="cuda").bfloat16()
+        keys[:, 5] = 0
+        index.append(b, keys)
+    index.exclude(1, torch.arange(40, 90, device="cuda", dtype=torch.int32).expand(2, -1))
+    queries = torch.randn(3, 2 * group, dim, device="cuda").bfloat16()
+    budget = Budget(100, dim**-0.5)
+    found = index.search(queries, budget, [0, 1, 2])
+    some = index.search(queries[1:2], budget, [1])
+    index._kernels = False
+    expected = index.search(queries, budget, [0, 1, 2])
+    assert found.counts.tolist() == expected.counts.tolist()
+    for a, b in zip(found.ids.flatten(0, 1).tolist(), expected.ids.flatten(0, 1).tolist(), strict=True):
+        assert a == sorted(a) and len(set(a)) == 100 and min(a) >= 0
+        assert len(set(a) & set(b)) >= 97  # scores that differ by rounding change places at the edge
+    assert torch.equal(some.ids[0], found.ids[1])
+    assert not set(range(40, 90)) & set(found.ids[1].flatten().tolist())
+
+
+def test_a_budget_of_all_candidates_and_repeated_keys() -> None:
+    shape = LayerShape(1, 4, 2, 64, torch.float32, torch.device("cuda"))
+    index = SphereIndex(shape, SphereConfig(stage1="product", gqa="max", schedule=(RatioStep(None, 1.0, 1.0),)))
+    keys = torch.randn(2, 1, 64, device="cuda").repeat(1, 3000, 1)
+    keys[:, 10] = 0
+    index.append(0, keys)
+    query = keys[:, :1].repeat_interleave(2, 0).view(1, 4, 64)
+    found = index.search(query, Budget(50, 0.125), [0])
+    wanted = [i for i in range(51) if i != 10]  # equal scores: the lowest positions; a key of norm zero comes last
+    assert found.ids[0].tolist() == [wanted, wanted]
+    everything = index.search(query, Budget(3000, 0.125), [0])
+    assert everything.ids[0].tolist() == [list(range(3000))] * 2
+
+
+def tiny(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=256,
+        vocab_size=512, max_position_embeddings=16384, **changes,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+
+
+METHODS = {
+    "paper": kvrecall.ParisKV(top_k=24, full_attention_threshold=0, **ZONES),
+    "products": kvrecall.ParisKV(
+        top_k=24, stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", full_attention_threshold=0, **ZONES
+    ),
+    "boundary": kvrecall.ParisKV(
+        top_k=24, stage1="product", gqa="max", trigger="semantic-boundary:threshold=0.9", full_attention_threshold=0, **ZONES
+    ),
+    "stride": kvrecall.ParisKV(top_k=24, trigger="fixed-stride:steps=5", full_attention_threshold=0, **ZONES),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("ragged", [False, True])
+def test_captured_generation_equals_the_uncaptured_one(method: kvrecall.Method, ragged: bool) -> None:
+    model = tiny()
+    prompt = torch.randint(5, 500, (2, 700), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    mask = torch.ones_like(prompt)
+    if ragged:
+        mask[1, :300] = 0
+    answers, stats = [], []
+    for capture in (False, True):
+        cache = kvrecall.RetrievalCache(model.config, method)
+        made = engine.generate(
+            model, None, prompt, cache, max_new_tokens=120, attention_mask=mask, eos_token_id=511, capture=capture
+        )
+        again = torch.cat([made.sequences, prompt[:, :9]], 1)  # a second turn goes on with what the graph left behind
+        both = torch.cat([mask, torch.ones_like(again[:, 700:])], 1)
+        more = engine.generate(
+            model, None, again, cache, max_new_tokens=40, attention_mask=both, eos_token_id=511, capture=capture
+        )
+        answers.append(made.new_tokens + more.new_tokens)
+        stats.append(cache.stats().total)
+    assert answers[0] == answers[1]
+    assert stats[0].tokens == stats[1].tokens
+    for name in ("steps", "searches", "attended_tokens", "retrieved_tokens"):
+        assert getattr(stats[0].counters, name) == getattr(stats[1].counters, name), name
+
+
+def test_two_thousand_captured_steps_equal_the_uncaptured_ones() -> None:
+    model = tiny()
+    prompt = torch.randint(5, 500, (1, 900), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    answers = []
+    for capture in (False, True):
+        cache = kvrecall.RetrievalCache(model.config, METHODS["products"])
+        made = engine.generate(model, None, prompt, cache, max_new_tokens=2000, eos_token_id=511, capture=capture)
+        answers.append(made.new_tokens)
+    assert answers[0] == answers[1]
+
+
+def test_more_tokens_than_the_graph_has_room_for() -> None:
+    from kvrecall.engine.captured.decoder import CapturedDecoder
+
+    model = tiny()
+    prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    found = []
+    for room in (200, 4):
+        cache = kvrecall.RetrievalCache(model.config, METHODS["paper"])
+        with torch.no_grad():
+            engine.prefill(model, prompt, cache)
+            decoder, tokens = CapturedDecoder(model, cache, room), []
+            for _ in range(100):
+                tokens.append(int(decoder.step().argmax()))
+                decoder.input_ids.fill_(tokens[-1])
+            decoder.close()
+        found.append(tokens)
+        assert cache.get_seq_length() == 400
+    assert found[0] == found[1]
+
+
+def test_no_memory_growth_over_five_thousand_steps() -> None:
+    from kvrecall.engine.captured.decoder import CapturedDecoder
+
+    model = tiny(torch.bfloat16)
+    cache = kvrecall.RetrievalCache(model.config, METHODS["products"])
+    prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    engine.prefill(model, prompt, cache)
+    decoder = CapturedDecoder(model, cache, 5200)
+    for _ in range(50):
+        decoder.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5000):
+        decoder.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+    decoder.close()
+
+
+@pytest.mark.parametrize(("method", "reason"), [
+    (kvrecall.ParisKV(gqa="per_head"), "gqa='per_head' has no kernel"),
+    (kvrecall.PRKV(), "prkv searches on the host"),
+    (kvrecall.ParisKV(attend="host"), "the CPU attends"),
+    (kvrecall.ParisKV(dense_layers=(0,)), "attend to the whole zone"),
+])  # fmt: skip
+def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) -> None:
+    model = tiny()
+    cache = kvrecall.RetrievalCache(model.config, method)
+    prompt = torch.randint(5, 500, (1, 50), device="cuda")
+    with pytest.raises(CaptureError, match=reason):
+        engine.generate(model, None, prompt, cache, max_new_tokens=4, capture=True)
+    engine.generate(model, None, prompt, cache, max_new_tokens=4)  # and works without
+
+
+def test_non_finite_keys_are_reported() -> None:
+    from kvrecall.engine.captured.decoder import CapturedDecoder
+    from kvrecall.errors import NonFiniteError
+
+    model = tiny()
+    cache = kvrecall.RetrievalCache(model.config, METHODS["paper"])
+    engine.prefill(model, torch.randint(5, 500, (1, 300), device="cuda"), cache)
+    decoder = CapturedDecoder(model, cache, 100)
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    decoder.input_ids.fill_(7)
+    decoder.step()
+    with pytest.raises(NonFiniteError):
+        decoder.check()

@@ -1,0 +1,18 @@
+"""Kernels run here in Triton's interpreter, which must be chosen before Triton is imported: `make test` does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REASON = "needs TRITON_INTERPRET=1, which `make test` sets for this folder"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        here = Path(__file__).parent
+        for item in items:
+            if item.path.is_relative_to(here):
+                item.add_marker(pytest.mark.skip(reason=REASON))

@@ -1,0 +1,102 @@
+"""A captured layer, launched step by step without a graph, does what the pipeline does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvrecall
+from kvrecall.layer_state import LayerState
+from kvrecall.pipeline import decode_step
+from kvrecall.structs import AttentionParams
+from kvrecall.trigger import StrideTrigger
+from tests.layers import DIM, ZONES, start, state, tokens
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine.captured.layer import CapturedLayer
+from kvrecall.engine.captured.plan import StepPlan, pack
+
+
+def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
+    """As the decoder does it."""
+    method, b = layer.method, layer.store.sequences
+    config, trigger = method.index_config(), layer.trigger
+    steps = getattr(method.trigger_config(), "steps", 0 if method.trigger_config().name == "semantic-boundary" else 1)
+    since = trigger._since if isinstance(trigger, StrideTrigger) else [0] * b
+    assert isinstance(config, kvrecall.index.sphere.SphereConfig) and method.top_k is not None
+    zones = [layer.store.zones(i) for i in range(b)]
+    plan = StepPlan(
+        method.zone_sizes(), config.steps, config.min_candidates_per_k, method.top_k, zones, steps, since, len(layer.held) < b
+    )
+    return CapturedLayer(layer, plan, max(z.retrieval for z in zones) + room), plan
+
+
+def compare(method: kvrecall.Method, steps: int, params: AttentionParams, warm: int = 6) -> tuple[LayerState, LayerState]:
+    """Runs both from the same prompt; every output must agree; returns the states (pipeline's, captured)."""
+    lengths = [90, 61]
+    plain, other = state(method, 2), state(method, 2)
+    start(plain, lengths), start(other, lengths)
+    for number in range(warm):
+        new = tokens(500 + number, 2, 1)
+        decode_step(plain, *new, None, params), decode_step(other, *new, None, params)
+    captured, plan = borrowed(other, 64)
+    parity = torch.zeros(1, dtype=torch.int64)
+    for number in range(steps):
+        new = tokens(1000 + number, 2, 1)
+        expected = decode_step(plain, *new, None, params)
+        out: Tensor = captured.decode(*new, pack(plan.rows()), parity, params)
+        plan.advance()
+        parity.copy_(1 - parity)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+    captured.finish()
+    return plain, other
+
+
+EXACT: dict[str, Any] = ZONES | {"top_k": 6, "weight_dtype": "float32"}  # the interpreter rounds to bf16 in a way of its own
+METHODS = {
+    "collisions": kvrecall.ParisKV(**EXACT),
+    "products": kvrecall.ParisKV(stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **EXACT),
+    "stride": kvrecall.ParisKV(stage1="product", trigger="fixed-stride:steps=3", **EXACT),
+    "semantic": kvrecall.ParisKV(stage1="product", gqa="max", trigger="semantic-boundary:threshold=0.0", **EXACT),
+    "semantic-retrieval": kvrecall.ParisKV(
+        stage1="product", trigger="semantic-boundary:threshold=0.0,compare=retrieval,max_stride=3", **EXACT
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method) -> None:
+    params = AttentionParams(DIM**-0.5)
+    plain, other = compare(method, 4, params)  # the buffer of 8 fills up in between
+    for b in range(2):
+        assert other.store.zones(b) == plain.store.zones(b)
+        assert torch.equal(other.store.resident.view(b), plain.store.resident.view(b))
+        assert all(torch.equal(x, y) for x, y in zip(other.store.host[b].blocks(), plain.store.host[b].blocks(), strict=True))
+        assert torch.equal(other.index.codes(b).signs, plain.index.codes(b).signs)
+        assert torch.equal(other.index._counts, plain.index._counts)
+        assert torch.equal(other.held[b].ids, plain.held[b].ids)
+    for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens"):
+        assert getattr(other.stats, name) == getattr(plain.stats, name), name
+    if method.fetch is None and method.trigger is None:  # else rows are kept, but not those of before the capture
+        assert other.stats.bytes_fetched == plain.stats.bytes_fetched
+    for number in range(3):  # and the pipeline can go on with it
+        new = tokens(3000 + number, 2, 1)
+        torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
+
+
+def test_softcap_and_learned_sinks_reach_the_kernels() -> None:
+    params = AttentionParams(DIM**-0.5, softcap=5.0, sink_logits=torch.tensor([0.3, -1.0, 2.0, 0.0]))
+    compare(METHODS["collisions"], 4, params)
+
+
+def test_a_key_that_is_not_finite_is_flagged() -> None:
+    layer = state(METHODS["collisions"], 2)
+    start(layer, [90, 61])
+    captured, plan = borrowed(layer, 16)
+    queries, keys, values = tokens(7, 2, 1)
+    values[1, 0, 0, 3] = float("inf")
+    captured.decode(queries, keys, values, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), AttentionParams(0.1))
+    assert captured.bad.tolist() == [0, 1]

@@ -1,0 +1,105 @@
+"""Every kernel becomes machine code for three generations of GPUs, as it is really launched; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvrecall
+from kvrecall.structs import AttentionParams
+from tests.layers import DIM, ZONES, state, tokens
+
+triton: Any = pytest.importorskip("triton", reason="Triton is only there on Linux")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8",
+}  # fmt: skip
+
+
+def type_name(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    assert isinstance(value, float)
+    return "fp32"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Kernels by name, with the signature and constants of their launches; nothing runs."""
+    seen: dict[str, Any] = {}
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        names = [p.name for p in self.params]
+        given = dict(zip(names, args, strict=False)) | {k: v for k, v in options.items() if k in names}
+        constant = {p.name for p in self.params if p.is_constexpr}
+        signature = {n: "constexpr" if n in constant else type_name(given[n]) for n in names}
+        values = {(names.index(n),): given[n] for n in names if n in constant}
+        key = (self.__name__, *signature.values(), *values.values())
+        seen[str(key)] = (self, signature, values, {"num_warps": options.get("num_warps", 4)})
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", record)
+    yield seen
+
+
+def compile_all(seen: dict[str, Any], capability: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for kernel, signature, constants, options in seen.values():
+        source = ASTSource(kernel, signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert len(made.asm["cubin"]) > 0, kernel.__name__
+
+
+METHODS = {
+    "collisions": kvrecall.ParisKV(top_k=6, **ZONES),
+    "products": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **ZONES),
+    "semantic": kvrecall.ParisKV(top_k=6, stage1="product", gqa="max", trigger="semantic-boundary", **ZONES),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", METHODS)
+def test_kernels_of_a_captured_layer(name: str, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.engine.captured.plan import pack
+    from tests.interpreted.test_captured_layer import borrowed
+
+    dtype = torch.float16 if name == "semantic" else torch.bfloat16
+    layer = state(METHODS[name], 2, dtype=dtype)
+    start_in(layer, dtype)
+    captured, plan = borrowed(layer, 16)
+    new = (x.to(dtype) for x in tokens(1, 2, 1))
+    sinks = torch.zeros(4) if name == "semantic" else None
+    params = AttentionParams(DIM**-0.5, 30.0 if sinks is not None else 0.0, sinks)
+    captured.decode(*new, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), params)
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {
+        "rotate_kernel", "tables_kernel", "scan_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel",
+        "merge_kernel",
+    } | {"semantic": {"trigger_kernel"}, "products": {"lse_kernel"}}.get(name, set())  # fmt: skip
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.index.sphere.kernels.encode import encode
+
+    encode(torch.zeros(2, 50, dim, dtype=torch.bfloat16), torch.eye(dim))
+    compile_all(launches, capability)
+
+
+def start_in(layer: Any, dtype: torch.dtype) -> None:
+    """Prefills without kernels, whatever the dtype."""
+    from kvrecall.pipeline import prefill_layer
+
+    prefill_layer(layer, *(x.to(dtype) for x in tokens(0, 2, 90)), None, AttentionParams(DIM**-0.5))
