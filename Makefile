@@ -39,8 +39,8 @@ bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
 	$(BIN)/python -m kvrecall.bench.cpu_layer $(ARGS)
 
 bench-gpu: $(STAMP) ## Run the benchmarks of one layer and of a whole model on a CUDA GPU
-	$(BIN)/python -m kvrecall.bench.gpu_layer $(ARGS)
-	$(BIN)/python -m kvrecall.bench.gpu_decode
+	$(BIN)/kvrecall bench layer --out benchmarks/results/gpu_layer.csv
+	$(BIN)/kvrecall bench decode --out benchmarks/results/gpu_decode.csv
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

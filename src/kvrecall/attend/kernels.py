@@ -5,10 +5,6 @@ Resident rows and selected ones are parts of one attention: selected rows are re
 Bytes: 4 D per row and KV head in 16-bit types, once, for all query heads of a group.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportUnboundVariable=false
-
 from __future__ import annotations
 
 import triton

@@ -1,6 +1,6 @@
 """A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
 
-    python -m kvrecall.bench.gpu_decode [--shape llama-3.1-8b] [--context 65536,262144] [--batch 1] [--layers 32] [--out FILE]
+    kvrecall bench decode --context 64k,128k [--out FILE]
 
 Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Full attention keeps K and V
 in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN or flash, the faster one);
@@ -9,11 +9,9 @@ its step is captured as a CUDA graph as ours is, so both run the same modules of
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise, product
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvrecall.bench.gpu_layer import CONFIGS
-from kvrecall.bench.rows import write_csv
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.integrations.transformers import RetrievalCache
 
@@ -179,30 +176,3 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
     count = model.config.num_hidden_layers
     return Row(shape, count, context, batch, name, p50, times[4 * len(times) // 5], times[-1], steps, full_ms, backend,
                full_ms / p50, device, full_gib, host)  # fmt: skip
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", default="llama-3.1-8b", help=", ".join(SHAPES))
-    parser.add_argument("--context", default="65536,131072,262144")
-    parser.add_argument("--batch", default="1")
-    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the model has, for long contexts")
-    parser.add_argument("--configs", default="product", help=", ".join(CONFIGS))
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_decode.csv"))
-    args = parser.parse_args()
-    rows = []
-    for context, batch, name in product(args.context.split(","), args.batch.split(","), args.configs.split(",")):
-        row = measure(args.shape, args.layers, int(context), int(batch), name, args.steps)
-        rows.append(row)
-        times = f"{row.retrieval_p50_ms:.2f} ms (worst {row.retrieval_worst_ms:.2f})"
-        memory = f"{row.retrieval_device_gib:.1f} against {row.full_device_gib:.1f} GiB, host {row.host_gib:.1f} GiB"
-        print(f"{args.shape} x{row.layers} {context} batch {batch} {name}: {times}, full {row.full_p50_ms:.2f} ms "
-              f"({row.full_backend}), {row.speedup:.2f}x; {memory}", flush=True)  # fmt: skip
-        write_csv(args.out, rows)
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """One attention layer, one decode step, on a GPU: search + fetch + attention against full attention in device memory.
 
-    python -m kvrecall.bench.gpu_layer [--tokens 65536,131072] [--configs product,paper] [--out FILE]
+    kvrecall bench layer --context 64k,128k [--out FILE]
 
 Both sides are captured as CUDA graphs over several layers with keys of their own, together several times the L2 cache, and
 replayed; times are per layer. Between two replays the queries turn a little, to a cosine of 0.93 with the ones before as
@@ -13,11 +13,8 @@ the search selected, and the search with its reference.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from itertools import product
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.rows import write_csv
 from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import StepPlan, pack
 from kvrecall.index.base import LayerShape
@@ -247,27 +243,3 @@ def measure(shape: str, tokens: int, name: str) -> Row:
         candidates=bench.plan.stage(zone).candidates, summary_bytes_per_token=index.nbytes_per_token(dim),
         build_us_per_1k_tokens=bench.build_us * 1e3 / zone, **alone,
     )  # fmt: skip
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shapes", default="8b")
-    parser.add_argument("--tokens", default="65536,131072,262144,1048576")
-    parser.add_argument("--configs", default="product,product-reuse,paper", help=", ".join(CONFIGS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_layer.csv"))
-    args = parser.parse_args()
-    rows = []
-    for shape, tokens, name in product(args.shapes.split(","), map(int, args.tokens.split(",")), args.configs.split(",")):
-        row = measure(shape, tokens, name)
-        rows.append(row)
-        parts = [f"{f.name[:-3]}={getattr(row, f.name):.1f}" for f in fields(row) if f.name in STAGES]
-        both = f"{row.retrieval_p50_us:7.1f} us  full {row.full_p50_us:7.1f} ({row.full_backend}) {row.speedup:5.2f}x"
-        print(f"{shape} {tokens:8d} {name:14} {both}  {' '.join(parts)} C={row.candidates}", flush=True)
-        print(f"    index: {row.build_us_per_1k_tokens:.2f} us per 1,000 tokens", flush=True)
-        torch.cuda.empty_cache()
-        write_csv(args.out, rows)
-
-
-if __name__ == "__main__":
-    main()

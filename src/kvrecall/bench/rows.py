@@ -39,6 +39,8 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numba": _version("numba"),
+        "triton": _version("triton"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 
 

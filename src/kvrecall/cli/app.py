@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvrecall.cli.ask import ask
+from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.demo import demo
 from kvrecall.cli.generate import generate
@@ -26,3 +27,4 @@ app = typer.Typer(
 for verb in (ask, generate, demo, plan, info, trace, recall, calibrate):
     app.command()(verb)
 app.add_typer(models, name="models")
+app.add_typer(bench, name="bench")

@@ -3,10 +3,6 @@
 Dialect: capitals are sizes, `i_` indices, `o_` offsets, `p_` pointers, `m_` masks.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

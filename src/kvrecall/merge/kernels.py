@@ -1,9 +1,5 @@
 """The log-sum-exp merge of the parts of a split attention, on a GPU: one program per sequence and query head."""
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton

@@ -4,10 +4,6 @@ Many ids are cut into chunks first, each of which keeps its own k best, in paral
 scores of a group are first made one: the mean or the largest share of a softmax. Bytes: lanes x 4 per candidate.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportUnboundVariable=false
-
 from __future__ import annotations
 
 import triton

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrecall.errors import CaptureError
-from kvrecall.index.sphere import SphereConfig
+from kvrecall.index.sphere import LEAST_CAPABILITY, SphereConfig
 from kvrecall.index.sphere.kernels.search import KERNEL_MODES
 from kvrecall.integrations.transformers import RetrievalCache
 
@@ -18,6 +18,10 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
     """Raises CaptureError with the reason."""
     if not torch.cuda.is_available():
         raise CaptureError("there is no CUDA device", "Decode with model.generate; on a CPU there is nothing to capture.")
+    capability = torch.cuda.get_device_capability(model.device if model.device.type == "cuda" else None)
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        raise CaptureError(f"the GPU's compute capability is {capability[0]}.{capability[1]}, below {least}", _PLAIN)
     method, config = cache.method, cache.method.index_config()
     if not isinstance(config, SphereConfig) or method.top_k is None:
         raise CaptureError(f"{method.name} searches on the host", _PLAIN)

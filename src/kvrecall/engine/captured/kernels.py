@@ -4,10 +4,6 @@ When the buffer of a sequence is full, `update_interval` tokens move to the retr
 then is to count them in: each was encoded and copied to the host in a step of its own while it waited, so no step is slower.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton

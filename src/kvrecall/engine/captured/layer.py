@@ -1,7 +1,7 @@
 """One layer of a captured decode: device memory at fixed addresses, and the launches of a step."""
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

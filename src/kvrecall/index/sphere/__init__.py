@@ -27,6 +27,8 @@ STAGE_ONE = ("collision", "product")
 query with its signs."""
 WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+LEAST_CAPABILITY = (8, 0)
+"""Older GPUs search by torch operations."""
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
@@ -268,7 +270,7 @@ def _compiled_available(device: torch.device) -> bool:
 
 
 def _kernels_available(device: torch.device) -> bool:
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return False
     from importlib.util import find_spec
 

@@ -3,10 +3,6 @@
 Bytes per token and KV head: 2 D read, 6 S written; operations: 2 D^2. Everything in fp32.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import torch

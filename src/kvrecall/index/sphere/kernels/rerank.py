@@ -4,9 +4,6 @@ Candidates are the `wanted` keys of the largest scores, lower positions first am
 follows from the counts of the tiles before it, so no order depends on timing. Bytes: 1 per token, 6 S per candidate.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton

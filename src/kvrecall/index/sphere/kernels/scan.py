@@ -4,9 +4,6 @@ A score is one byte: 0 for keys that must not be found, 1 for keys of zero norm,
 largest). Bytes per token and KV head: S sign bytes read, 1 written; the tables stay in L1.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton

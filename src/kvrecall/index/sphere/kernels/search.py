@@ -4,8 +4,8 @@ tables -> scan -> rerank -> top. Lengths and sizes are read from device memory (
 while the zone grows, up to the capacity it was made for; `fire` says which sequences search at all.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class GpuSearch:
         tables_kernel[(pairs, self._blocks)](
             self._rotated, tables.counts, plan, fire, self._tables, self._total, self._heads,
             D=self._dim, BD=next_power_of_2(self._dim), S=self._blocks, LANES=self._lanes, WORDS=self._words, L=lanes,
-            C=64 // lanes, COLLISION=self.stage1 == "collision", FIELDS=self._stride, TARGETS=2,
+            C=64, COLLISION=self.stage1 == "collision", FIELDS=self._stride, TARGETS=2,
             TIERS=len(TIER_PERCENTILES), BINS=_BINS, PEAK=PEAK_SCORE,
             num_warps=8 if self.stage1 == "collision" else 4,
         )  # fmt: skip

@@ -4,10 +4,6 @@ Stage I scores a key by one look-up per block. The entries of up to four query h
 one look-up and one addition serve them all; no byte overflows, since a key's entries add up to at most 250.
 """
 
-# A kernel's parameters have types that only Triton knows.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton

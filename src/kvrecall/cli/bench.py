@@ -1,0 +1,108 @@
+"""`kvrecall bench`: one layer or a whole model, against full attention in the same process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvrecall.cli import options
+from kvrecall.cli.report import plain_table
+from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.errors import ParameterError, UnknownNameError
+
+bench = typer.Typer(help="Measure retrieval against full attention. What fails its check is not timed.", no_args_is_help=True)
+
+Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
+Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
+Configs = Annotated[str, typer.Option(help="Configurations, one or more: product, product-reuse, product-max, paper.")]
+
+
+@bench.command()
+@verb
+def layer(
+    context: Contexts = "64k,128k,256k,1m",
+    configs: Configs = "product,paper",
+    shape: Annotated[str, typer.Option(help="Attention shape: 8b, qwen2.5-1.5b or qwen3-0.6b.")] = "8b",
+    out: Out = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """One attention layer on a GPU: search, fetch and attention, captured, in microseconds."""
+    _need_cuda()
+    from kvrecall.bench import gpu_layer
+
+    _known("shape", [shape], gpu_layer.SHAPES)
+    _known("configuration", configs.split(","), gpu_layer.CONFIGS)
+    asked = product([shape], _counts(context), configs.split(","))
+    columns = ("tokens", "config", "retrieval_p50_us", "full_p50_us", "speedup", *gpu_layer.STAGES)
+    return _rows(gpu_layer.measure, asked, columns, out, as_json)
+
+
+@bench.command()
+@verb
+def decode(
+    context: Contexts = "64k",
+    configs: Configs = "product",
+    shape: Annotated[str, typer.Option(help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")] = "llama-3.1-8b",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has, for long contexts.")] = None,
+    steps: Annotated[int, typer.Option(min=10, help="Decode steps to time.")] = 600,
+    out: Out = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """A whole model on a GPU: one captured decode step, in milliseconds."""
+    _need_cuda()
+    from kvrecall.bench import gpu_decode, gpu_layer
+
+    _known("shape", [shape], gpu_decode.SHAPES)
+    _known("configuration", configs.split(","), gpu_layer.CONFIGS)
+    asked = product([shape], [layers], _counts(context), [batch], configs.split(","), [steps])
+    columns = ("context", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
+               "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
+    return _rows(gpu_decode.measure, asked, columns, out, as_json)
+
+
+def _rows(
+    measure: Callable[..., Any], asked: Iterable[tuple[Any, ...]], columns: tuple[str, ...], out: Path | None, as_json: bool
+) -> Result:
+    """Measures one row after another; each is written as soon as it is there."""
+    from kvrecall.bench.rows import environment, write_csv
+
+    rows: list[Any] = []
+    for arguments in asked:
+        told = " ".join(str(argument) for argument in arguments if argument is not None)
+        notes().print(f"measuring {told}", style="dim")
+        rows.append(measure(*arguments))
+        if out is not None:
+            write_csv(out, rows)
+    if not as_json:
+        table = plain_table(None, *columns)
+        for row in rows:
+            cells = (getattr(row, name) for name in columns)
+            table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
+        Console(file=sys.stdout, highlight=False).print(table)
+    return {"rows": [asdict(row) for row in rows], "environment": environment()}
+
+
+def _counts(context: str) -> list[int]:
+    return [options.token_count(text) for text in context.split(",")]
+
+
+def _known(kind: str, given: list[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise UnknownNameError(kind, name, known)
+
+
+def _need_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        remedy = "Run it where there is one; `make bench-cpu` needs none."
+        raise ParameterError("device", "a CUDA GPU", "none that torch sees", remedy)

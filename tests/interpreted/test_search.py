@@ -1,0 +1,60 @@
+"""The search kernels find the reference's ids; encoding gives the reference's codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.sphere.codes import encode as reference_encode
+from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.structs import Budget
+from tests.index.sphere.build import index_of, synthetic_keys
+from tests.strategies import HEAD_DIMS, gaussian
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.index.sphere.kernels.encode import encode
+
+STEP = (RatioStep(None, 0.2, 0.3),)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_encode(dim: int) -> None:
+    keys = torch.cat([gaussian(1, 2, 30, dim), gaussian(2, 2, 3, dim) * 1e30, gaussian(3, 2, 3, dim) * 1e-30], 1)
+    keys[:, 7] = 0
+    rotation = rotation_matrix(dim, 3)
+    made, expected = encode(keys, rotation, torch.float32), reference_encode(keys, rotation, torch.float32)
+    assert torch.equal(made.signs, expected.signs)
+    assert torch.equal(made.magnitudes, expected.magnitudes)
+    torch.testing.assert_close(made.weights, expected.weights, rtol=1e-5, atol=0)
+
+
+def search_both(index: SphereIndex, queries: torch.Tensor, top_k: int) -> None:
+    budget = Budget(top_k, queries.shape[-1] ** -0.5)
+    every = list(range(len(index.lengths)))
+    expected = index.search(queries, budget, every)
+    index._kernels = True
+    found = index.search(queries, budget, every)
+    assert torch.equal(found.counts, expected.counts)
+    width = expected.ids.shape[-1]
+    assert torch.equal(found.ids[..., :width], expected.ids) and (found.ids[..., width:] == -1).all()
+    assert torch.equal(index.search(queries[1:], budget, every[1:]).ids, found.ids[1:])  # some sequences search alone
+
+
+@pytest.mark.parametrize(("dim", "group", "mode", "stage1", "top_k"), [
+    (64, 4, "mean_softmax", "product", 9), (80, 3, "mean_q", "collision", 20), (96, 7, "max", "product", 20),
+    (128, 2, "max_softmax", "collision", 30), (192, 5, "mean_softmax", "product", 9), (256, 1, "max", "product", 60),
+])  # fmt: skip
+def test_ids_are_the_references(dim: int, group: int, mode: str, stage1: str, top_k: int) -> None:
+    keys = [synthetic_keys("zeros", 1, 2, 230, dim), synthetic_keys("gaussian", 2, 2, 61, dim)]
+    index = index_of(keys, group, gqa=mode, stage1=stage1, schedule=STEP, weight_dtype="float32", min_candidates_per_k=1)
+    index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
+    search_both(index, gaussian(3, 2, 2 * group, dim), top_k)
+
+
+def test_many_tiles_many_chunks_and_ties() -> None:
+    keys = [synthetic_keys("repeated", 1, 1, 3100, 64), synthetic_keys("repeated", 2, 1, 1025, 64)]
+    step = (RatioStep(None, 0.5, 0.5),)
+    index = index_of(keys, 2, gqa="max", stage1="product", schedule=step, weight_dtype="float32", min_candidates_per_k=1)
+    search_both(index, gaussian(3, 2, 2, 64), 40)
