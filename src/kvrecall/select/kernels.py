@@ -96,15 +96,15 @@ def boundary(b_key, wanted, low, high, reached):
 @triton.jit
 def top_kernel(
     p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_keys, p_counts, scaling, K, HEADS, ROOM, CHUNKS, PARTS,
-    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, N: tl.constexpr,
-    BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
+    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
+    N: tl.constexpr, BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Program (BC of the ids, sequence and KV head): its min(K, ·) ids of the largest scores, ascending.
 
     First level: p_ids `[bh, ROOM]` are candidates, ascending, -1 - id for one that ranks behind all others; p_scores their
     estimates `[bh, LANES or 1, ROOM]`. Writes `[bh, CHUNKS, K]` ids and keys. LAST level: one program; CHUNKED: ids and keys
     (p_scores) `[bh, ROOM]` as the first level left them, else candidates and estimates. Writes out[bh, :K], padded with -1,
-    and counts[bh].
+    and counts[bh]. peak, mass: see `lse_kernel`, for parts of P candidates.
     """
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
@@ -124,7 +124,7 @@ def top_kernel(
             p_own = p_scores + i_bh.to(tl.int64) * ROOM * LANES
             if SOFTMAX:
                 o_lse = i_bh * LANES * PARTS
-                b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(given, 256), PARTS, LANES, BL, BT)
+                b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(given, P), PARTS, LANES, BL, BT)
                 b_s = shares(p_own, b_lse, o_c, m_c, scaling, ROOM, LANES, BL, MEAN)
             else:
                 b_s = tl.load(p_scores + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0.0)

@@ -1,7 +1,8 @@
-"""The search of the sphere index on a GPU: four kernels, no host synchronisation, scratch memory allocated once.
+"""The search of the sphere index on a GPU: a chain of kernels, no host synchronisation, scratch memory allocated once.
 
-tables -> scan -> rerank -> top. Lengths and sizes are read from device memory (`plan`), so a captured graph replays the search
-while the zone grows, up to the capacity it was made for; `fire` says which sequences search at all.
+rotate -> tables -> scan -> compact -> rerank -> (lse) -> top, top. Lengths and sizes are read from device memory (`plan`), so a
+captured graph replays the search while the zone grows, up to the capacity it was made for; `fire` says which sequences search
+at all.
 """
 
 # A launch takes what only Triton knows.
@@ -37,7 +38,6 @@ _RERANKED, _RERANK_WARPS = 32, 4
 _LSE_CANDIDATES = 256
 _CHUNK = 1024
 """Candidates whose best are found by one program; more than four times the budget, or nothing would be won."""
-_SCAN_WARPS = 4
 
 
 def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
@@ -146,7 +146,7 @@ class GpuSearch:
             plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles,
             S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
             T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=_BINS,
-            num_warps=_SCAN_WARPS,
+            num_warps=4,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
@@ -181,8 +181,8 @@ class GpuSearch:
                 ids, scores, self._peak, self._mass, plan, fire, out, self._chunk_keys, self.counts, scaling, self.top_k,
                 self._heads, room, chunks, self._parts,
                 LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
-                BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), N=self._chunk, BC=block, LAST=last,
-                CHUNKED=last and chunks > 0, FIELDS=self._stride, num_warps=max(4, min(32, block // 256)),
+                BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=_LSE_CANDIDATES, N=self._chunk,
+                BC=block, LAST=last, CHUNKED=last and chunks > 0, FIELDS=self._stride, num_warps=max(4, min(32, block // 256)),
             )  # fmt: skip
 
         chunks, room = self._chunks, self.candidates
