@@ -18,6 +18,7 @@ from kvrecall.engine.captured.plan import SEARCH_FIELDS, ZONE_FIELDS, StepPlan, 
 from kvrecall.errors import CaptureError, NonFiniteError
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache, attach
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.layer_state import LayerState
 from kvrecall.trigger import EveryStep, FixedStride, StrideTrigger
 
@@ -58,11 +59,12 @@ class CapturedDecoder:
             self.close()
             self._borrow(2 * max(made, self._room))
         self._plan_rows.copy_(pack(self._plan.rows()), non_blocking=True)
-        self._graph.replay()
-        self._plan.advance()
-        self._steps += 1
-        for holder in self._cache.retrieval_layers:
-            holder.count_captured()
+        with deferred_interrupt():  # a token is in all layers and in all counts, or in none
+            self._graph.replay()
+            self._plan.advance()
+            self._steps += 1
+            for holder in self._cache.retrieval_layers:
+                holder.count_captured()
         if self._steps % _CHECKED_STEPS == 0:
             self.check()
         return self._logits
