@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +87,48 @@ def test_room_for_candidates_covers_every_length_on_the_way() -> None:
     plan = StepPlan(sizes, steps, 4, 6, [sizes.lengths(920, 900)], 1, [0], True)
     assert plan.most_candidates(2000) == 500  # at 999 tokens, not at 2,000
     assert all(plan.stage(n).candidates <= 500 for n in range(900, 2001))
+
+
+RETRIEVES = kvrecall.ParisKV(top_k=4, sink_tokens=2, local_tokens=8, update_interval=4, full_attention_threshold=0)
+
+
+def prefilled(model: Any, tokens: int = 40) -> tuple[kvrecall.RetrievalCache, torch.Tensor]:
+    prompt = torch.randint(5, 90, (1, tokens), generator=torch.Generator().manual_seed(2))
+    cache = kvrecall.RetrievalCache(model.config, RETRIEVES)
+    engine.prefill(model, prompt, cache)
+    return cache, prompt
+
+
+def test_what_only_shows_at_capture_is_decoded_uncaptured_unless_capture_was_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as host memory that could not be pinned: seen when the cache holds something, so after the prompt."""
+    model, tries = tiny("llama"), []
+
+    def refuse(*_: Any) -> None:
+        tries.append(1)
+        raise CaptureError("the system refused to pin host memory", "Raise the limit.")
+
+    expected = engine.generate(model, None, prefilled(model)[1], prefilled(model)[0], max_new_tokens=6).new_tokens
+    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(captured, "CapturedDecoder", refuse)
+    cache, prompt = prefilled(model)
+    with captured.captured_decoding(model, cache, 8, required=False):
+        assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected
+    assert tries == [1]  # and is not tried again at every token
+    cache, prompt = prefilled(model)
+    with pytest.raises(CaptureError, match="pin"), captured.captured_decoding(model, cache, 8, required=True):
+        engine.generate(model, None, prompt, cache, max_new_tokens=6)
+
+
+def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    cache, prompt = prefilled(model)
+    expected = engine.generate(model, None, prompt, prefilled(model)[0], max_new_tokens=6).new_tokens
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
+
+    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(captured.CapturedDecoder, "_capture", fail)
+    with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
+        captured.CapturedDecoder(model, cache, 8)
+    assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected

@@ -34,18 +34,15 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
 
 
 @triton.jit
-def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr, RING: tl.constexpr):
+def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr):
     """K and V `[R, BD]` of resident rows o_r of `[CAPACITY, 2, D]`, and which of them are real.
 
-    length[0] rows are real. RING: rows behind the first SINK are a ring of which length[1] from place length[2] on are real.
+    The first length[0] rows are the sink; rows from SINK on are a ring, of which length[1] from place length[2] on are real.
     """
     o_d = tl.arange(0, BD)
-    if RING:
-        o_age = o_r - SINK - tl.load(p_length + 2)
-        o_age = tl.where(o_age < 0, o_age + (CAPACITY - SINK), o_age)
-        m_r = tl.where(o_r < SINK, o_r < tl.load(p_length), o_age < tl.load(p_length + 1)) & (o_r < CAPACITY)
-    else:
-        m_r = o_r < tl.load(p_length)
+    o_age = o_r - SINK - tl.load(p_length + 2)
+    o_age = tl.where(o_age < 0, o_age + (CAPACITY - SINK), o_age)
+    m_r = tl.where(o_r < SINK, o_r < tl.load(p_length), o_age < tl.load(p_length + 1)) & (o_r < CAPACITY)
     p_row = p_rows + o_r[:, None] * (2 * D) + o_d[None, :]
     m_row = m_r[:, None] & (o_d < D)[None, :]
     return tl.load(p_row, mask=m_row, other=0.0), tl.load(p_row + D, mask=m_row, other=0.0), m_r

@@ -37,8 +37,7 @@ def layer(
     _need_cuda()
     from kvrecall.bench import gpu_layer
 
-    _known("shape", [shape], gpu_layer.SHAPES)
-    _known("configuration", configs.split(","), gpu_layer.CONFIGS)
+    _check(shape, gpu_layer.SHAPES, configs, gpu_layer.CONFIGS)
     asked = product([shape], _counts(context), configs.split(","))
     columns = ("tokens", "config", "retrieval_p50_us", "full_p50_us", "speedup", *gpu_layer.STAGES)
     return _rows(gpu_layer.measure, asked, columns, out, as_json)
@@ -60,8 +59,7 @@ def decode(
     _need_cuda()
     from kvrecall.bench import gpu_decode, gpu_layer
 
-    _known("shape", [shape], gpu_decode.SHAPES)
-    _known("configuration", configs.split(","), gpu_layer.CONFIGS)
+    _check(shape, gpu_decode.SHAPES, configs, gpu_layer.CONFIGS)
     asked = product([shape], [layers], _counts(context), [batch], configs.split(","), [steps])
     columns = ("context", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
@@ -94,10 +92,12 @@ def _counts(context: str) -> list[int]:
     return [options.token_count(text) for text in context.split(",")]
 
 
-def _known(kind: str, given: list[str], known: Iterable[str]) -> None:
-    for name in given:
+def _check(shape: str, shapes: Iterable[str], configs: str, known: Iterable[str]) -> None:
+    if shape not in shapes:
+        raise UnknownNameError("shape", shape, shapes)
+    for name in configs.split(","):
         if name not in known:
-            raise UnknownNameError(kind, name, known)
+            raise UnknownNameError("configuration", name, known)
 
 
 def _need_cuda() -> None:

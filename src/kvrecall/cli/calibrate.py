@@ -13,7 +13,7 @@ from rich.console import Console
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_text
+from kvrecall.cli.textfile import read_texts
 from kvrecall.cli.verb import Result, verb
 from kvrecall.errors import ContextLengthError
 
@@ -36,7 +36,7 @@ def calibrate(
     from kvrecall.trigger import SemanticBoundary
 
     trigger = SemanticBoundary(compare=compare, max_stride=max_stride)  # type: ignore[arg-type]
-    text = "\n\n".join(read_text(file) for file in files)
+    text = read_texts(files)
     wanted = None if tokens is None else options.token_count(tokens)
     session = open_session(model, dtype, device, quiet=as_json)
     ids = session.tokenizer(text).input_ids[:wanted]

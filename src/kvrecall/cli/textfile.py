@@ -23,6 +23,11 @@ def read_text(path: Path) -> str:
     return text
 
 
+def read_texts(paths: list[Path]) -> str:
+    """The files' texts one after the other, a blank line between."""
+    return "\n\n".join(map(read_text, paths))
+
+
 def non_empty(text: str, name: str) -> str:
     """The text as it is; raises `ParameterError` if there is nothing in it."""
     if not text.strip():

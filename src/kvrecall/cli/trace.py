@@ -9,7 +9,7 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_text
+from kvrecall.cli.textfile import read_text, read_texts
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import ContextLengthError, ParameterError
 
@@ -34,7 +34,7 @@ def trace(
     as_json: options.AsJson = False,
 ) -> Result:
     """Record queries, keys and values of a model at work, for `kvrecall recall`."""
-    text = "\n\n".join(read_text(file) for file in files)
+    text = read_texts(files)
     wanted = None if tokens is None else options.token_count(tokens)
     chosen = None if layers is None else _layers(layers)
     session = open_session(model, dtype, device, quiet=as_json)

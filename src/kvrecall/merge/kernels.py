@@ -7,11 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
-def merge_kernel(p_parts, p_lse, p_sinks, p_out, p_total, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
                  BP: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
     """out[bh] = attention over the union of parts `[BH_q, PARTS, D]` with lse `[BH_q, PARTS]`; an empty part has lse -inf.
 
-    SINKS: one learned logit per query head takes mass and gives no value. total[bh]: lse of everything.
+    SINKS: one learned logit per query head takes mass and gives no value.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
@@ -29,4 +29,3 @@ def merge_kernel(p_parts, p_lse, p_sinks, p_out, p_total, HEADS, D: tl.constexpr
     b_part = tl.load(p_parts + (i_bh * PARTS + o_p)[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(p_out + i_bh * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
-    tl.store(p_total + i_bh, base + tl.log(mass))

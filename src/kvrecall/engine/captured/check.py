@@ -7,10 +7,9 @@ from transformers import PreTrainedModel
 
 from kvrecall.errors import CaptureError
 from kvrecall.index.sphere import LEAST_CAPABILITY, SphereConfig
-from kvrecall.index.sphere.kernels.search import KERNEL_MODES
 from kvrecall.integrations.transformers import RetrievalCache
 
-_PLAIN = "Decode with model.generate, which needs no capture."
+PLAIN = "Decode with model.generate, which needs no capture."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
@@ -21,24 +20,24 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
     capability = torch.cuda.get_device_capability(model.device if model.device.type == "cuda" else None)
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
-        raise CaptureError(f"the GPU's compute capability is {capability[0]}.{capability[1]}, below {least}", _PLAIN)
+        raise CaptureError(f"the GPU's compute capability is {capability[0]}.{capability[1]}, below {least}", PLAIN)
     method, config = cache.method, cache.method.index_config()
     if not isinstance(config, SphereConfig) or method.top_k is None:
-        raise CaptureError(f"{method.name} searches on the host", _PLAIN)
-    if config.gqa not in KERNEL_MODES:
-        raise CaptureError(f"gqa={config.gqa!r} has no kernel", f"Use one of {', '.join(KERNEL_MODES)}.")
+        raise CaptureError(f"{method.name} searches on the host", PLAIN)
+    if config.gqa == "per_head":  # the kernels make one selection per KV head
+        raise CaptureError(f"gqa={config.gqa!r} has no kernel", 'Use another mode, for example "mean_softmax".')
     if method.attends_on_host:
         raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
     if method.static_config() is not None:
-        raise CaptureError("static sets are chosen on the host", _PLAIN)
+        raise CaptureError("static sets are chosen on the host", PLAIN)
     if method.dense_layers:
         raise CaptureError(f"layers {method.dense_layers} attend to the whole zone on the host", "Use dense_layers=().")
     if len(cache.retrieval_layers) != len(cache.layers):
-        raise CaptureError("the model has sliding-window or linear layers, whose caches grow by copying", _PLAIN)
+        raise CaptureError("the model has sliding-window or linear layers, whose caches grow by copying", PLAIN)
     scaling = getattr(model.config.get_text_config(decoder=True), "rope_scaling", None) or {}
     kind = scaling.get("rope_type", "default")
     if kind not in _STATIC_ROPE:
-        raise CaptureError(f"rotary embedding {kind!r} changes with the length", _PLAIN)
+        raise CaptureError(f"rotary embedding {kind!r} changes with the length", PLAIN)
     for state in (layer.state for layer in cache.retrieval_layers):
         if state is None:
             continue

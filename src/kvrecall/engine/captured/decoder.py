@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvrecall.engine.captured.check import check_capture, long_enough
+from kvrecall.engine.captured.check import PLAIN, check_capture, long_enough
 from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.plan import SEARCH_FIELDS, ZONE_FIELDS, StepPlan, pack
+from kvrecall.engine.captured.plan import ROW, StepPlan, pack
 from kvrecall.errors import CaptureError, NonFiniteError
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache, attach
@@ -45,7 +45,7 @@ class CapturedDecoder:
         first = self._states[0]
         device, b = first.shape.device, first.shape.sequences
         self._parity = torch.zeros(1, dtype=torch.int64, device=device)
-        self._plan_rows = torch.zeros(b, SEARCH_FIELDS + ZONE_FIELDS, dtype=torch.int32, device=device)
+        self._plan_rows = torch.zeros(b, ROW, dtype=torch.int32, device=device)
         self.input_ids = torch.zeros(b, 1, dtype=torch.int64, device=device)
         """The tokens of the next step, `[B, 1]`; write them in place."""
         self._positions = torch.tensor([[first.store.zones(i).total] for i in range(b)], device=device)
@@ -102,7 +102,15 @@ class CapturedDecoder:
         self._layers = [CapturedLayer(state, self._plan, self._tokens) for state in states]
         for layer, holder in zip(self._layers, self._cache.retrieval_layers, strict=True):
             holder.captured = lambda q, k, v, p, layer=layer: layer.decode(q, k, v, self._plan_rows, self._parity, p)
-        self._capture()
+        try:
+            self._capture()
+        except BaseException as error:
+            for holder in self._cache.retrieval_layers:  # nothing was decoded: the cache is as it was
+                holder.captured = None
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                told = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise CaptureError(f"recording the model's step failed ({told})", PLAIN) from error
+            raise
 
     def _capture(self) -> None:
         """A trial run compiles the kernels; it writes only where the first real step will write too."""
@@ -141,6 +149,7 @@ def captured_decoding(model: PreTrainedModel, cache: RetrievalCache, room_tokens
     """
     call: Any = model.forward
     decoder: CapturedDecoder | None = None
+    refused = False
     try:
         check_capture(model, cache)
     except CaptureError:
@@ -151,13 +160,19 @@ def captured_decoding(model: PreTrainedModel, cache: RetrievalCache, room_tokens
 
     @wraps(call)  # `generate` reads the signature to know what it may pass, positions of padded prompts among it
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal decoder
+        nonlocal decoder, refused
         tokens = kwargs.get("input_ids")
         single = tokens is not None and tokens.shape[1] == 1 and kwargs.get("past_key_values") is cache and not cache.prefilling
-        if not (single and (decoder is not None or long_enough(cache))):
+        if refused or not (single and (decoder is not None or long_enough(cache))):
             return call(*args, **kwargs)
         if decoder is None:
-            decoder = CapturedDecoder(model, cache, room_tokens, call)
+            try:
+                decoder = CapturedDecoder(model, cache, room_tokens, call)
+            except CaptureError:  # for what only shows now, such as memory that could not be pinned
+                if required:
+                    raise
+                refused = True
+                return call(*args, **kwargs)
         assert tokens is not None
         decoder.input_ids.copy_(tokens)
         return CausalLMOutputWithPast(logits=decoder.step().unsqueeze(1), past_key_values=cache)

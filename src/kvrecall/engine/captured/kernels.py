@@ -82,7 +82,7 @@ def step_kernel(
         else:
             o_r, o_d = (i_p - CHOSEN) * R + tl.arange(0, R), tl.arange(0, BD)
             p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
-            b_k, b_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD, True)
+            b_k, b_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
             m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
             o_new = i_bh.to(tl.int64) * D + o_d[None, :]
             b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)

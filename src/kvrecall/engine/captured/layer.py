@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from kvrecall.engine.captured.kernels import step_kernel, trigger_kernel
-from kvrecall.engine.captured.plan import SEARCH_FIELDS, ZONE_FIELDS, StepPlan
+from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.codes import _MIN_ALPHA, BLOCK, magnitude_levels
+from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
-from kvrecall.index.sphere.levels import lloyd_max
 from kvrecall.launch import cdiv, next_power_of_2
 from kvrecall.layer_state import Held, LayerState
 from kvrecall.merge.kernels import merge_kernel
 from kvrecall.structs import AttentionParams
 from kvrecall.trigger import BoundaryTrigger, EveryStep, SemanticBoundary, StrideTrigger, Trigger
 
-_STRIDE = SEARCH_FIELDS + ZONE_FIELDS
 _PART_ROWS = 16
 """Rows per program of the split attention."""
 
@@ -55,13 +53,12 @@ class CapturedLayer:
         self._encode_buffer()
         config = state.index.config
         self._search = GpuSearch(b, heads, self._group, dim, config.gqa, config.stage1, k, tokens,
-                                 plan.most_candidates(tokens), state.index._rotation, _STRIDE)  # fmt: skip
+                                 plan.most_candidates(tokens), state.index._rotation, ROW)  # fmt: skip
         self._levels = magnitude_levels(device)
-        self._thresholds = torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=device)
+        self._thresholds = magnitude_thresholds(device)
         self._parts = cdiv(k, _PART_ROWS) + cdiv(self._rows.shape[2], _PART_ROWS)
         self._part_out = zeros(b, shape.query_heads, self._parts, dim, dtype=torch.float32)
         self._part_lse = zeros(b, shape.query_heads, self._parts, dtype=torch.float32)
-        self._total_lse = zeros(b, shape.query_heads, dtype=torch.float32)
         # The kept rows matter where a selection outlives a step, or where rows that are selected again are not read again.
         self._reuse = state.keeps_rows
         self._kept = zeros(2, b, heads, k if self._reuse else 0, 2, dim, dtype=shape.dtype)
@@ -80,7 +77,7 @@ class CapturedLayer:
     ) -> Tensor:
         """One token per sequence, as `pipeline.decode_step`; queries `[B, H_q, 1, D]`, keys, values `[B, H_kv, 1, D]`.
 
-        plan int32 `[B, SEARCH_FIELDS + ZONE_FIELDS]`; parity int64 `[1]`, the step's number modulo 2.
+        plan int32 `[B, ROW]`; parity int64 `[1]`, the step's number modulo 2.
         """
         queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
         self._fire_trigger(queries, plan)
@@ -124,7 +121,7 @@ class CapturedLayer:
             threshold, most = config.at(self._state.layer), config.max_stride or 0
             last = config.compare == "retrieval"
         trigger_kernel[(queries.shape[0],)](
-            queries, self._before, self._since, plan, self._fire, self.searches, threshold, most, _STRIDE,
+            queries, self._before, self._since, plan, self._fire, self.searches, threshold, most, ROW,
             D=self._dim, BD=self._padded, H=queries.shape[1], FIRST=SEARCH_FIELDS, SEMANTIC=semantic, LAST=last, num_warps=1,
         )  # fmt: skip
 
@@ -137,8 +134,8 @@ class CapturedLayer:
             queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
             parity, self.read, self._part_out, self._part_lse, index._rotation, self._levels, self._thresholds,
             index._signs.rows, index._magnitudes.rows, index._weights.rows, index._counts, self._live, index._zero_norms,
-            params.scaling, params.softcap, self._heads, self._rows.shape[2], _STRIDE, self._plan_of_all.sizes.sink_tokens,
-            self._pairs, k, index._signs.rows.shape[2], torch.finfo(index._weights.rows.dtype).max, _MIN_ALPHA,
+            params.scaling, params.softcap, self._heads, self._rows.shape[2], ROW, self._plan_of_all.sizes.sink_tokens,
+            self._pairs, k, index._signs.rows.shape[2], torch.finfo(index._weights.rows.dtype).max, MIN_ALPHA,
             D=self._dim, BD=self._padded, S=self._dim // BLOCK, BS=self._padded // BLOCK, G=self._group, R=_PART_ROWS,
             BK=next_power_of_2(k), CHOSEN=cdiv(k, _PART_ROWS), PARTS=self._parts, FIRST=SEARCH_FIELDS,
             CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, num_warps=4,
@@ -148,7 +145,7 @@ class CapturedLayer:
         out = torch.empty_like(queries)
         sinks = params.sink_logits
         merge_kernel[(queries.shape[0] * queries.shape[1],)](
-            self._part_out, self._part_lse, self._part_lse if sinks is None else sinks, out, self._total_lse, queries.shape[1],
+            self._part_out, self._part_lse, self._part_lse if sinks is None else sinks, out, queries.shape[1],
             D=self._dim, BD=self._padded, PARTS=self._parts, BP=next_power_of_2(self._parts), SINKS=sinks is not None,
             num_warps=4,
         )  # fmt: skip
@@ -165,7 +162,7 @@ class CapturedLayer:
             ]
 
     def _encode_buffer(self) -> None:
-        """Does for the tokens that wait in the buffer already what `_leave` does for later ones."""
+        """Does for the tokens that wait in the buffer already what `leave` does for later ones in their own steps."""
         index = self._index
         for b, zones in enumerate(self._plan_of_all.zones):
             rows = self._state.store.resident.view(b, zones.sink)[:, : zones.buffer]

@@ -19,6 +19,9 @@ sink rows · window rows · ring place of the oldest window row · row of the ne
 (-1: none) · its id in the retrieval zone · whether the zone grows with this step · whether a search is due anyway.
 """
 
+ROW = SEARCH_FIELDS + ZONE_FIELDS
+"""Numbers per sequence: those of the search, then those of the zones."""
+
 
 @dataclass
 class StepPlan:
@@ -86,8 +89,5 @@ class StepPlan:
 
 
 def pack(rows: tuple[list[list[int]], list[list[int]]]) -> Tensor:
-    """Both kinds of rows side by side, int32 `[B, SEARCH_FIELDS + ZONE_FIELDS]` on the CPU."""
+    """Both kinds of rows side by side, int32 `[B, ROW]` on the CPU."""
     return torch.tensor([a + b for a, b in zip(*rows, strict=True)], dtype=torch.int32)
-
-
-__all__ = ["SEARCH_FIELDS", "ZONE_FIELDS", "StepPlan", "pack"]

@@ -99,6 +99,8 @@ class SphereIndex(Index):
         self._compiled = _compiled_available(shape.device) if compiled is None else compiled
         self._kernels = _kernels_available(shape.device)
         self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
+        self._planned: tuple[object, Tensor, Tensor] | None = None  # what it was told, which changes when tokens move
+        self._flags: Tensor | None = None  # the excluded tokens as its kernels read them
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -137,7 +139,7 @@ class SphereIndex(Index):
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
         chosen._excluded = [self._excluded[b] for b in sequences]
-        chosen._gpu = None
+        chosen._gpu = chosen._flags = None
         with lasting_tensors():
             chosen._counts, chosen._zero_norms = (
                 x[torch.tensor(sequences, device=x.device)] for x in (self._counts, self._zero_norms)
@@ -145,7 +147,7 @@ class SphereIndex(Index):
         return chosen
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        self._excluded[sequence] = ids
+        self._excluded[sequence], self._flags = ids, None
 
     def codes(self, sequence: int) -> Codes:
         """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
@@ -206,27 +208,32 @@ class SphereIndex(Index):
             gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self._rotation)
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
-        plan = torch.tensor([plan_row(*row) for row in zip(self.lengths, sizes, excluded, strict=True)], dtype=torch.int32)
-        fire = torch.zeros(count, dtype=torch.int32)
-        fire[sequences] = 1
+        told = (*self.lengths, *excluded, *sequences, budget.top_k)
+        if self._planned is None or self._planned[0] != told:
+            rows = [plan_row(*row) for row in zip(self.lengths, sizes, excluded, strict=True)]
+            fires = [int(b in sequences) for b in range(count)]
+            plan, fire = (torch.tensor(x, dtype=torch.int32, device=signs.device) for x in (rows, fires))
+            self._planned = (told, plan, fire)
+        _, plan, fire = self._planned
         every = queries
         if len(sequences) < count:
             every = queries.new_zeros(count, *queries.shape[1:])
             every[sequences] = queries
         tables = Tables(signs, self._magnitudes.rows, self._weights.rows, self._counts, self._zero_norms, self._barred())
-        device = signs.device
-        gpu.launch(every.contiguous(), tables, plan.to(device), fire.to(device), budget.scaling)
+        gpu.launch(every.contiguous(), tables, plan, fire, budget.scaling)
         return Selection(gpu.ids[sequences], gpu.counts[sequences])
 
     def _barred(self) -> Tensor | None:
         """uint8 `[B, H_kv, capacity]`: 1 for excluded tokens; None where there are none."""
         if all(ids is None for ids in self._excluded):
             return None
-        flags = torch.zeros(self._signs.rows.shape[:3], dtype=torch.uint8, device=self._signs.rows.device)
-        for b, ids in enumerate(self._excluded):
-            if ids is not None:
-                flags[b].scatter_(1, ids.long().to(flags.device), 1)
-        return flags
+        rows = self._signs.rows
+        if self._flags is None or self._flags.shape != rows.shape[:3]:
+            self._flags = torch.zeros(rows.shape[:3], dtype=torch.uint8, device=rows.device)
+            for b, ids in enumerate(self._excluded):
+                if ids is not None:
+                    self._flags[b].scatter_(1, ids.long().to(rows.device), 1)
+        return self._flags
 
     def _prepare(self, queries: Tensor, budget: Budget, sequences: list[int]) -> tuple[Tensor, list[StageSizes]]:
         config = self.config

@@ -19,7 +19,7 @@ BLOCK = 8
 MAGNITUDE_BYTES = 3
 """Bytes of 8 packed three-bit magnitudes."""
 CENTROIDS = 1 << BLOCK
-_MIN_ALPHA = 1e-6
+MIN_ALPHA = 1e-6
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ def magnitude_levels(device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(lloyd_max(BLOCK)[1], dtype=torch.float32, device=device)
 
 
+def magnitude_thresholds(device: torch.device | str = "cpu") -> Tensor:
+    """fp32 `[7]`: a magnitude has the level of as many thresholds as it reaches."""
+    return torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=device)
+
+
 def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16) -> Codes:
     """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32), for a rotation `[D, D]` on the same device."""
     x = keys.float()
@@ -53,10 +58,9 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     direction = blocks / torch.where(radius > 0, radius, 1.0).unsqueeze(-1)
 
     positive = blocks >= 0
-    thresholds = torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=keys.device)
-    levels = torch.bucketize(direction.abs(), thresholds, right=True)
+    levels = torch.bucketize(direction.abs(), magnitude_thresholds(keys.device), right=True)
     reconstructed = magnitude_levels(keys.device)[levels]  # magnitudes of v; its signs are those of u
-    alpha = (reconstructed * direction.abs()).sum(-1).clamp_min(_MIN_ALPHA)  # <v, u>, Eq. 7
+    alpha = (reconstructed * direction.abs()).sum(-1).clamp_min(MIN_ALPHA)  # <v, u>, Eq. 7
     norm = (scale * relative_norm).clamp_max(torch.finfo(torch.float32).max)
     weights = (norm * (radius / alpha)).clamp_max(torch.finfo(weight_dtype).max)
     return Codes(pack_bits(positive), pack_magnitudes(levels), weights.to(weight_dtype))

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.index.sphere.codes import _MIN_ALPHA, BLOCK, Codes, key_scale, magnitude_levels
-from kvrecall.index.sphere.levels import lloyd_max
+from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, key_scale, magnitude_levels, magnitude_thresholds
 from kvrecall.launch import cdiv, next_power_of_2
 
 _TOKENS = 32
@@ -94,11 +93,10 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     keys = keys.float()
     scale = key_scale(keys)
     rotated = (keys / scale) @ rotation.T
-    thresholds = torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=keys.device)
     padded = next_power_of_2(dim)
     encode_kernel[(cdiv(heads * tokens, _TOKENS),)](
-        rotated, scale, magnitude_levels(keys.device), thresholds, made.signs, made.magnitudes, made.weights, heads * tokens,
-        torch.finfo(weight_dtype).max, _MIN_ALPHA,
+        rotated, scale, magnitude_levels(keys.device), magnitude_thresholds(keys.device), made.signs, made.magnitudes,
+        made.weights, heads * tokens, torch.finfo(weight_dtype).max, MIN_ALPHA,
         D=dim, BD=padded, S=blocks, BS=padded // BLOCK, T=_TOKENS, num_warps=4,
     )  # fmt: skip
     return made

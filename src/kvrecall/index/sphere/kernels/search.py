@@ -26,8 +26,6 @@ from kvrecall.select.kernels import lse_kernel, top_kernel
 
 FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
-KERNEL_MODES = ("mean_q", "mean_softmax", "max", "max_softmax")
-"""GQA modes the kernels serve: those with one selection per KV head."""
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
@@ -103,8 +101,6 @@ class GpuSearch:
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
         self.counts = scratch(sequences, heads)
         """How many of each are real."""
-        self.always = torch.ones(sequences, dtype=torch.int32, device=device)
-        """A `fire` in which every sequence searches."""
 
     def launch(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:
         """Searches for queries `[B, H_q, D]` (contiguous) in the sequences whose int32 `fire[b]` is not 0.
