@@ -27,13 +27,14 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.reference import product_bonus
+from kvrecall.index.sphere.reference import PRODUCT_NORM, PRODUCT_SHIFT, PRODUCT_TOP, product_entries
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
 from kvrecall.structs import Budget, Selection
 
 _CHUNK = 2048
+_NORM, _SHIFT, _TOP = PRODUCT_NORM, PRODUCT_SHIFT, PRODUCT_TOP
 _MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
 _MODES = {
     "mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q, "max_softmax": _MAX_SOFTMAX,
@@ -69,7 +70,7 @@ def search_batch(
             barred[b, :, : e.shape[1]] = e.numpy()
     products = np.empty((0, 0, 0, 0, 0), np.uint8)
     if stage1 == "product":
-        products = torch.stack([product_bonus(own) for own in queries]).to(torch.uint8).numpy()
+        products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
@@ -108,7 +109,9 @@ def _search(
     chunks = (longest + _CHUNK - 1) // _CHUNK
     most = wanted.max()
 
-    bonus = np.empty((b_n, heads, group, blocks, 256), np.uint8)
+    given = products.size > 0
+    bonus = np.empty((b_n, heads, group, blocks, 256), products.dtype)
+    offset_of, shift, most_score = (_NORM, _SHIFT, _TOP) if given else (0, 0, 254)
     pairs = np.empty((b_n, heads, group, blocks, 4, 256), np.float32)
     for task in prange(b_n * heads * group * blocks):
         s = task % blocks
@@ -116,7 +119,7 @@ def _search(
         h = task // (blocks * group) % heads
         b = task // (blocks * group * heads)
         block = queries[b, h, g, 8 * s : 8 * s + 8]
-        if products.size > 0:
+        if given:
             bonus[b, h, g, s] = products[b, h, g, s]
         else:
             bonus_table(block, counts[sequences[b], h, s], targets[b], bonus[b, h, g, s])
@@ -131,7 +134,7 @@ def _search(
         start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
         if start < end:
             row = sequences[b]
-            scan(signs[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            scan(signs[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c], offset_of, shift, most_score)
             if zero_norms[b]:
                 bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
             if barred_counts[b] > 0:
