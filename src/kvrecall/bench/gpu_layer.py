@@ -211,7 +211,7 @@ def full_attention(bench: Bench) -> tuple[float, str]:
 def measure(shape: str, tokens: int, name: str) -> Row:
     """Builds, checks and times one configuration."""
     heads, dim = SHAPES[shape][1:]
-    layers = max(1, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
+    layers = max(8, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
     bench = Bench(shape, tokens, CONFIGS[name](tokens), layers)
     bench.check()
     p20, p50, p80 = timed(bench.step, layers, between=bench.turn)

@@ -20,14 +20,20 @@ from tests.strategies import HEAD_DIMS, gaussian
 def test_scores_are_the_products_with_the_signs_up_to_rounding(dim: int) -> None:
     codes = encode(gaussian(1, 2, 500, dim), rotation_matrix(dim, 42))
     queries = gaussian(2, 2, dim)
+    offset, shift = reference.product_scale(dim)
     scores = reference.product_scores(codes.signs, reference.product_entries(queries))
     signs = unpack_signs(codes.signs).flatten(-2)
     exact = torch.einsum("hnd,hd->hn", signs, queries)
-    size = reference.PRODUCT_SCALE / dim**0.5 / queries.norm(dim=-1, keepdim=True)
-    expected = (exact * size + reference.PRODUCT_NORM) / 2**reference.PRODUCT_SHIFT
-    assert ((scores + 0.5) - expected).abs().max() <= 0.5 + dim / 2 / 2**reference.PRODUCT_SHIFT
-    assert ((scores + 0.5) - expected).abs().mean() < 0.6  # roundings of single coordinates cancel
-    assert torch.corrcoef(torch.stack([scores[0].float(), exact[0]]))[0, 1] > 0.995
+    expected = (exact * reference.PRODUCT_RMS * dim**0.5 / queries.norm(dim=-1, keepdim=True) + offset) / 2**shift
+    assert ((scores + 0.5) - expected).abs().max() <= 0.5 + dim / 2 / 2**shift
+    assert torch.corrcoef(torch.stack([scores[0].float(), exact[0]]))[0, 1] > 0.99
+    assert scores.min() > 0 and scores.max() < reference.PRODUCT_TOP
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_the_largest_usual_product_fits_the_scores(dim: int) -> None:
+    offset, shift = reference.product_scale(dim)
+    assert (2 * offset) >> shift <= reference.PRODUCT_TOP + 3 and (2 * offset) >> shift > reference.PRODUCT_TOP // 2
 
 
 def test_every_sign_agreeing_scores_highest_and_none_lowest() -> None:
@@ -41,7 +47,7 @@ def test_a_dominant_coordinate_is_cut_off_and_keeps_its_sign() -> None:
     query = torch.full((1, 64), 0.01)
     query[0, 5] = -100.0
     made = reference.quantised_queries(query)
-    assert made[0, 5] == -127 and made.abs().max() == 127
+    assert made[0, 5] == -reference.PRODUCT_PEAK and made.abs().max() == reference.PRODUCT_PEAK
 
 
 def test_a_zero_query_scores_everything_alike() -> None:

@@ -61,8 +61,8 @@ def step_kernel(
     p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_counts, p_live, p_zero_norms,
     scaling, softcap, HEADS, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, HIGHEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
-    COUNTS: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of selected rows, PIECES of `leave`, then parts of resident rows.
 
@@ -100,8 +100,8 @@ def step_kernel(
             if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
                 tl.store(p_bad + i_b, 1)
         o_out = i_bh.to(tl.int64) * G * PARTS
-        attend_block(p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out, i_part, b_k.to(tl.float32),
-                     b_v.to(tl.float32), m_r, scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
+        attend_block(p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out, i_part, b_k, b_v, m_r,
+                     scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
     end(PDL)
 
 

@@ -19,7 +19,7 @@ from kvrecall.merge.kernels import merge_kernel
 from kvrecall.structs import AttentionParams
 from kvrecall.trigger import BoundaryTrigger, EveryStep, SemanticBoundary, StrideTrigger, Trigger
 
-_PART_ROWS, _PART_WARPS = 16, 8
+_PART_ROWS, _PART_WARPS = 16, 1
 """Rows and warps per program of the split attention."""
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""

@@ -27,14 +27,13 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.reference import PRODUCT_NORM, PRODUCT_SHIFT, PRODUCT_TOP, product_entries
+from kvrecall.index.sphere.reference import PRODUCT_TOP, product_entries, product_scale
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
 from kvrecall.structs import Budget, Selection
 
 _CHUNK = 2048
-_NORM, _SHIFT, _TOP = PRODUCT_NORM, PRODUCT_SHIFT, PRODUCT_TOP
 _MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
 _MODES = {
     "mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q, "max_softmax": _MAX_SOFTMAX,
@@ -68,15 +67,16 @@ def search_batch(
     for b, e in enumerate(excluded):
         if e is not None:
             barred[b, :, : e.shape[1]] = e.numpy()
-    products = np.empty((0, 0, 0, 0, 0), np.uint8)
+    products, (offset, shift), most = np.empty((0, 0, 0, 0, 0), np.uint8), (0, 0), 254
     if stage1 == "product":
+        (offset, shift), most = product_scale(queries.shape[-1]), PRODUCT_TOP
         products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        barred, barred_counts, products,
+        barred, barred_counts, products, offset, shift, most,
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -101,6 +101,9 @@ def _search(
     barred,
     barred_counts,
     products,
+    score_offset,
+    score_shift,
+    most_score,
 ):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
@@ -111,7 +114,6 @@ def _search(
 
     given = products.size > 0
     bonus = np.empty((b_n, heads, group, blocks, 256), products.dtype)
-    offset_of, shift, most_score = (_NORM, _SHIFT, _TOP) if given else (0, 0, 254)
     pairs = np.empty((b_n, heads, group, blocks, 4, 256), np.float32)
     for task in prange(b_n * heads * group * blocks):
         s = task % blocks
@@ -134,7 +136,17 @@ def _search(
         start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
         if start < end:
             row = sequences[b]
-            scan(signs[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c], offset_of, shift, most_score)
+            scan(
+                signs[row, h],
+                bonus[b, h],
+                start,
+                end,
+                coarse[b, h],
+                histogram[b, h, :, c],
+                score_offset,
+                score_shift,
+                most_score,
+            )
             if zero_norms[b]:
                 bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
             if barred_counts[b] > 0:

@@ -40,18 +40,26 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
     return torch.zeros_like(tiers).scatter_(-1, order, tiers)
 
 
-PRODUCT_SCALE, PRODUCT_NORM, PRODUCT_SHIFT, PRODUCT_TOP = 2546, 2032, 4, 253
-"""One-bit products: the size of 8-bit queries, what their magnitudes then add up to, and how a product becomes one byte."""
+PRODUCT_RMS, PRODUCT_PEAK, PRODUCT_TOP = 5, 15, 125
+"""One-bit products: root mean square and largest magnitude of a query's small integers, and the largest score."""
+
+
+def product_scale(dim: int) -> tuple[int, int]:
+    """(offset, shift) that make a product with D signs a score: (product + offset) >> shift lies in 0..PRODUCT_TOP.
+
+    The magnitudes of D Gaussian coordinates add up to 4 D; a query with more in it meets the ends of the range.
+    """
+    return 4 * dim, (8 * dim // (PRODUCT_TOP + 3) - 1).bit_length()
 
 
 def quantised_queries(queries: Tensor) -> Tensor:
-    """Rotated queries `[..., D]` in 8 bits: every coordinate has 2546 / D steps on the root mean square; int64 `[..., D]`.
+    """Rotated queries `[..., D]` in five bits, of root mean square PRODUCT_RMS; int64 `[..., D]`. What does not fit is cut off.
 
-    The magnitudes of D Gaussian coordinates then add up to 2032 on average, whatever D. What does not fit is cut off.
+    Rounding moves a coordinate by 6 % of its usual size; the key's own one bit by ten times that.
     """
     norm = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
-    scale = torch.where(norm > 0, PRODUCT_SCALE / queries.shape[-1] ** 0.5 / norm, 0.0)
-    return (queries * scale + 0.5).floor().clamp(-127, 127).long()
+    scale = torch.where(norm > 0, PRODUCT_RMS * queries.shape[-1] ** 0.5 / norm, 0.0)
+    return (queries * scale + 0.5).floor().clamp(-PRODUCT_PEAK, PRODUCT_PEAK).long()
 
 
 def product_entries(queries: Tensor) -> Tensor:
@@ -62,8 +70,9 @@ def product_entries(queries: Tensor) -> Tensor:
 
 
 def product_scores(signs: Tensor, entries: Tensor) -> Tensor:
-    """Coarse scores 0..PRODUCT_TOP by one-bit inner products <q, sign(k)>, 127 where it is zero; arguments as below."""
-    return ((collision_scores(signs, entries) + PRODUCT_NORM) >> PRODUCT_SHIFT).clamp(0, PRODUCT_TOP)
+    """Coarse scores 0..PRODUCT_TOP by one-bit inner products <q, sign(k)>; arguments as below."""
+    offset, shift = product_scale(signs.shape[-1] * BLOCK)
+    return ((collision_scores(signs, entries) + offset) >> shift).clamp(0, PRODUCT_TOP)
 
 
 def collision_scores(signs: Tensor, bonus: Tensor) -> Tensor:

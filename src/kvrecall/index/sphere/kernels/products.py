@@ -1,9 +1,10 @@
-"""Stage I by one-bit inner products: on tensor cores, 8-bit query coordinates against the bits of the keys' sign bytes.
+"""Stage I by one-bit inner products: on tensor cores, small integer query coordinates against the bits of the keys' sign bytes.
 
 The bits stay where they are. Bit j of every byte of a key is one row of an 8-bit matrix product, whose other side holds the
 query coordinates 8 s + j; eight bits make eight products. A row has 32 columns, so keys of 8 or 16 bytes lie in it four or two
-at a time, and the other side is zero where one key's bytes meet another one's results. Four bytes lie in a register: taking one
-bit out of each costs two instructions. Bytes: S per token and KV head, for all query heads of the group.
+at a time, and the other side is zero where one key's bytes meet another one's results. Four bytes lie in a register, and one
+instruction takes a bit out of each: it then counts 1, 2, 4 or 8, which the query makes up for, all products counting 8 times.
+Bytes: S per token and KV head, for all query heads of the group.
 """
 
 from __future__ import annotations
@@ -15,24 +16,29 @@ from kvrecall.index.sphere.kernels.scan import tally
 from kvrecall.launch import begin, end
 
 
+@triton.constexpr_function
+def masking(j):
+    """The instruction that takes bit j out of four bytes."""
+    return f"and.b32 $0, $1, {0x01010101 << j};"
+
+
 @triton.jit
-def lowest_bits(b_codes, NATIVE: tl.constexpr):
-    """The lowest bit of every byte, as a number. NATIVE: four bytes at a time."""
+def bits(b_codes, j: tl.constexpr, NATIVE: tl.constexpr):
+    """Bit j < 4 of every byte, in its place. NATIVE: four bytes at a time."""
     if NATIVE:
-        b_codes = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x01010101;", "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)  # fmt: skip
+        b_codes = tl.inline_asm_elementwise(masking(j), "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
     else:
-        b_codes = b_codes & 1
+        b_codes = b_codes & (1 << j)
     return b_codes
 
 
 @triton.jit
-def next_bits(b_codes, NATIVE: tl.constexpr):
-    """Bytes with their bits moved down by one; what comes in at the top is never looked at."""
+def upper(b_codes, NATIVE: tl.constexpr):
+    """The upper four bits of every byte in the place of the lower ones; what is above them is never looked at."""
     if NATIVE:
-        b_codes = tl.inline_asm_elementwise("shr.b32 $0, $1, 1;", "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
+        b_codes = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
     else:
-        b_codes = b_codes >> 1
+        b_codes = b_codes >> 4
     return b_codes
 
 
@@ -41,7 +47,7 @@ def product_kernel(
     p_signs, p_weights, p_zero_norms, p_barred, p_quantised, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, CAPACITY, TILES,
     D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
     SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
-    BINS: tl.constexpr, NORM: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once."""
     begin(PDL)
@@ -60,9 +66,9 @@ def product_kernel(
         for j in tl.static_range(8):
             b_q = tl.load(p_query + j, mask=m_query, other=0)
             b_all += b_q.to(tl.int32)
-            b_queries = b_queries + (b_q,)
-        # A set bit counts +1, a clear one -1, and scores are counted from the least possible one.
-        b_start = tl.where(o_lane < LANES, (NORM - tl.sum(b_all, 0)) >> 1, -(1 << 24))[None, :]
+            b_queries = b_queries + (b_q * (8 >> (j % 4)),)
+        # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
+        b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) >> 1 << 3, -(1 << 24))[None, :]
         o_row = i_bh.to(tl.int64) * CAPACITY
         p_sign, p_score = p_signs + o_row * S, p_scores + o_row
         for i_sub in tl.range(0, SUB, num_stages=STAGES):
@@ -70,11 +76,13 @@ def product_kernel(
             m_code = (o_key < tokens) & (o_k % BS < S)[None, :]
             b_codes = tl.load(p_sign + o_key * S + (o_k % BS)[None, :], mask=m_code, other=0).to(tl.int8, bitcast=True)
             b_product = tl.zeros([T // KEYS, KEYS * BL], tl.int32) + b_start
-            for j in tl.static_range(8):
-                b_product = tl.dot(lowest_bits(b_codes, NATIVE), b_queries[j], b_product, out_dtype=tl.int32)
-                b_codes = next_bits(b_codes, NATIVE)
+            for j in tl.static_range(4):
+                b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[j], b_product, out_dtype=tl.int32)
+            b_codes = upper(b_codes, NATIVE)
+            for j in tl.static_range(4):
+                b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[4 + j], b_product, out_dtype=tl.int32)
             b_best = tl.max(tl.reshape(b_product, [T // KEYS, KEYS, BL]), 2)
-            b_score = tl.minimum(tl.maximum(b_best >> (SHIFT - 1), 0), TOP) + 2
+            b_score = tl.minimum(tl.maximum(b_best >> (SHIFT + 2), 0), TOP) + 2
             o_t = (first + i_sub * T + tl.arange(0, T // KEYS) * KEYS)[:, None] + tl.arange(0, KEYS)[None, :]
             tl.store(p_score + o_t, b_score.to(tl.uint8), mask=o_t < tokens)
         tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_tile, CAPACITY, TILES,

@@ -20,7 +20,7 @@ from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import compact_kernel, rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
-from kvrecall.index.sphere.reference import PRODUCT_NORM, PRODUCT_SCALE, PRODUCT_SHIFT, PRODUCT_TOP
+from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, PRODUCT_TOP, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.launch import INTERPRETED, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
@@ -31,16 +31,18 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
 _MAX_TILES = 256
-_DOT_TOKENS, _DOT_STAGES = 512, 1
+_DOT_TOKENS, _DOT_STAGES, _DOT_WARPS = 512, 3, 4
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
-_BINS = 256
+_COMPACT_WARPS = 4
+_BINS, _MANY_BINS = 128, 256
+"""Scores that are told apart: enough for products and for collisions in up to 20 blocks, and enough for more."""
 _ROTATED_ROWS = 16
 _RERANKED, _RERANK_WARPS = 32, 1
 _CHUNKS = ((8192, 1024), (None, 2048))
 """Candidates whose best are found by one program, for up to so many candidates; more than four times the budget, or nothing
 would be won."""
 
-_TOP_ELEMENTS = 2
+_TOP_ELEMENTS = 4
 """Candidates per thread of the selection, which is a chain of short steps: few, so that each is short."""
 
 
@@ -97,8 +99,10 @@ class GpuSearch:
         self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
         self._quantised = scratch(pairs, self._lanes, dim, dtype=torch.int8)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
-        self._reach = scratch(pairs, _BINS, self._tiles)
-        self._total = scratch(pairs, _BINS)
+        most = PRODUCT_TOP if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
+        self._bins = _BINS if most + 2 < _BINS else _MANY_BINS
+        self._reach = scratch(pairs, self._bins, self._tiles)
+        self._total = scratch(pairs, self._bins)
         self._ids = scratch(pairs, candidates)
         self._estimates = scratch(pairs, kept, candidates, dtype=torch.float32)
         self._chunk_ids, self._chunk_keys = (scratch(pairs, self._chunks * top_k) for _ in range(2))
@@ -129,9 +133,9 @@ class GpuSearch:
         pairs = self._total.shape[0]
         rotate_kernel[(pairs, self._lanes, cdiv(self._dim, _ROTATED_ROWS))](
             queries, self._rotation, fire, self._rotated, self._quantised, self._total,
-            PRODUCT_SCALE / self._dim**0.5, self._heads,
+            PRODUCT_RMS * self._dim**0.5, self._heads,
             D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
-            MEAN=self.mode == "mean_q", BINS=_BINS, num_warps=4, **self._options,
+            MEAN=self.mode == "mean_q", BINS=self._bins, PEAK=PRODUCT_PEAK, num_warps=4, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(pairs, self._blocks)](
@@ -149,13 +153,14 @@ class GpuSearch:
         shared = (plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles)
         if self.stage1 == "product":
             padded = max(8, next_power_of_2(width))
+            offset, shift = product_scale(self._dim)
             product_kernel[(self._tiles, self._total.shape[0])](
                 tables.signs, tables.weights, tables.zero_norms, barred, self._quantised, *shared,
                 D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
-                FIELDS=self._stride, BINS=_BINS, NORM=PRODUCT_NORM, SHIFT=PRODUCT_SHIFT, TOP=PRODUCT_TOP, NATIVE=not INTERPRETED,
-                num_warps=4, **self._options,
+                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=PRODUCT_TOP,
+                NATIVE=not INTERPRETED, num_warps=_DOT_WARPS, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
@@ -164,7 +169,7 @@ class GpuSearch:
             tables.signs.view(torch.int32) if read == 4 else tables.signs, tables.weights, tables.zero_norms, barred,
             self._tables, *shared,
             S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
-            T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=_BINS,
+            T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
             num_warps=4, **self._options,
         )  # fmt: skip
 
@@ -174,8 +179,8 @@ class GpuSearch:
         compact_kernel[(self._tiles, self._total.shape[0])](
             plan, fire, self._scores, self._reach, self._total, self._ids, self._heads, tables.signs.shape[2], self._tiles,
             self.candidates,
-            T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=_BINS, num_warps=4,
-            **self._options,
+            T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
+            num_warps=_COMPACT_WARPS, **self._options,
         )  # fmt: skip
 
     def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:

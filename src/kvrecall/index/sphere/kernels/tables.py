@@ -15,11 +15,11 @@ from kvrecall.launch import begin, end
 @triton.jit
 def rotate_kernel(p_queries, p_rotation, p_fire, p_rotated, p_quantised, p_total, scale, HEADS, D: tl.constexpr,
                   BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
-                  BINS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Program (sequence and KV head, lane, ROWS coordinates) of the rotated queries, fp32 and in 8 bits `[BH, LANES, D]`.
+                  BINS: tl.constexpr, PEAK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (sequence and KV head, lane, ROWS coordinates) of the rotated queries, fp32 and quantised `[BH, LANES, D]`.
 
-    A lane is a query head of the group, or (MEAN) their mean. scale: of 8-bit queries of norm 1. One program per head also
-    clears the histogram of the scores.
+    A lane is a query head of the group, or (MEAN) their mean. scale: of quantised queries of norm 1, cut off at PEAK. One
+    program per head also clears the histogram of the scores.
     """
     begin(PDL)
     i_bh, i_lane, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -40,10 +40,10 @@ def rotate_kernel(p_queries, p_rotation, p_fire, p_rotated, p_quantised, p_total
             b_q = tl.load(p_group + i_lane * D, mask=m_d, other=0.0).to(tl.float32)
         b_x = tl.sum(b_r * b_q[None, :], 1)
         norm = tl.sqrt(tl.sum(b_q * b_q, 0))  # as long before the rotation as after it
-        b_8 = tl.floor(b_x * tl.where(norm > 0, scale / norm, 0.0) + 0.5)
+        b_small = tl.floor(b_x * tl.where(norm > 0, scale / norm, 0.0) + 0.5)
         o_out = (i_bh * LANES + i_lane) * D + o_r
         tl.store(p_rotated + o_out, b_x, mask=o_r < D)
-        tl.store(p_quantised + o_out, tl.minimum(tl.maximum(b_8, -127.0), 127.0).to(tl.int8), mask=o_r < D)
+        tl.store(p_quantised + o_out, tl.minimum(tl.maximum(b_small, -PEAK), PEAK).to(tl.int8), mask=o_r < D)
     end(PDL)
 
 
