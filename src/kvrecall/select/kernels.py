@@ -63,13 +63,13 @@ def counts_from(b_key, low, step):
 
 
 @triton.jit
-def boundary(b_key, wanted, low, high, reached):
-    """Narrows the range [low, high] of the keys until those from `low` on are the `wanted` largest, or all in it are equal.
+def boundary(b_key, wanted, room, low, high, reached):
+    """Narrows the range [low, high] of the keys until `wanted` to `room` of them lie from `low` on, or all in it are equal.
 
     Returns (low, high, keys above high, keys from low on).
     """
     over = 0
-    while (high > low) & (reached > wanted):
+    while (high > low) & (reached > room):
         step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
         n_1, n_2, n_3 = counts_from(b_key, low, step)
         quarter = (n_1 >= wanted).to(tl.int32) + (n_2 >= wanted).to(tl.int32) + (n_3 >= wanted).to(tl.int32)
@@ -81,18 +81,23 @@ def boundary(b_key, wanted, low, high, reached):
 
 
 @triton.jit
-def best(b_key, m_c, wanted, here):
-    """Which `wanted` of the keys `[N]`, of which `here` are real (m_c), are the largest, first ones first; and their places."""
+def best(b_key, m_c, wanted, room, here):
+    """The `wanted` largest of the keys `[N]`, of which `here` are real (m_c), first ones first; or a few more, up to `room`.
+
+    Returns which they are, their places and their number.
+    """
     low = tl.min(tl.where(m_c, b_key, 0x7FFFFFFF), 0)
     high = tl.max(tl.where(m_c, b_key, LOWEST), 0)
     b_key = tl.where(m_c, b_key, LOWEST)
-    low, high, over, reached = boundary(b_key, wanted, low, high, here)
+    low, high, over, reached = boundary(b_key, wanted, room, low, high, here)
     m_keep = m_c & (b_key >= low)
-    if reached > wanted:  # more equal keys than there is room for: the first ones
+    count = reached
+    if reached > room:  # more equal keys than there is room for: the first ones
         b_equal = (m_keep & (b_key <= high)).to(tl.int32)
         m_keep = m_keep & ((b_equal == 0) | (tl.cumsum(b_equal, 0) - b_equal < wanted - over))
+        count = wanted
     b_keep = m_keep.to(tl.int32)
-    return m_keep, tl.cumsum(b_keep, 0) - b_keep
+    return m_keep, tl.cumsum(b_keep, 0) - b_keep, count
 
 
 @triton.jit
@@ -109,17 +114,17 @@ def finish(p_out, p_counts, b_id, m_keep, o_out, wanted, K, N: tl.constexpr):
 
 @triton.jit
 def top_kernel(
-    p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_counts, p_kept_ids, p_kept_keys, p_arrived, scaling, K, HEADS,
-    ROOM, CHUNKS, PARTS,
+    p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_counts, p_kept_ids, p_kept_keys, p_kept, p_arrived, scaling, K,
+    HEADS, ROOM, CHUNKS, PARTS,
     LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of N candidates, sequence and KV head): writes out[bh, :K], ascending, padded with -1, and counts[bh].
 
     ids: `[bh, ROOM]` candidates, ascending, -1 - id for one that ranks behind all others; scores: their estimates
     `[bh, LANES or 1, ROOM]`; peak, mass `[bh, LANES, PARTS]`: of their softmax, for parts of P candidates. With several chunks
-    each keeps its best in kept_ids, kept_keys `[bh, CHUNKS * K]`, of which M is the padded size; arrived `[bh]`, zero before
-    and after, tells which is the last.
+    each keeps its best in kept_ids, kept_keys `[bh, CHUNKS, SLOTS]`, SLOTS >= K, and how many in kept `[bh, CHUNKS]`; M is the
+    padded size. arrived `[bh]`, zero before and after, tells which is the last.
     """
     begin(PDL)
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
@@ -140,21 +145,27 @@ def top_kernel(
         b_key = tl.where(b_id < 0, LOWEST, ordered(b_s))
         b_id = tl.where(b_id < 0, -1 - b_id, b_id)
         wanted = tl.minimum(K, here)
-        m_keep, o_out = best(b_key, m_c, wanted, here)
         if CHUNKS == 1:
+            m_keep, o_out, _ = best(b_key, m_c, wanted, wanted, here)
             finish(p_out + i_bh * K, p_counts + i_bh, b_id, m_keep, o_out, wanted, K, N)
         else:
-            o_row = i_bh.to(tl.int64) * CHUNKS * K
-            tl.store(p_kept_ids + o_row + i_chunk * K + o_out, b_id, mask=m_keep)
-            tl.store(p_kept_keys + o_row + i_chunk * K + o_out, b_key, mask=m_keep)
+            o_row = (i_bh.to(tl.int64) * CHUNKS + i_chunk) * SLOTS
+            m_keep, o_out, count = best(b_key, m_c, wanted, SLOTS, here)
+            tl.store(p_kept_ids + o_row + o_out, b_id, mask=m_keep)
+            tl.store(p_kept_keys + o_row + o_out, b_key, mask=m_keep)
+            tl.store(p_kept + i_bh * CHUNKS + i_chunk, count)
             tl.debug_barrier()
             if tl.atomic_add(p_arrived + i_bh, 1, sem="acq_rel") == CHUNKS - 1:
-                left = total // N * K + tl.minimum(K, total % N)
-                wanted = tl.minimum(K, left)
                 o_m = tl.arange(0, M)
-                b_last = tl.load(p_kept_keys + o_row + o_m, mask=o_m < left, other=0, cache_modifier=".cg")
-                b_from = tl.load(p_kept_ids + o_row + o_m, mask=o_m < left, other=0, cache_modifier=".cg")
-                m_last, o_last = best(b_last, o_m < left, wanted, left)
+                o_row = i_bh.to(tl.int64) * CHUNKS * SLOTS
+                m_slot = o_m < CHUNKS * SLOTS
+                b_kept = tl.load(p_kept + i_bh * CHUNKS + o_m // SLOTS, mask=m_slot, other=0, cache_modifier=".cg")
+                m_slot = m_slot & (o_m % SLOTS < b_kept)
+                b_last = tl.load(p_kept_keys + o_row + o_m, mask=m_slot, other=0, cache_modifier=".cg")
+                b_from = tl.load(p_kept_ids + o_row + o_m, mask=m_slot, other=0, cache_modifier=".cg")
+                left = tl.sum(m_slot.to(tl.int32), 0)
+                wanted = tl.minimum(K, left)
+                m_last, o_last, _ = best(b_last, m_slot, wanted, wanted, left)
                 finish(p_out + i_bh * K, p_counts + i_bh, b_from, m_last, o_last, wanted, K, N)
                 tl.store(p_arrived + i_bh, 0)
     end(PDL)

@@ -61,10 +61,10 @@ def step_kernel(
     p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_counts, p_live, p_zero_norms,
     scaling, softcap, HEADS, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, HIGHEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, part): CHOSEN parts of selected rows, PIECES of `leave`, then parts of resident rows.
+    """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
     Programs that read the host come first: the others' work hides behind the bus. The new token `[BH, D]` is attended from
     where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
@@ -78,15 +78,17 @@ def step_kernel(
               p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA, D, BD, S, ROWS,
               COUNTS)  # fmt: skip
     else:
-        i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)
+        o_out = i_bh.to(tl.int64) * G * PARTS
+        p_query, p_part, p_part_lse = p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out
         if i_p < CHOSEN:
             o_k = i_p * R + tl.arange(0, R)
             b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
-            m_r = b_id >= 0
             b_k, b_v = selected_rows(p_rows, p_hosts + i_b * 2, p_kept_ids, p_kept, p_parity, p_read + i_b, b_id, o_k, i_bh,
                                      i_kv, PAIRS, K, D, BD, BK, REUSE)  # fmt: skip
+            attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
         else:
-            o_r, o_d = (i_part - CHOSEN) * R + tl.arange(0, R), tl.arange(0, BD)
+            i_part = i_p - PIECES
+            o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)
             p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
             b_k, b_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
             m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
@@ -99,9 +101,7 @@ def step_kernel(
             b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
             if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
                 tl.store(p_bad + i_b, 1)
-        o_out = i_bh.to(tl.int64) * G * PARTS
-        attend_block(p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out, i_part, b_k, b_v, m_r,
-                     scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
+            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
     end(PDL)
 
 

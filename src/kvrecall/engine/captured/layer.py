@@ -19,8 +19,8 @@ from kvrecall.merge.kernels import merge_kernel
 from kvrecall.structs import AttentionParams
 from kvrecall.trigger import BoundaryTrigger, EveryStep, SemanticBoundary, StrideTrigger, Trigger
 
-_PART_ROWS, _PART_WARPS = 16, 1
-"""Rows and warps per program of the split attention."""
+_CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4
+"""Selected rows or resident rows per program of the split attention, and its warps. Reads of the host are spread widely."""
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
 
@@ -59,7 +59,7 @@ class CapturedLayer:
         self._options = overlapping(device)
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)
-        self._parts = cdiv(k, _PART_ROWS) + cdiv(self._rows.shape[2], _PART_ROWS)
+        self._parts = cdiv(k, _CHOSEN_ROWS) + cdiv(self._rows.shape[2], _RESIDENT_ROWS)
         self._part_out = zeros(b, shape.query_heads, self._parts, dim, dtype=torch.float32)
         self._part_lse = zeros(b, shape.query_heads, self._parts, dtype=torch.float32)
         # The kept rows matter where a selection outlives a step, or where rows that are selected again are not read again.
@@ -141,9 +141,9 @@ class CapturedLayer:
             index._signs.rows, index._magnitudes.rows, index._weights.rows, index._counts, self._live, index._zero_norms,
             params.scaling, params.softcap, self._heads, self._rows.shape[2], ROW, self._plan_of_all.sizes.sink_tokens,
             self._pairs, k, index._signs.rows.shape[2], torch.finfo(index._weights.rows.dtype).max, MIN_ALPHA,
-            D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_PART_ROWS,
-            BK=next_power_of_2(k), CHOSEN=cdiv(k, _PART_ROWS), PIECES=pieces, PARTS=self._parts, FIRST=SEARCH_FIELDS,
-            CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, num_warps=_PART_WARPS,
+            D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
+            W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
+            FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, num_warps=_PART_WARPS,
             **self._options,
         )  # fmt: skip
 

@@ -105,7 +105,9 @@ class GpuSearch:
         self._total = scratch(pairs, self._bins)
         self._ids = scratch(pairs, candidates)
         self._estimates = scratch(pairs, kept, candidates, dtype=torch.float32)
-        self._chunk_ids, self._chunk_keys = (scratch(pairs, self._chunks * top_k) for _ in range(2))
+        self._slots = next_power_of_2(top_k)
+        self._chunk_ids, self._chunk_keys = (scratch(pairs, self._chunks, self._slots) for _ in range(2))
+        self._kept = scratch(pairs, self._chunks)
         self._arrived = scratch(pairs)
         self._options = overlapping(device)
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
@@ -199,11 +201,13 @@ class GpuSearch:
     def pick(self, plan: Tensor, fire: Tensor, scaling: float) -> None:
         """The best of the candidates."""
         softmax = "softmax" in self.mode
-        left = next_power_of_2(self._chunks * self.top_k)
+        left = next_power_of_2(self._chunks * self._slots)
+        block = max(self._chunk, left)
         top_kernel[(self._chunks, self._total.shape[0])](
             self._ids, self._estimates, self._peak, self._mass, plan, fire, self.ids, self.counts, self._chunk_ids,
-            self._chunk_keys, self._arrived, scaling, self.top_k, self._heads, self.candidates, self._chunks, self._parts,
+            self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, self._heads, self.candidates, self._chunks,
+            self._parts,
             LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
-            BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=_RERANKED, N=self._chunk, M=max(256, left),
-            FIELDS=self._stride, num_warps=max(4, min(32, max(self._chunk, left) // _TOP_ELEMENTS // 32)), **self._options,
+            BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=_RERANKED, N=self._chunk, SLOTS=self._slots,
+            M=max(256, left), FIELDS=self._stride, num_warps=max(4, min(32, block // _TOP_ELEMENTS // 32)), **self._options,
         )  # fmt: skip
