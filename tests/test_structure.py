@@ -19,7 +19,7 @@ STAGES = {
     "trigger": set(),
     "select": set(),
     "fetch": set(),
-    "attend": set(),
+    "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
 

@@ -1,6 +1,22 @@
-"""Sizes of kernel launches."""
+"""What every launch of a kernel needs: whether kernels run on a device at all, and the sizes of launches."""
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which on the kernels run: bfloat16 needs it."""
+
+
+@cache
+def kernels_available(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device; where they do not, torch does the same work more slowly."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return False
+    return find_spec("triton") is not None
 
 
 def cdiv(a: int, b: int) -> int:

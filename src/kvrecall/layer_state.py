@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,13 +12,16 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
+from kvrecall.counters import Counters
 from kvrecall.errors import NonFiniteError
-from kvrecall.fetch import Fetched, Moved, fetch_rows
-from kvrecall.index.base import LayerShape
+from kvrecall.fetch import Fetched, fetch_rows
+from kvrecall.fetch.in_place import SegmentTables
+from kvrecall.index.base import LayerShape, stack_selections
+from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import QueryLog
 from kvrecall.select.static import ObservationWindow, StaticSet, choose
-from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
+from kvrecall.structs import Budget, HostRows, Rows, Selection, StepStats, lasting_tensors, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
 
@@ -41,13 +43,13 @@ class LayerState:
         """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods."""
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         self.store = LayerStore(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, method.zone_sizes())
-        self.stats = StepStats()
+        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
+        timed = shape.device.type == "cpu" or profile
+        self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
         self.scaling = shape.head_dim**-0.5
         """Factor of the attention logits; the pipeline sets what the model asks for."""
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
-        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
-        self._timed = shape.device.type == "cpu" or profile
         with lasting_tensors():
             self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
         self._adopt(method)
@@ -62,6 +64,10 @@ class LayerState:
         fetch = method.fetch_config()
         self._fetch = fetch
         self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
+        # Rows that nobody keeps need not be copied to the device: attention reads them where they lie.
+        in_place = not fetch.staged and not self.keeps_rows and not method.attends_on_host
+        self._in_place = in_place and kernels_available(self.shape.device)
+        self._tables = SegmentTables()
         self.static_config = None if self.index is None else method.static_config()
         self.static: list[StaticSet | None] = [None] * sequences
         self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
@@ -77,6 +83,15 @@ class LayerState:
         self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
         if self.index is not None:
             self.index.bind(self.store.host)
+
+    @property
+    def stats(self) -> StepStats:
+        """The counters so far; on a GPU this synchronises."""
+        return self.counters.stats
+
+    def clock(self, stage: str) -> AbstractContextManager[None]:
+        """Adds the wall time of the block to a stage."""
+        return self.counters.clock(stage)
 
     @property
     def top_k(self) -> int:
@@ -130,7 +145,7 @@ class LayerState:
         assert self.index is not None
         for top_k, due in self._due(sequences).items():
             if top_k:
-                self.stats.searches += len(due)
+                self.counters.searched(len(due))
                 if self.on_search is not None:
                     self.on_search(queries[due], Budget(top_k, scaling), due)
                 found = self.index.search(queries[due], Budget(top_k, scaling), due)
@@ -141,17 +156,19 @@ class LayerState:
             for i, b in enumerate(due):
                 self.held[b] = Held(found.ids[i], found.counts[i], self.store.host[b].length)
 
-    def fetch(self, sequences: list[int]) -> Rows:
-        """Makes the selected rows of the sequences resident, as far as they are not."""
-        found = []
-        for b in sequences:
-            held = self.held[b]
-            fetched, moved = fetch_rows(held.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
+    def fetch(self, sequences: list[int]) -> Rows | HostRows:
+        """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
+        held, table = [self.held[b] for b in sequences], self._addresses(sequences)
+        if table is not None:
+            return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table, self.shape.dtype)
+        fetched = []
+        for b, found in zip(sequences, held, strict=True):
+            rows, moved = fetch_rows(found.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
             if self.keeps_rows:
-                self.fetched[b] = fetched
-            self.count_fetch(moved)
-            found.append((fetched.rows, held.counts))
-        return stack_rows(found)
+                self.fetched[b] = rows
+            self.counters.fetched(moved.read, moved.reused)
+            fetched.append((rows.rows, found.counts))
+        return stack_rows(fetched)
 
     def static_rows(self, sequences: list[int]) -> Rows:
         """The static sets of the sequences."""
@@ -172,6 +189,10 @@ class LayerState:
     def overlaps(self) -> bool:
         """Whether the CPU attends to the selection while the device attends to the resident tokens."""
         return self.method.attends_on_host and self.shape.device.type != "cpu"
+
+    def _addresses(self, sequences: list[int]) -> Tensor | None:
+        """Where the rows of the sequences lie, if attention is to read them there."""
+        return self._tables.of([self.store.host[b] for b in sequences], self.shape.device) if self._in_place else None
 
     def _due(self, sequences: list[int]) -> dict[int, list[int]]:
         """Sequences without a selection, by the budget that their static sets leave."""
@@ -200,8 +221,8 @@ class LayerState:
         """Indexes rows `[H_kv, n, 2, D]` that moved to the host. The moment at which a GPU's non-finite flag is looked at."""
         if moved is None:
             return
+        self.counters.offloaded(moved)
         if self.shape.device.type != "cpu":
-            self.stats.bytes_to_host += moved.numel() * moved.element_size()
             self.raise_non_finite()
         if self.index is not None:
             with self.clock("encode"):
@@ -251,7 +272,7 @@ class LayerState:
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
         other = self._copy(sequences)
-        other.stats = self.stats
+        other.counters = self.counters
         return other
 
     def fork(self, method: Method) -> LayerState:
@@ -269,46 +290,15 @@ class LayerState:
 
     def count_step(self, whole: list[int]) -> None:
         """Counts one decode step of all sequences: resident tokens, and the whole zone where it was attended."""
-        heads = self.shape.kv_heads
-        self.stats.steps += 1
-        self.stats.attended_rows += self.store.sequences * heads
-        self.stats.attended_tokens += heads * sum(self.store.resident.lengths)
-        self.stats.attended_tokens += heads * sum(self.store.host[b].length for b in whole)
+        pools, lengths = self.store.host, self.store.resident.lengths
+        self.counters.step(len(pools), self.shape.kv_heads, sum(lengths), sum(pools[b].length for b in whole))
 
     def count_attended(self, sequences: list[int]) -> None:
         """Counts the static and the selected tokens of one step."""
+        in_place = self._addresses(sequences) is not None
         for b in sequences:
             static = self.static[b]
-            kept = 0 if static is None else static.ids.numel()
-            selected = int(self.held[b].counts.sum())
-            self.stats.static_tokens += kept
-            self.stats.retrieved_tokens += selected
-            self.stats.attended_tokens += kept + selected
-
-    def count_fetch(self, moved: Moved) -> None:
-        """Counts rows that were read from the host, and those that were still resident."""
-        row = 2 * self.shape.head_dim * self.shape.dtype.itemsize
-        self.stats.reused_rows += moved.reused
-        self.stats.bytes_saved += moved.reused * row
-        self.stats.bytes_fetched += moved.read * row
-        if self.shape.device.type != "cpu":
-            self.stats.bytes_to_device += moved.read * row
-
-    @contextmanager
-    def clock(self, stage: str) -> Iterator[None]:
-        """Adds the wall time of the block to a stage."""
-        if not self._timed:
-            yield
-            return
-        if self.shape.device.type == "cuda":
-            torch.cuda.synchronize(self.shape.device)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.shape.device.type == "cuda":
-                torch.cuda.synchronize(self.shape.device)
-            self.stats.add_time(stage, time.perf_counter() - start)
+            self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
 
     def reindex(self) -> None:
         """Fills an empty index from the rows on the host (after the method has changed)."""
@@ -324,7 +314,7 @@ class LayerState:
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences)
-        other.stats = StepStats()
+        other.counters, other._tables = self.counters.fresh(), SegmentTables()
         with lasting_tensors():
             other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
         other.trigger = self.trigger.select(sequences)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
 from kvrecall.layer_state import LayerState
 from kvrecall.merge import merge, sink_logits
-from kvrecall.structs import AttentionParams, Partial
+from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
 
 
 def prefill_layer(
@@ -52,14 +52,14 @@ def decode_step(
     active = [b for b in every if valid is None or valid[b]]
     layer.scaling = params.scaling
     layer.store.append_step(keys, values, valid)
-    layer.begin_step(queries[active, :, 0], active)
+    layer.begin_step(_of(active, queries)[:, :, 0], active)
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
     for b in whole:
-        parts += _at(b, queries, _attend_zone(layer, b, queries[b], params))
+        parts += [_scatter(part, [b], queries) for part in _attend_zone(layer, b, queries[b], params)]
     parts += retrieved()
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
@@ -86,10 +86,8 @@ def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionPa
 
 
 def _attend_block(layer: LayerState, block: Tensor, queries: Tensor, params: AttentionParams) -> Partial:
-    if block.device != queries.device:
-        layer.stats.bytes_to_device += block.numel() * block.element_size()
-        block = block.to(queries.device)
-    return attend_block(queries, block, params.scaling, params.softcap)
+    layer.counters.sent(block)
+    return attend_block(queries, block.to(queries.device, non_blocking=True), params.scaling, params.softcap)
 
 
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
@@ -99,26 +97,26 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
     with layer.clock("search"):
         layer.search(queries[:, :, 0], searching, params.scaling)
     layer.count_attended(searching)
-    some = len(searching) < queries.shape[0]
-    picked = queries[searching] if some else queries
-    sets = [layer.static_rows(searching)] if layer.static_config else []
+    picked = _of(searching, queries)
+    sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
     if not layer.method.attends_on_host:
         with layer.clock("fetch"):
             sets.append(layer.fetch(searching))
     with layer.clock("attend"):
-        parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.kv.shape[2]]
-        parts = [_scatter(part, searching, queries) if some else part for part in parts]
+        parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
+        parts = [_scatter(part, searching, queries) for part in parts]
         if layer.method.attends_on_host:
             for b in searching:
                 segments, (ids, counts, _) = list(layer.store.host[b].blocks()), layer.held[b]
                 found = attend_selected(queries[b, :, 0], segments, ids, counts, params.scaling, params.softcap)
-                parts += _at(b, queries, found)
+                parts += [_scatter(part, [b], queries) for part in found]
     layer.learn(searching)
     return parts
 
 
-def _at(b: int, queries: Tensor, parts: list[Partial]) -> list[Partial]:
-    return [_scatter(part, [b], queries) for part in parts]
+def _of(sequences: list[int], queries: Tensor) -> Tensor:
+    """Those of some sequences; of all, no copy, for which a GPU would have to be told their numbers."""
+    return queries if len(sequences) == queries.shape[0] else queries[sequences]
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
