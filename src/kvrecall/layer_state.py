@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
+from kvrecall.cache.transfer import Question, bring
 from kvrecall.counters import Counters
 from kvrecall.errors import NonFiniteError
 from kvrecall.fetch import Fetched, fetch_rows
@@ -52,6 +53,7 @@ class LayerState:
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
         with lasting_tensors():
             self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
+        self._asked: Question | None = None
         self._adopt(method)
 
     def _adopt(self, method: Method) -> None:
@@ -223,7 +225,7 @@ class LayerState:
             return
         self.counters.offloaded(moved)
         if self.shape.device.type != "cpu":
-            self.raise_non_finite()
+            self._look_for_non_finite()
         if self.index is not None:
             with self.clock("encode"):
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
@@ -253,6 +255,14 @@ class LayerState:
         bad = self._non_finite.nonzero()
         if bad.numel():
             raise NonFiniteError(self.layer, int(bad[0, 0]))
+
+    def _look_for_non_finite(self) -> None:
+        """As `raise_non_finite`, of what the last look asked the GPU for: the host does not wait, and hears one look later."""
+        answer = None if self._asked is None else self._asked.answer()
+        if answer is not None and answer.any():
+            self.raise_non_finite()
+        if self._asked is None or answer is not None:
+            self._asked = Question(self._non_finite)
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
@@ -306,9 +316,9 @@ class LayerState:
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for block in pool.blocks():
+            for block in pool.blocks(on_device=True):
                 with self.clock("encode"):
-                    self.index.append(b, block[:, :, 0].to(self.shape.device))
+                    self.index.append(b, bring(block, self.shape.device)[:, :, 0])
 
     def _copy(self, sequences: list[int]) -> LayerState:
         other = copy(self)
@@ -317,6 +327,7 @@ class LayerState:
         other.counters, other._tables = self.counters.fresh(), SegmentTables()
         with lasting_tensors():
             other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
+        other._asked = None
         other.trigger = self.trigger.select(sequences)
         other.static = [self.static[b] for b in sequences]
         other._static_counts = [self._static_counts[b] for b in sequences]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
+from kvrecall.cache.transfer import bring
 from kvrecall.layer_state import LayerState
 from kvrecall.merge import merge, sink_logits
 from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
@@ -74,7 +75,7 @@ def decode_step(
 
 def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionParams, like: Partial) -> list[Partial]:
     """Attention of queries `[H_q, T, D]` over everything stored of sequence b, one Partial per block, plus learned sinks."""
-    parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b) if block.shape[1]]
+    parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b, True) if block.shape[1]]
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, like))
     return parts
@@ -82,12 +83,12 @@ def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionP
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
     with layer.clock("attend"):
-        return [_attend_block(layer, block, queries, params) for block in layer.store.host[b].blocks()]
+        return [_attend_block(layer, block, queries, params) for block in layer.store.host[b].blocks(on_device=True)]
 
 
 def _attend_block(layer: LayerState, block: Tensor, queries: Tensor, params: AttentionParams) -> Partial:
     layer.counters.sent(block)
-    return attend_block(queries, block.to(queries.device, non_blocking=True), params.scaling, params.softcap)
+    return attend_block(queries, bring(block, queries.device), params.scaling, params.softcap)
 
 
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
