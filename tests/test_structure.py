@@ -25,7 +25,8 @@ STAGES = {
 
 
 DRIVERS = {
-    "pipeline.py", "layer_state.py", "stats.py", "methods", "engine", "integrations", "models", "cli", "bench", "evaluate",
+    "pipeline.py", "layer_state.py", "stats.py", "non_finite.py", "methods", "engine", "integrations", "models", "cli", "bench",
+    "evaluate",
 }  # fmt: skip
 """What may see several stages."""
 

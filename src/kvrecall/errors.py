@@ -115,7 +115,7 @@ class DeviceMemoryError(KVRecallError, MemoryError):
     def __init__(self, layer: int, need_bytes: int, free_bytes: int, tokens: int, device: object) -> None:
         super().__init__(
             f"device memory: layer {layer} needs {need_bytes:,} bytes ({need_bytes / 2**30:.2f} GiB) for {tokens:,} tokens, "
-            f"apart from what the model computes with; {free_bytes:,} bytes ({free_bytes / 2**30:.2f} GiB) are free on {device}. "
+            f"besides what the model computes with, {free_bytes:,} bytes ({free_bytes / 2**30:.2f} GiB) are free on {device}. "
             "Shorten the context, lower the batch size or chunk_tokens, or free memory; the cache holds what it held before."
         )
         self.layer, self.need_bytes, self.free_bytes, self.tokens = layer, need_bytes, free_bytes, tokens

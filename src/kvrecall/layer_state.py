@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
-from kvrecall.cache.transfer import Question, bring
+from kvrecall.cache.transfer import bring
 from kvrecall.counters import Counters
-from kvrecall.errors import NonFiniteError
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import SegmentTables
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
+from kvrecall.non_finite import NonFinite
 from kvrecall.select.queries import QueryLog
 from kvrecall.select.static import ObservationWindow, StaticSet, choose
-from kvrecall.structs import Budget, HostRows, Rows, Selection, StepStats, lasting_tensors, stack_rows
+from kvrecall.structs import Budget, HostRows, Rows, Selection, StepStats, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
 
@@ -51,9 +51,8 @@ class LayerState:
         """Factor of the attention logits; the pipeline sets what the model asks for."""
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
-        with lasting_tensors():
-            self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
-        self._asked: Question | None = None
+        self._non_finite = NonFinite(layer, shape.sequences, shape.device)
+        self._half_built = False
         self._adopt(method)
 
     def _adopt(self, method: Method) -> None:
@@ -220,14 +219,13 @@ class LayerState:
         return torch.cat(sets, 1)
 
     def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
-        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. The moment at which a GPU's non-finite flag is looked at."""
+        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. A moment at which a GPU's non-finite flags are looked at."""
         if moved is None:
             return
         self.counters.offloaded(moved)
-        if self.shape.device.type != "cpu":
-            self._look_for_non_finite()
+        self._non_finite.tell_later()
         if self.index is not None:
-            with self.clock("encode"):
+            with self.clock("encode"), self._building_index():
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
 
     def evict(self, sequence: int) -> None:
@@ -241,28 +239,12 @@ class LayerState:
         self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
-        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at the next host check on a GPU."""
-        finite = torch.isfinite(keys).all() & torch.isfinite(values).all()
-        if self.shape.device.type == "cpu":
-            if not finite:
-                bad = ~(torch.isfinite(keys) & torch.isfinite(values)).flatten(1).all(1)
-                raise NonFiniteError(self.layer, int(bad.nonzero()[0, 0]))
-        else:
-            self._non_finite |= ~(torch.isfinite(keys).flatten(1).all(1) & torch.isfinite(values).flatten(1).all(1))
+        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at a later host check on a GPU."""
+        self._non_finite.guard(keys, values)
 
     def raise_non_finite(self) -> None:
-        """Host check of the flag that `guard` sets on a GPU (synchronises)."""
-        bad = self._non_finite.nonzero()
-        if bad.numel():
-            raise NonFiniteError(self.layer, int(bad[0, 0]))
-
-    def _look_for_non_finite(self) -> None:
-        """As `raise_non_finite`, of what the last look asked the GPU for: the host does not wait, and hears one look later."""
-        answer = None if self._asked is None else self._asked.answer()
-        if answer is not None and answer.any():
-            self.raise_non_finite()
-        if self._asked is None or answer is not None:
-            self._asked = Question(self._non_finite)
+        """Host check of what `guard` saw on a GPU (synchronises)."""
+        self._non_finite.tell()
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
@@ -278,6 +260,30 @@ class LayerState:
                 log.truncate(sequence, tokens)
         self.held.pop(sequence, None)
         self.fetched.pop(sequence, None)
+
+    def undo(self, tokens: list[int]) -> None:
+        """After an error: forgets all but the first tokens[b] of each sequence, however far the others have come."""
+        index = self.index
+        stored = [pool.length for pool in self.store.host]
+        torn = index is not None and (self._half_built or list(index.lengths) != stored)
+        if torn:  # nobody knows what its tables hold, but the rows are all there
+            self.index, self._half_built = None, False
+        for b, kept in enumerate(tokens):
+            if self.store.zones(b).total > kept:
+                self.crop(b, kept)
+        if torn:
+            self.index = self.method.build_index(self.shape)
+            assert self.index is not None
+            self.index.bind(self.store.host)
+            self.in_prompt = [True] * len(tokens)
+            self.reindex()
+
+    @contextmanager
+    def _building_index(self) -> Iterator[None]:
+        """Remembers an error inside until `undo`."""
+        self._half_built = True
+        yield
+        self._half_built = False
 
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
@@ -325,9 +331,7 @@ class LayerState:
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences)
         other.counters, other._tables = self.counters.fresh(), SegmentTables()
-        with lasting_tensors():
-            other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
-        other._asked = None
+        other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.static = [self.static[b] for b in sequences]
         other._static_counts = [self._static_counts[b] for b in sequences]
@@ -349,7 +353,7 @@ class LayerState:
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
         seen = None if self.log is None else self.log.seen(sequence)
-        with self.clock("build"):
+        with self.clock("build"), self._building_index():
             self.index.end_of_prompt(sequence, seen, zones.sink)
         self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
         if self.log is not None:

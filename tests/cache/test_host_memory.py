@@ -1,4 +1,4 @@
-"""Pinning without a GPU: a stand-in for CUDA's runtime sees what is registered, when it is released, and what a refusal does."""
+"""Pinning without a GPU: a stand-in for CUDA's runtime sees what is registered and released, and what a refusal does."""
 
 from __future__ import annotations
 
