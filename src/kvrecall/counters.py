@@ -62,7 +62,7 @@ class Counters:
 
     def sent(self, rows: Tensor) -> None:
         """Rows of the host that a GPU was given as they lie."""
-        if rows.device != self._device:
+        if rows.device.type != self._device.type:
             self._stats.bytes_to_device += rows.numel() * rows.element_size()
 
     def offloaded(self, rows: Tensor) -> None:

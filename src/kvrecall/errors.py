@@ -110,12 +110,13 @@ class HostMemoryError(KVRecallError, MemoryError):
 
 
 class DeviceMemoryError(KVRecallError, MemoryError):
-    """A layer's share of the GPU's memory ran out; the layer holds the tokens that it held before."""
+    """The GPU has no memory for what a layer (None: all layers) needs; the cache holds the tokens that it held before."""
 
-    def __init__(self, layer: int, need_bytes: int, free_bytes: int, tokens: int, device: object) -> None:
+    def __init__(self, layer: int | None, need_bytes: int, free_bytes: int, tokens: int, device: object) -> None:
+        what = "the cache" if layer is None else f"layer {layer}"
         super().__init__(
-            f"device memory: layer {layer} needs {need_bytes:,} bytes ({need_bytes / 2**30:.2f} GiB) for {tokens:,} tokens, "
-            f"besides what the model computes with, {free_bytes:,} bytes ({free_bytes / 2**30:.2f} GiB) are free on {device}. "
+            f"device memory: {what} needs {need_bytes:,} bytes ({need_bytes / 2**30:.2f} GiB) for {tokens:,} tokens, besides "
+            f"what the model computes with; {free_bytes:,} bytes ({free_bytes / 2**30:.2f} GiB) are free on {device}. "
             "Shorten the context, lower the batch size or chunk_tokens, or free memory; the cache holds what it held before."
         )
         self.layer, self.need_bytes, self.free_bytes, self.tokens = layer, need_bytes, free_bytes, tokens

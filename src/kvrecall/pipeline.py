@@ -116,8 +116,8 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
 
 
 def _of(sequences: list[int], queries: Tensor) -> Tensor:
-    """Those of some sequences; of all, no copy, for which a GPU would have to be told their numbers."""
-    return queries if len(sequences) == queries.shape[0] else queries[sequences]
+    """Those of some sequences; not by a list of numbers, which a GPU would have to be sent."""
+    return queries if len(sequences) == queries.shape[0] else torch.stack([queries[b] for b in sequences])
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
@@ -125,5 +125,6 @@ def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
     if len(sequences) == queries.shape[0]:
         return part
     full = Partial.empty_like(queries)
-    full.out[sequences], full.lse[sequences] = part.out, part.lse
+    for i, b in enumerate(sequences):
+        full.out[b], full.lse[b] = part.out[i], part.lse[i]
     return full

@@ -96,7 +96,10 @@ def test_reserving_without_device_memory_names_the_layer() -> None:
     cache = kvrecall.RetrievalCache(model.config, METHODS["sphere"][0])
     with kvrecall.attach(model), torch.no_grad():
         model(prompt(), past_key_values=cache)
-    with failing(TokenTable, "reserve", 4, full()), pytest.raises(DeviceMemoryError, match="layer 1 needs .* for 5,000 tokens"):
+    with (
+        failing(TokenTable, "reserve", 4, full()),
+        pytest.raises(DeviceMemoryError, match=r"layer 1 needs .* for 5,000 tokens"),
+    ):
         cache.reserve(5000, 2)
     assert cache.get_seq_length() == 150
     cache.reserve(5000, 2)

@@ -65,12 +65,11 @@ def _register(tensor: Tensor, pages: mmap.mmap) -> None:
                 torch.zeros(1, device="cuda")
         return
     # The mapping outlives the tensor's storage only through this callback, which lets go of both in the right order.
-    release = weakref.finalize(tensor.untyped_storage(), _release, address, pages)
+    release = weakref.finalize(tensor.untyped_storage(), _release, cudart, address, pages)
     release.atexit = False  # the system takes both back, and CUDA may be gone by then
 
 
-def _release(address: int, pages: mmap.mmap) -> None:
-    cudart: Any = torch.cuda.cudart()
+def _release(cudart: Any, address: int, pages: mmap.mmap) -> None:
     bindings: Any = torch._C
     for device in range(torch.cuda.device_count()):
         if bindings._cuda_hasPrimaryContext(device):

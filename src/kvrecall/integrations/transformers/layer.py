@@ -21,7 +21,7 @@ from kvrecall.errors import (
 )  # fmt: skip
 from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
-from kvrecall.integrations.transformers.memory import all_or_nothing, explained
+from kvrecall.integrations.transformers.memory import all_or_nothing, check_device, explained
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -194,6 +194,7 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _reserve(self, tokens: int) -> None:
         state = self._ready()
+        check_device([state], tokens)
         sizes = state.store.sizes
         retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
         for pool in state.store.host:

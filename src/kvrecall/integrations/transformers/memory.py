@@ -39,6 +39,19 @@ def explained(layer: int, shape: LayerShape, method: Method, tokens: int) -> Ite
         raise DeviceMemoryError(layer, need, free_device_bytes(shape.device), tokens, shape.device) from error
 
 
+def check_device(states: list[LayerState], tokens: int) -> None:
+    """Raises DeviceMemoryError if summaries of `tokens` tokens per sequence are more than a GPU can give; grows nothing."""
+    states = [state for state in states if state.index is not None and state.shape.device.type == "cuda"]
+    if not states:
+        return
+    first = states[0]
+    needs = [s.shape.sequences * layer_bytes(s.layer, s.shape, s.method, tokens) for s in states]
+    have = sum(s.store.resident.nbytes + (0 if s.index is None else s.index.nbytes) for s in states)
+    free = free_device_bytes(first.shape.device)
+    if sum(needs) - have > free:
+        raise DeviceMemoryError(first.layer if len(states) == 1 else None, sum(needs), free, tokens, first.shape.device)
+
+
 def layer_bytes(layer: int, shape: LayerShape, method: Method, tokens: int) -> int:
     """Device bytes of one sequence of one layer: its window, and its summaries if it is searched."""
     sizes = method.zone_sizes()
