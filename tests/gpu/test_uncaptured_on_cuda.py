@@ -350,6 +350,7 @@ def test_device_memory_that_runs_out_is_explained_and_nothing_has_grown() -> Non
 def test_a_table_that_cannot_grow_gives_the_tokens_back() -> None:
     """A real refusal by the GPU, in the middle of a prompt."""
     model, method = tiny("cuda"), kvrecall.ParisKV(top_k=24, **ZONES)
+    huge = torch.cuda.get_device_properties(0).total_memory
     prompt = torch.randint(5, 500, (1, 300), generator=generator(2)).cuda()
     answers = []
     for fail in (False, True):
@@ -358,7 +359,6 @@ def test_a_table_that_cannot_grow_gives_the_tokens_back() -> None:
             engine.prefill(model, prompt[:, :100], cache)
             state: Any = cache.retrieval_layers[1].state
             with pytest.MonkeyPatch.context() as patch:
-                huge = torch.cuda.get_device_properties(0).total_memory
                 patch.setattr(state.index, "append", lambda *_: torch.empty(huge, dtype=torch.int64, device="cuda"))
                 with pytest.raises(DeviceMemoryError, match="layer 1 needs"):
                     engine.prefill(model, prompt[:, :200], cache)

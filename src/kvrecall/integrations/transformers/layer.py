@@ -30,6 +30,9 @@ from kvrecall.structs import AttentionParams
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers.cache import RetrievalCache
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What the kernels of every device read."""
+
 LAYER_TAG = "_kvrecall_layer"
 """Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
 
@@ -60,6 +63,8 @@ class RetrievalLayer(CacheLayerMixin):
             raise ShapeError(
                 "head_dim", f"one of {sizes}, the same for K and V", f"{dim} and {value_states.shape[-1]}", "Use another model."
             )
+        if key_states.dtype not in DTYPES:
+            raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), key_states.dtype)
         query_heads = self.cache.signature.query_heads
         shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
         cache = self.cache
