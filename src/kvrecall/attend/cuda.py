@@ -75,7 +75,12 @@ def host_rows_kernel(
 
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
-    """As `reference.attend_rows`, for T_q = 1; queries `[B, H_q, 1, D]` on the device that the rows lie on, or read from."""
+    """As `reference.attend_rows`, for T_q = 1; queries `[B, H_q, 1, D]` on the device that the rows lie on, or are read by."""
+    with torch.cuda.device_of(queries):  # Triton launches on the current device, which need not be that of this layer
+        return _attend_rows(queries, rows, scaling, softcap)
+
+
+def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float) -> Partial:
     b, heads, _, dim = queries.shape
     kv_heads = rows.kv.shape[1] if isinstance(rows, Rows) else rows.ids.shape[1]
     # A power of two, so that few sizes are ever compiled; parts without rows merge as empty ones.

@@ -28,7 +28,7 @@ def merge_lse_kernel(p_parts, p_lse, p_out, p_total, D: tl.constexpr, BD: tl.con
 
 
 def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of parts: out fp32 `[N, P, D]` and lse `[N, P]` -> fp32 `[N, D]` and `[N]`.
+    """Attention over the union of parts, on the current device: out fp32 `[N, P, D]` and lse `[N, P]` -> fp32 `[N, D]` and `[N]`.
 
     P: at most 64, or 64 times a power of two, in which case groups are merged first.
     """
@@ -47,5 +47,6 @@ def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Parts fp32 `[B, H_q, 1, D]` with lse `[B, H_q, 1]`, at most 64 of them -> the same of their union."""
-    out, lse = merge_splits(torch.stack(outs, 3).flatten(0, 2), torch.stack(lses, 3).flatten(0, 2))
+    with torch.cuda.device_of(outs[0]):
+        out, lse = merge_splits(torch.stack(outs, 3).flatten(0, 2), torch.stack(lses, 3).flatten(0, 2))
     return out.view_as(outs[0]), lse.view_as(lses[0])
