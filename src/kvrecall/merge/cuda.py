@@ -28,7 +28,7 @@ def merge_lse_kernel(p_parts, p_lse, p_out, p_total, D: tl.constexpr, BD: tl.con
 
 
 def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of parts, on the current device: out fp32 `[N, P, D]` and lse `[N, P]` -> fp32 `[N, D]` and `[N]`.
+    """Attention over the union of parts: out fp32 `[N, P, D]`, lse `[N, P]` -> `[N, D]`, `[N]`; launches on the current device.
 
     P: at most 64, or 64 times a power of two, in which case groups are merged first.
     """
