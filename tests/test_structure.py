@@ -19,13 +19,14 @@ STAGES = {
     "trigger": set(),
     "select": set(),
     "fetch": set(),
-    "attend": set(),
+    "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
 
 
 DRIVERS = {
-    "pipeline.py", "layer_state.py", "stats.py", "methods", "engine", "integrations", "models", "cli", "bench", "evaluate",
+    "pipeline.py", "layer_state.py", "stats.py", "non_finite.py", "methods", "engine", "integrations", "models", "cli", "bench",
+    "evaluate",
 }  # fmt: skip
 """What may see several stages."""
 

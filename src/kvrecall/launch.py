@@ -1,18 +1,27 @@
-"""Sizes of kernel launches, and kernels that are launched before the one in front of them has ended."""
+"""What every launch of a kernel needs: whether kernels run on a device at all, sizes, and options."""
 
 from __future__ import annotations
 
 import os
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which on the kernels run: bfloat16 needs it."""
 _OVERLAPPING = (9, 0)
-"""Least compute capability for programmatic dependent launches."""
+"""Compute capability from which on a kernel may be launched before the one in front has ended."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def kernels_available(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device; where they do not, torch does the same work more slowly."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return False
+    return find_spec("triton") is not None
 
 
 def cdiv(a: int, b: int) -> int:
@@ -26,23 +35,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def overlapping(device: torch.device) -> dict[str, Any]:
-    """Launch options of kernels that call `begin` first: the way to the GPU overlaps with the kernel in front."""
+    """Launch options of kernels that call `overlap.begin` and `end`."""
     if device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= _OVERLAPPING:
-        return {"PDL": 2, "launch_pdl": True}
-    return {"PDL": 0}
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """Waits for all that the kernel in front wrote; before any access to memory."""
-    if PDL == 1:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
-def end(PDL: tl.constexpr):
-    """Lets the next kernel be launched; what is written afterwards it sees too."""
-    if PDL == 2:
-        gdc_launch_dependents()
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,13 +12,17 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
-from kvrecall.errors import NonFiniteError
-from kvrecall.fetch import Fetched, Moved, fetch_rows
-from kvrecall.index.base import LayerShape
+from kvrecall.cache.transfer import bring
+from kvrecall.counters import Counters
+from kvrecall.fetch import Fetched, fetch_rows
+from kvrecall.fetch.in_place import SegmentTables
+from kvrecall.index.base import LayerShape, stack_selections
+from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
+from kvrecall.non_finite import NonFinite
 from kvrecall.select.queries import QueryLog
 from kvrecall.select.static import ObservationWindow, StaticSet, choose
-from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
+from kvrecall.structs import Budget, HostRows, Rows, Selection, StepStats, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
 
@@ -41,15 +44,15 @@ class LayerState:
         """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods."""
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         self.store = LayerStore(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, method.zone_sizes())
-        self.stats = StepStats()
+        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
+        timed = shape.device.type == "cpu" or profile
+        self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
         self.scaling = shape.head_dim**-0.5
         """Factor of the attention logits; the pipeline sets what the model asks for."""
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
-        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
-        self._timed = shape.device.type == "cpu" or profile
-        with lasting_tensors():
-            self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
+        self._non_finite = NonFinite(layer, shape.sequences, shape.device)
+        self._half_built = False
         self._adopt(method)
 
     def _adopt(self, method: Method) -> None:
@@ -62,6 +65,10 @@ class LayerState:
         fetch = method.fetch_config()
         self._fetch = fetch
         self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
+        # Rows that nobody keeps need not be copied to the device: attention reads them where they lie.
+        in_place = not fetch.staged and not self.keeps_rows and not method.attends_on_host
+        self._in_place = in_place and kernels_available(self.shape.device)
+        self._tables = SegmentTables()
         self.static_config = None if self.index is None else method.static_config()
         self.static: list[StaticSet | None] = [None] * sequences
         self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
@@ -77,6 +84,15 @@ class LayerState:
         self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
         if self.index is not None:
             self.index.bind(self.store.host)
+
+    @property
+    def stats(self) -> StepStats:
+        """The counters so far; on a GPU this synchronises."""
+        return self.counters.stats
+
+    def clock(self, stage: str) -> AbstractContextManager[None]:
+        """Adds the wall time of the block to a stage."""
+        return self.counters.clock(stage)
 
     @property
     def top_k(self) -> int:
@@ -130,7 +146,7 @@ class LayerState:
         assert self.index is not None
         for top_k, due in self._due(sequences).items():
             if top_k:
-                self.stats.searches += len(due)
+                self.counters.searched(len(due))
                 if self.on_search is not None:
                     self.on_search(queries[due], Budget(top_k, scaling), due)
                 found = self.index.search(queries[due], Budget(top_k, scaling), due)
@@ -141,17 +157,19 @@ class LayerState:
             for i, b in enumerate(due):
                 self.held[b] = Held(found.ids[i], found.counts[i], self.store.host[b].length)
 
-    def fetch(self, sequences: list[int]) -> Rows:
-        """Makes the selected rows of the sequences resident, as far as they are not."""
-        found = []
-        for b in sequences:
-            held = self.held[b]
-            fetched, moved = fetch_rows(held.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
+    def fetch(self, sequences: list[int]) -> Rows | HostRows:
+        """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
+        held, table = [self.held[b] for b in sequences], self._addresses(sequences)
+        if table is not None:
+            return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table, self.shape.dtype)
+        fetched = []
+        for b, found in zip(sequences, held, strict=True):
+            rows, moved = fetch_rows(found.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
             if self.keeps_rows:
-                self.fetched[b] = fetched
-            self.count_fetch(moved)
-            found.append((fetched.rows, held.counts))
-        return stack_rows(found)
+                self.fetched[b] = rows
+            self.counters.fetched(moved.read, moved.reused)
+            fetched.append((rows.rows, found.counts))
+        return stack_rows(fetched)
 
     def static_rows(self, sequences: list[int]) -> Rows:
         """The static sets of the sequences."""
@@ -172,6 +190,10 @@ class LayerState:
     def overlaps(self) -> bool:
         """Whether the CPU attends to the selection while the device attends to the resident tokens."""
         return self.method.attends_on_host and self.shape.device.type != "cpu"
+
+    def _addresses(self, sequences: list[int]) -> Tensor | None:
+        """Where the rows of the sequences lie, if attention is to read them there."""
+        return self._tables.of([self.store.host[b] for b in sequences], self.shape.device) if self._in_place else None
 
     def _due(self, sequences: list[int]) -> dict[int, list[int]]:
         """Sequences without a selection, by the budget that their static sets leave."""
@@ -197,14 +219,13 @@ class LayerState:
         return torch.cat(sets, 1)
 
     def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
-        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. The moment at which a GPU's non-finite flag is looked at."""
+        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. A moment at which a GPU's non-finite flags are looked at."""
         if moved is None:
             return
-        if self.shape.device.type != "cpu":
-            self.stats.bytes_to_host += moved.numel() * moved.element_size()
-            self.raise_non_finite()
+        self.counters.offloaded(moved)
+        self._non_finite.tell_later()
         if self.index is not None:
-            with self.clock("encode"):
+            with self.clock("encode"), self._building_index():
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
 
     def evict(self, sequence: int) -> None:
@@ -218,20 +239,12 @@ class LayerState:
         self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
-        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at the next host check on a GPU."""
-        finite = torch.isfinite(keys).all() & torch.isfinite(values).all()
-        if self.shape.device.type == "cpu":
-            if not finite:
-                bad = ~(torch.isfinite(keys) & torch.isfinite(values)).flatten(1).all(1)
-                raise NonFiniteError(self.layer, int(bad.nonzero()[0, 0]))
-        else:
-            self._non_finite |= ~(torch.isfinite(keys).flatten(1).all(1) & torch.isfinite(values).flatten(1).all(1))
+        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at a later host check on a GPU."""
+        self._non_finite.guard(keys, values)
 
     def raise_non_finite(self) -> None:
-        """Host check of the flag that `guard` sets on a GPU (synchronises)."""
-        bad = self._non_finite.nonzero()
-        if bad.numel():
-            raise NonFiniteError(self.layer, int(bad[0, 0]))
+        """Host check of what `guard` saw on a GPU (synchronises)."""
+        self._non_finite.tell()
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
@@ -248,10 +261,34 @@ class LayerState:
         self.held.pop(sequence, None)
         self.fetched.pop(sequence, None)
 
+    def undo(self, tokens: list[int]) -> None:
+        """After an error: forgets all but the first tokens[b] of each sequence, however far the others have come."""
+        index = self.index
+        stored = [pool.length for pool in self.store.host]
+        torn = index is not None and (self._half_built or list(index.lengths) != stored)
+        if torn:  # nobody knows what its tables hold, but the rows are all there
+            self.index, self._half_built = None, False
+        for b, kept in enumerate(tokens):
+            if self.store.zones(b).total > kept:
+                self.crop(b, kept)
+        if torn:
+            self.index = self.method.build_index(self.shape)
+            assert self.index is not None
+            self.index.bind(self.store.host)
+            self.in_prompt = [True] * len(tokens)
+            self.reindex()
+
+    @contextmanager
+    def _building_index(self) -> Iterator[None]:
+        """Remembers an error inside until `undo`."""
+        self._half_built = True
+        yield
+        self._half_built = False
+
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
         other = self._copy(sequences)
-        other.stats = self.stats
+        other.counters = self.counters
         return other
 
     def fork(self, method: Method) -> LayerState:
@@ -269,46 +306,15 @@ class LayerState:
 
     def count_step(self, whole: list[int]) -> None:
         """Counts one decode step of all sequences: resident tokens, and the whole zone where it was attended."""
-        heads = self.shape.kv_heads
-        self.stats.steps += 1
-        self.stats.attended_rows += self.store.sequences * heads
-        self.stats.attended_tokens += heads * sum(self.store.resident.lengths)
-        self.stats.attended_tokens += heads * sum(self.store.host[b].length for b in whole)
+        pools, lengths = self.store.host, self.store.resident.lengths
+        self.counters.step(len(pools), self.shape.kv_heads, sum(lengths), sum(pools[b].length for b in whole))
 
     def count_attended(self, sequences: list[int]) -> None:
         """Counts the static and the selected tokens of one step."""
+        in_place = self._addresses(sequences) is not None
         for b in sequences:
             static = self.static[b]
-            kept = 0 if static is None else static.ids.numel()
-            selected = int(self.held[b].counts.sum())
-            self.stats.static_tokens += kept
-            self.stats.retrieved_tokens += selected
-            self.stats.attended_tokens += kept + selected
-
-    def count_fetch(self, moved: Moved) -> None:
-        """Counts rows that were read from the host, and those that were still resident."""
-        row = 2 * self.shape.head_dim * self.shape.dtype.itemsize
-        self.stats.reused_rows += moved.reused
-        self.stats.bytes_saved += moved.reused * row
-        self.stats.bytes_fetched += moved.read * row
-        if self.shape.device.type != "cpu":
-            self.stats.bytes_to_device += moved.read * row
-
-    @contextmanager
-    def clock(self, stage: str) -> Iterator[None]:
-        """Adds the wall time of the block to a stage."""
-        if not self._timed:
-            yield
-            return
-        if self.shape.device.type == "cuda":
-            torch.cuda.synchronize(self.shape.device)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.shape.device.type == "cuda":
-                torch.cuda.synchronize(self.shape.device)
-            self.stats.add_time(stage, time.perf_counter() - start)
+            self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
 
     def reindex(self) -> None:
         """Fills an empty index from the rows on the host (after the method has changed)."""
@@ -316,17 +322,16 @@ class LayerState:
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for block in pool.blocks():
+            for block in pool.blocks(on_device=True):
                 with self.clock("encode"):
-                    self.index.append(b, block[:, :, 0].to(self.shape.device))
+                    self.index.append(b, bring(block, self.shape.device)[:, :, 0])
 
     def _copy(self, sequences: list[int]) -> LayerState:
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences)
-        other.stats = StepStats()
-        with lasting_tensors():
-            other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
+        other.counters, other._tables = self.counters.fresh(), SegmentTables()
+        other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.static = [self.static[b] for b in sequences]
         other._static_counts = [self._static_counts[b] for b in sequences]
@@ -348,7 +353,7 @@ class LayerState:
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
         seen = None if self.log is None else self.log.seen(sequence)
-        with self.clock("build"):
+        with self.clock("build"), self._building_index():
             self.index.end_of_prompt(sequence, seen, zones.sink)
         self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
         if self.log is not None:

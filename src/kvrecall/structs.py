@@ -69,6 +69,30 @@ class Rows:
     kv: Tensor
     lengths: Tensor
 
+    @property
+    def width(self) -> int:
+        """Rows per head, those included that are not real."""
+        return self.kv.shape[2]
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Selected rows that a GPU reads where they lie, in page-locked host memory.
+
+    ids: int32 `[B, H_kv, K]` on the GPU, padded with -1. dtype: of the rows.
+    table: int64 `[B, S, 3]` on the GPU: first id, address and held tokens of every segment `[H_kv, held, 2, D]`, ascending; a
+    sequence with fewer than S segments repeats its last one.
+    """
+
+    ids: Tensor
+    table: Tensor
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Rows per head, those included that are not real."""
+        return self.ids.shape[2]
+
 
 def stack_rows(found: list[tuple[Tensor, Tensor]]) -> Rows:
     """Pads rows `[H_kv, T_b, 2, D]` with their counts int32 `[H_kv]`, one pair per sequence, to one batch."""

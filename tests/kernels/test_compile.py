@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.structs import AttentionParams
+from kvrecall.structs import AttentionParams, HostRows, Rows
 from tests.layers import DIM, ZONES, state, tokens
 
 triton: Any = pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -100,6 +100,24 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.sphere.kernels.encode import encode
 
     encode(torch.zeros(2, 50, dim, dtype=torch.bfloat16), torch.eye(dim))
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_attention_to_rows_of_the_device_and_of_the_host(
+    dtype: torch.dtype, dim: int, capability: int, launches: dict[str, Any]
+) -> None:
+    from kvrecall.attend.cuda import attend_rows
+
+    queries, lengths = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+    softcap = 30.0 if dim == 256 else 0.0
+    attend_rows(queries, Rows(torch.zeros(2, 2, 832, 2, dim, dtype=dtype), lengths), 0.1, softcap)
+    ids, table = torch.zeros(2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, 3, dtype=torch.int64)
+    attend_rows(queries, HostRows(ids, table, dtype), 0.1, softcap)
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"rows_kernel", "host_rows_kernel", "merge_lse_kernel"}
     compile_all(launches, capability)
 
 

@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrecall.errors import CaptureError
-from kvrecall.index.sphere import LEAST_CAPABILITY, SphereConfig
+from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.launch import LEAST_CAPABILITY
 
 PLAIN = "Decode with model.generate, which needs no capture."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvrecall.attend.kernels import attend_block, selected_rows, window_rows
 from kvrecall.index.sphere.kernels.encode import encode_one
-from kvrecall.launch import begin, end
+from kvrecall.overlap import begin, end
 
 
 @triton.jit

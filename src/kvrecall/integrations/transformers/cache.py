@@ -15,6 +15,7 @@ from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import CacheModelError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import attached
 from kvrecall.integrations.transformers.layer import RetrievalLayer
+from kvrecall.integrations.transformers.memory import check_device
 from kvrecall.methods.base import Method
 from kvrecall.stats import CacheStats
 
@@ -105,10 +106,11 @@ class RetrievalCache(Cache):
     def reserve(self, tokens: int, sequences: int = 1) -> None:
         """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
 
-        Raises HostMemoryError, with the bytes, when the host cannot hold it; the cache is unchanged then.
+        Raises HostMemoryError or DeviceMemoryError, with the bytes, when host or GPU cannot hold it; the cache is unchanged.
         """
         present = self.get_seq_length()
         self._check_host(max(0, tokens - present), sequences, None)
+        check_device([layer.state for layer in self.retrieval_layers if layer.state is not None], tokens)
         self.reserved_tokens = tokens
         for layer in self.retrieval_layers:
             if layer.state is not None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.index.sphere.kernels.scan import tally
-from kvrecall.launch import begin, end
+from kvrecall.overlap import begin, end
 
 
 @triton.constexpr_function
