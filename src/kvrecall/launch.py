@@ -1,6 +1,22 @@
-"""Sizes of kernel launches."""
+"""Sizes of kernel launches, and where kernels can be launched at all."""
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+LEAST_CAPABILITY = (8, 0)
+"""Older GPUs search by torch operations."""
+
+
+@cache
+def kernels_available(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device: a CUDA GPU of at least `LEAST_CAPABILITY`, and Triton is installed."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return False
+    return find_spec("triton") is not None
 
 
 def cdiv(a: int, b: int) -> int:
