@@ -129,3 +129,18 @@ def test_search_over_units(
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {"score_kernel", "fill_kernel", "expand_kernel"} | (set() if volume else {"ascend_kernel"})
     compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.float32), (80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
+)
+def test_attention_that_fetches(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.attend.fetching import FetchingAttention
+
+    rows = torch.zeros(1, 2, 40, 2, dim, dtype=dtype)
+    attention = FetchingAttention(rows, [rows[0]], 20, 8)
+    queries, new, ints = torch.zeros(1, 8, dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype), torch.zeros(1, 2, 20).int()
+    attention.launch(queries, new, new, ints, ints[:, 0, 0], ints[:, 0, :2], 0.1, 30.0 if dim == 80 else 0.0)
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["fetching_kernel"]
+    compile_all(launches, capability)
