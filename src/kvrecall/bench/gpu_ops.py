@@ -3,7 +3,7 @@
     kvrecall bench ops --context 128k [--ops scan,rerank] [--out FILE]
 
 An operation is captured as a CUDA graph that calls it once for each of several layers with data of their own, together several
-times the L2 cache, and the graph is replayed. Nothing is timed before it has been compared with its reference. The roofline is
+times the L2 cache, and the graph is replayed (encoding, which no graph can hold, is launched as it is). Nothing is timed before it has been compared with its reference. The roofline is
 the larger of two times: bytes moved in device memory at the bandwidth of a large device copy, and bytes that cross the bus at
 the bandwidth of a large copy from page-locked memory; both are measured in the same process. Bytes are counted from the
 algorithm: what must be read and written once, whatever a kernel reads again.
@@ -40,6 +40,8 @@ class Op:
     host_bytes: float = 0.0
     prepare: Callable[[], object] = lambda: None
     """Done once before the timing, for work that needs what another operation leaves."""
+    captured: bool = True
+    """False for work that copies from ordinary host memory on its way, which no graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Row:
     shape: str
     tokens: int
     op: str
+    captured: bool
     calls: int
     p20_us: float
     p50_us: float
@@ -62,13 +65,24 @@ class Row:
     bus_copy_gb_per_s: float
 
 
-def timed_of(work: Callable[[], object], calls: int, replays: int = 40) -> tuple[float, float, float]:
-    """As `timed`, for work whose result nobody needs."""
+def timed_of(work: Callable[[], object], calls: int, replays: int = 40, captured: bool = True) -> tuple[float, float, float]:
+    """As `timed`, for work whose result nobody needs; also without a graph."""
 
     def run() -> None:
         work()
 
-    return timed(run, calls, replays)
+    if captured:
+        return timed(run, calls, replays)
+    times = []
+    for _ in range(replays + 5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    times = sorted(times[5:])
+    return times[len(times) // 5], times[len(times) // 2], times[4 * len(times) // 5]
 
 
 @cache
@@ -156,7 +170,8 @@ def _encode(shape: str, tokens: int) -> Op:
             assert wrong < 2e-4, f"{part}: {wrong} of the bytes differ"
 
     summary = dim // BLOCK * (1 + MAGNITUDE_BYTES + 2)
-    return Op(len(keys), lambda: [encode(k, rotation) for k in keys], check, heads * _ENCODED * (2 * dim + summary))
+    moved = heads * _ENCODED * (2 * dim + summary)
+    return Op(len(keys), lambda: [encode(k, rotation) for k in keys], check, moved, captured=False)
 
 
 def _gather(rows: int) -> Callable[[str, int], Op]:
@@ -214,11 +229,11 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     op.check()
     op.prepare()
     torch.cuda.synchronize()
-    p20, p50, p80 = timed_of(op.work, op.calls)
+    p20, p50, p80 = timed_of(op.work, op.calls, captured=op.captured)
     device, bus = bandwidths()
     roofline = max(op.device_bytes / device, op.host_bytes / bus)
     return Row(
-        shape, tokens, name, op.calls, p20, p50, p80, op.device_bytes, op.host_bytes,
+        shape, tokens, name, op.captured, op.calls, p20, p50, p80, op.device_bytes, op.host_bytes,
         gb_per_s=(op.device_bytes + op.host_bytes) / p50 / 1e3, roofline_us=roofline, roofline_share=roofline / p50,
         device_copy_gb_per_s=device / 1e3, bus_copy_gb_per_s=bus / 1e3,
     )  # fmt: skip
