@@ -144,3 +144,15 @@ def test_attention_that_fetches(dim: int, dtype: torch.dtype, capability: int, l
     attention.launch(queries, new, new, ints, ints[:, 0, 0], ints[:, 0, :2], 0.1, 30.0 if dim == 80 else 0.0)
     assert [kernel.__name__ for kernel, *_ in launches.values()] == ["fetching_kernel"]
     compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.float32)])
+def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
+
+    NearestCentroids(torch.zeros(8, 20, dim, dtype=dtype), 2, 4).find(torch.zeros(8, dim, dtype=dtype))
+    score_rows(torch.zeros(2, 4, dim), [(0, torch.zeros(2, 9, 2, dim, dtype=dtype))], torch.zeros(2, 5, dtype=torch.int32))
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"score_kernel", "fill_kernel", "expand_kernel", "score_rows_kernel"}
+    compile_all(launches, capability)

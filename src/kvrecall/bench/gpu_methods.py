@@ -98,6 +98,10 @@ class DeviceRows:
         """See `RowSource`; on the device."""
         yield self._rows[:, start:]
 
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """See `RowSource`; on the device."""
+        return [(0, self._rows)]
+
 
 class Layers:
     """Layers of one length under one method, ready to step."""

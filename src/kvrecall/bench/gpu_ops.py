@@ -3,10 +3,10 @@
     kvrecall bench ops --context 128k [--ops scan,rerank] [--out FILE]
 
 An operation is captured as a CUDA graph that calls it once for each of several layers with data of their own, together several
-times the L2 cache, and the graph is replayed (encoding, which no graph can hold, is launched as it is). Nothing is timed before it has been compared with its reference. The roofline is
-the larger of two times: bytes moved in device memory at the bandwidth of a large device copy, and bytes that cross the bus at
-the bandwidth of a large copy from page-locked memory; both are measured in the same process. Bytes are counted from the
-algorithm: what must be read and written once, whatever a kernel reads again.
+times the L2 cache, and the graph is replayed (encoding, which no graph can hold, is launched as it is). Nothing is timed before
+it has been compared with its reference. The roofline is the larger of two times: bytes moved in device memory at the bandwidth
+of a large device copy, and bytes that cross the bus at the bandwidth of a large copy from page-locked memory; both are measured
+in the same process. Bytes are counted from the algorithm: what must be read and written once, whatever a kernel reads again.
 
 Keys, values and queries are standard normal; see `gpu_unit_ops` for pages and clusters.
 """

@@ -47,12 +47,14 @@ class UnitKind:
     """What units are like. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to the logits.
 
     ordered: the members of one unit all come before those of the next. least_tokens: of all units but one per sequence.
+    per_query_head: representations `[H_q, U, R]`, each query head's own; a unit has the largest score of its group ("max").
     """
 
     volume: bool
     sized: bool = False
     ordered: bool = False
     least_tokens: int = 1
+    per_query_head: bool = False
 
 
 class GpuUnitSearch:
@@ -66,7 +68,8 @@ class GpuUnitSearch:
         self._heads, self._group, self._dim = heads, group, dim
         self._lanes = 1 if mode == "mean_q" else group
         self._like, device = like, like.device
-        self._stored = 1 if mode == "max" else self._lanes
+        assert not kind.per_query_head or mode == "max"
+        self._stored = 1 if mode == "max" and not kind.per_query_head else self._lanes
         self._slots = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))
         self._chunk = min(max(_LEAST_CHUNK, next_power_of_2(8 * self._slots)), _MOST_CHUNK)
         self._chunks = cdiv(units, self._chunk) if units > _ONE_LEVEL else 0
@@ -105,10 +108,13 @@ class GpuUnitSearch:
         """Scores of all units."""
         dot = self._dots(queries.dtype)
         rows = _DOT_UNITS if dot else _SUM_UNITS
-        score_kernel[(cdiv(self.units, rows), self._pairs(plan))](
-            queries, self._like, plan, fire, self._scores, self._peak, self._mass, scaling, self._heads, self.units,
-            self._parts, D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes,
-            BL=max(_DOT_LANES if dot else 1, next_power_of_2(self._lanes)), R=rows,
+        heads, group, lanes = self._heads, self._group, self._lanes
+        if self.kind.per_query_head:
+            heads, group, lanes = heads * group, 1, 1
+        score_kernel[(cdiv(self.units, rows), plan.shape[0] * heads)](
+            queries, self._like, plan, fire, self._scores, self._peak, self._mass, scaling, heads, self.units, self._parts,
+            D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
+            BL=max(_DOT_LANES if dot else 1, next_power_of_2(lanes)), R=rows,
             WIDTH=self._dim * (2 if self.kind.volume else 1), DOT=dot, LARGEST=self.mode == "max",
             SOFTMAX="softmax" in self.mode, SIZED=self.kind.sized, FIELDS=FIELDS, num_warps=4 if dot else 8,
         )  # fmt: skip
