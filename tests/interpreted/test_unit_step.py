@@ -38,8 +38,7 @@ def filled(name: str) -> LayerState:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_is_attention_over_what_the_reference_finds(name: str) -> None:
     step = UnitStep(filled(name))
-    for seed in (7, 8):
-        step.check(*(x[:, :, 0] for x in tokens(seed, 1, 1)), DIM**-0.5)
+    step.check(*(x[:, :, 0] for x in tokens(7, 1, 1)), DIM**-0.5)
 
 
 @pytest.mark.parametrize("what", ["search", "fetch", "held"])

@@ -69,20 +69,21 @@ def test_pages_of_all_head_dims(dim: int, dtype: torch.dtype) -> None:
     index = index_of(PageConfig(page_tokens=8, bounds=bounds, gqa=mode), keys, group)
     queries = gaussian(3, 2, 2 * group, dim).to(dtype)
     search_both(index, queries, 43)
-    index.exclude(0, torch.arange(20, 110, 3, dtype=torch.int32).expand(2, -1))  # static tokens: pages with holes
-    search_both(index, queries, 21)
-    search_both(index, queries, 30, [1])  # one sequence alone, another budget
+    if dtype == torch.float32:
+        index.exclude(0, torch.arange(20, 110, 3, dtype=torch.int32).expand(2, -1))  # static tokens: pages with holes
+        search_both(index, queries, 21)
+        search_both(index, queries, 30, [1])  # one sequence alone, another budget
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_clusters_and_segments_of_all_head_dims(dim: int) -> None:
     mode, group = MODES[HEAD_DIMS.index(dim) % 4], (4, 3, 7, 1, 2, 5)[HEAD_DIMS.index(dim)]
-    keys = [gaussian(1, 2, 100, dim), gaussian(2, 2, 70, dim)]
+    keys = [gaussian(1, 2, 90, dim), gaussian(2, 2, 50, dim)]
     config = ClusterConfig(cluster_tokens=5, stretch_tokens=40, gqa=mode, size_correction=dim == 80)
     index = index_of(config, keys, group, segments=(7, 1, 12))
     queries = gaussian(3, 2, 2 * group, dim)
     search_both(index, queries, 43)
-    index.exclude(1, torch.arange(10, 40, dtype=torch.int32).expand(2, -1))  # some clusters become empty
+    index.exclude(1, torch.arange(5, 25, dtype=torch.int32).expand(2, -1))  # some clusters become empty
     search_both(index, queries, 17)
 
 

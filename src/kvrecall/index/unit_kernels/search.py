@@ -128,7 +128,7 @@ class GpuUnitSearch:
                 self._scores, self._peak, self._mass, plan, fire, self._left, self._keys, self._kept, self._firsts,
                 self._starts, self.counts, scaling, top_k, self._heads, self.units, self._chunks, self._parts, self._slots,
                 LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
-                BL=next_power_of_2(self._stored), BT=next_power_of_2(self._parts), R=rows, BC=block, LAST=last,
+                BL=next_power_of_2(self._stored), BT=next_power_of_2(cdiv(self.units, rows)), R=rows, BC=block, LAST=last,
                 CHUNKED=last and self._chunks > 0, FIELDS=FIELDS, num_warps=max(4, min(32, block // 256)),
             )  # fmt: skip
 
