@@ -16,7 +16,7 @@ class Counters:
     """Counters of one layer. `row_bytes`: K and V of one token and KV head. timed: take wall times, by synchronising a GPU."""
 
     def __init__(self, device: torch.device, row_bytes: int, timed: bool) -> None:
-        self._device, self._row_bytes, self._timed = device, row_bytes, timed
+        self._device, self._row_bytes, self.timed = device, row_bytes, timed
         self._stats = StepStats()
         self._selected: Tensor | int = 0  # not in the statistics yet
         self._read: Tensor | int = 0
@@ -33,7 +33,7 @@ class Counters:
 
     def fresh(self) -> Counters:
         """The same at zero."""
-        return Counters(self._device, self._row_bytes, self._timed)
+        return Counters(self._device, self._row_bytes, self.timed)
 
     def step(self, sequences: int, heads: int, resident: int, whole: int) -> None:
         """One decode step: so many resident tokens, and tokens of zones that were attended whole, over all sequences."""
@@ -73,7 +73,7 @@ class Counters:
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:
         """Adds the wall time of the block to a stage."""
-        if not self._timed:
+        if not self.timed:
             yield
             return
         self._wait()

@@ -1,7 +1,7 @@
 """Kernels in a chain: the way of the next one to the GPU overlaps with the end of the one in front.
 
-That is NVIDIA's programmatic dependent launch. The next kernel is let go at the end only: its programs would otherwise sit on the
-multiprocessors, waiting, while the kernel in front still has work to distribute.
+That is NVIDIA's programmatic dependent launch. The next kernel is let go at the end only: its programs would otherwise sit on
+the multiprocessors, waiting, while the kernel in front still has work to distribute.
 """
 
 from __future__ import annotations

@@ -126,3 +126,56 @@ def start_in(layer: Any, dtype: torch.dtype) -> None:
     from kvrecall.pipeline import prefill_layer
 
     prefill_layer(layer, *(x.to(dtype) for x in tokens(0, 2, 90)), None, AttentionParams(DIM**-0.5))
+
+
+UNIT_CASES = [
+    (64, 4, "mean_softmax", torch.bfloat16), (80, 8, "max", torch.float16), (96, 1, "mean_softmax", torch.bfloat16),
+    (128, 4, "mean_q", torch.bfloat16), (192, 5, "max_softmax", torch.float32), (256, 7, "mean_softmax", torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("dim", "group", "mode", "dtype"), UNIT_CASES)
+@pytest.mark.parametrize("units", [200, 9000])
+def test_search_over_units(
+    units: int, dim: int, group: int, mode: str, dtype: torch.dtype, capability: int, launches: dict[str, Any]
+) -> None:
+    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
+
+    volume, like = units > 200, torch.zeros(1, dtype=dtype)
+    kind = UnitKind(volume, sized=not volume, ordered=volume, least_tokens=32 if volume else 1)
+    search = GpuUnitSearch(2, 2, group, dim, mode, kind, 100, units, like)
+    reps = torch.zeros(2, 3, (1 + volume) * dim, dtype=dtype)
+    row = plan_row(reps, torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32))
+    plan, fire = torch.tensor([row, row]), torch.ones(2, dtype=torch.int32)
+    search.launch(torch.zeros(2, 2 * group, dim, dtype=dtype), plan, fire, 0.1, 100)
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"score_kernel", "fill_kernel", "expand_kernel"} | (set() if volume else {"ascend_kernel"})
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.float32), (80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
+)
+def test_attention_that_fetches(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.attend.fetching import FetchingAttention
+
+    rows = torch.zeros(1, 2, 40, 2, dim, dtype=dtype)
+    attention = FetchingAttention(rows, [rows[0]], 20, 8)
+    queries, new, ints = torch.zeros(1, 8, dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype), torch.zeros(1, 2, 20).int()
+    attention.launch(queries, new, new, ints, ints[:, 0, 0], ints[:, 0, :2], 0.1, 30.0 if dim == 80 else 0.0)
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["fetching_kernel"]
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.float32)])
+def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
+
+    NearestCentroids(torch.zeros(8, 20, dim, dtype=dtype), 2, 4).find(torch.zeros(8, dim, dtype=dtype))
+    score_rows(torch.zeros(2, 4, dim), [(0, torch.zeros(2, 9, 2, dim, dtype=dtype))], torch.zeros(2, 5, dtype=torch.int32))
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"score_kernel", "fill_kernel", "expand_kernel", "score_rows_kernel"}
+    compile_all(launches, capability)
