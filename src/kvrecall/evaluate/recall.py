@@ -100,7 +100,7 @@ def _tables(trace: Trace, method: Method, layers: tuple[int, ...] | None, truth_
     if trace.info.prompt_tokens <= zones.sink_tokens + zones.local_tokens:
         raise ParameterError("trace", "a prompt longer than sink + local", trace.info.prompt_tokens, "Trace a longer text.")
     chosen = trace.info.layers if layers is None else layers
-    return {n: _replay_layer(trace, n, method, truth_k or method.top_k) for n in chosen}
+    return {n: _replay_layer(trace, n, method, truth_k or method.at(n).top_k or 0) for n in chosen}
 
 
 @torch.inference_mode()
