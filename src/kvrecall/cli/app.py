@@ -8,6 +8,7 @@ from kvrecall.cli.ask import ask
 from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.demo import demo
+from kvrecall.cli.eval import evaluate
 from kvrecall.cli.generate import generate
 from kvrecall.cli.info import info
 from kvrecall.cli.models import models
@@ -26,5 +27,6 @@ app = typer.Typer(
 )
 for verb in (ask, generate, demo, plan, info, trace, recall, calibrate):
     app.command()(verb)
+app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")

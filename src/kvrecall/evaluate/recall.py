@@ -175,6 +175,18 @@ def _lse(layer: LayerTrace, prompt: int, scaling: float) -> Tensor:
     return merge([attend_block(queries, rows, scaling), own]).lse[0]
 
 
+def top_k_recall(query: Tensor, keys: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Share of each query head's true top-k among the attended tokens, fp32 `[H_q]`.
+
+    query: `[H_q, D]`; keys of the retrieval zone: `[H_kv, N, D]`; ids: int32 `[H_kv, K]`, padded with -1.
+    """
+    heads, length, _ = keys.shape
+    logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (heads, -1)), keys.float())
+    truth = logits.topk(min(k, length), -1).indices
+    attended = _member(ids, length).unsqueeze(1).expand_as(logits)
+    return attended.gather(-1, truth).float().mean(-1).flatten()
+
+
 def _member(ids: Tensor, tokens: int) -> Tensor:
     """bool `[H_kv, tokens]`: which tokens are among the padded ids `[H_kv, K]`."""
     member = torch.zeros(ids.shape[0], tokens + 1, dtype=torch.bool)
