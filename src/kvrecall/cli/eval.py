@@ -102,10 +102,10 @@ def show(rows: list[Row]) -> None:
         inside = "–" if row.low is None else f"{row.low:.3f} … {row.high:.3f} {row.interval[:1]}"
         difference = "–" if row.difference is None or row.method == "full" else f"{row.difference:+.3f}"
         passes = "".join(f"  pass@{k} {value:.3f}" for k, value in row.pass_at_k.items() if k > 1)
+        context, budget = (_or_dash(value, ",") for value in (row.context, row.budget))
         table.add_row(
-            row.task, "–" if row.context is None else f"{row.context:,}", row.method, "–" if row.budget is None else str(row.budget),
-            f"{row.score:.3f}{passes}", inside, difference, str(row.samples), f"{row.attended_tokens:,.0f}",
-            "–" if row.decode_ms is None else f"{row.decode_ms:.1f}",
+            row.task, context, row.method, budget, f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
+            f"{row.attended_tokens:,.0f}", _or_dash(row.decode_ms, ".1f"),
         )  # fmt: skip
     console = Console(file=sys.stdout, highlight=False)
     console.print(table)
@@ -113,6 +113,10 @@ def show(rows: list[Row]) -> None:
     used = [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]
     if used:
         console.print("; ".join(used), style="dim")
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 @contextmanager

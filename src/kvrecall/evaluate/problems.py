@@ -63,7 +63,7 @@ FORMATS: dict[str, Callable[[dict[str, Any], random.Random], Problem]] = {"aime"
 
 
 def read_problems(spec: str, seed: int) -> list[Problem]:
-    """The problems of `format:file`. Raises UnknownNameError, ParameterError, and InputFileError with the number of a bad line."""
+    """The problems of `format:file`; raises UnknownNameError, ParameterError, InputFileError with the number of a bad line."""
     name, colon, file = spec.partition(":")
     if name not in FORMATS:
         raise UnknownNameError("format", name, FORMATS)

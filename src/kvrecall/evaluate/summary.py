@@ -51,11 +51,10 @@ def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list
 
 def summarise(records: list[Record]) -> list[Row]:
     """One row per task, context and condition."""
+    found = groups(records, "task", "context", "condition")
     rows = []
-    for (task, context, _), members in groups(records, "task", "context", "condition").items():
-        full = {
-            _sample(r): r["score"] for r in records if (r["task"], r.get("context"), r["condition"]) == (task, context, FULL)
-        }
+    for (task, context, _), members in found.items():
+        full = {_sample(r): r["score"] for r in found.get((task, context, FULL), ())}
         rows.append(_row(members, full))
     return rows
 

@@ -1,4 +1,4 @@
-"""Needles in a haystack (Kamradt 2023; RULER, Hsieh et al. 2024, section 3): magic numbers in filler, then questions about them.
+"""Needles in a haystack (Kamradt 2023; RULER, Hsieh et al. 2024, section 3): magic numbers in filler, then questions.
 
 `niah`: one needle. `niah-multikey:K`: K needles, one asked for. `niah-multivalue:V`: one name with V numbers, all asked for.
 `niah-multiquery:Q`: Q names asked for at once. `multi-turn:T`: T needles, one asked for per turn (CTkvr, Table 5).

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 
 from kvrecall.errors import ParameterError
@@ -31,7 +32,7 @@ def variable_tracking(spec: str, hops: int) -> Task:
             called += [name] if name not in called else []
         (value,) = numbers(draw, 1, digits=5)
         lines = [f"VAR {called[0]} = {value}."]
-        lines += [f"VAR {new} = VAR {old}." for old, new in zip(called, called[1:], strict=False)]
+        lines += [f"VAR {new} = VAR {old}." for old, new in pairwise(called)]
         depths = sorted(draw.random() for _ in lines)  # a copy never comes before its source
         document = haystack(draw, room.count, room.document_tokens, list(zip(depths, lines, strict=True)))
         question = f"Find all variables that are assigned the value {value} in the text above, directly or through others."
