@@ -15,6 +15,7 @@ from kvrecall.cli.models import models
 from kvrecall.cli.plan import plan
 from kvrecall.cli.recall import recall
 from kvrecall.cli.trace import trace
+from kvrecall.cli.tune import tune
 
 app = typer.Typer(
     name="kvrecall",
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (ask, generate, demo, plan, info, trace, recall, calibrate):
+for verb in (ask, generate, demo, plan, info, trace, recall, calibrate, tune):
     app.command()(verb)
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")

@@ -3,8 +3,8 @@
     python -m kvrecall.integrations.lm_eval --model kvrecall \\
         --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,method=pariskv,budget=512 --tasks niah_single_1 ...
 
-takes the options of the `lm_eval` command, which by itself knows only the models that it ships. In Python, importing this module
-registers the name for `lm_eval.simple_evaluate(model="kvrecall", model_args=...)`.
+takes the options of the `lm_eval` command, which by itself knows only the models that it ships. In Python, importing this
+module registers the name for `lm_eval.simple_evaluate(model="kvrecall", model_args=...)`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class KVRecallLM(HFLM):
     """A Hugging Face causal model that generates over a RetrievalCache. Log-likelihoods come from one dense pass, as in `hf`.
 
-    method: a name, `name:key=value;key=value`, or a method file. budget: retrieved tokens per KV head and step; the method's own
-    if None. chunk_tokens: tokens per piece of prefill. The other parameters are those of lm-eval's `hf` model; pretrained may
+    method: a name, `name:key=value;key=value`, or a method file. budget: retrieved tokens per KV head and step; None: the
+    method's own. chunk_tokens: tokens per piece of prefill. The other parameters are those of lm-eval's `hf` model; pretrained may
     also be a name that `kvrecall models` knows.
     """
 
@@ -51,9 +51,7 @@ class KVRecallLM(HFLM):
         super().__init__(pretrained=pretrained, **options)
         RetrievalCache(self.model.config, self.method)  # what does not fit the model is told now, not after the first prompt
 
-    def _model_generate(
-        self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
-    ) -> Tensor:
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """Prompts `[B, T]`, left-padded, and their answers. Prefill goes in chunks; decoding is transformers' own."""
         options = dict(generation_kwargs)
         mask = options.pop("attention_mask", None)
@@ -72,8 +70,8 @@ class KVRecallLM(HFLM):
         stopping = stop_sequences_criteria(self.tokenizer, stop, tokens, context.shape[0])
         with attach(self.model):
             return self.model.generate(
-                input_ids=context, attention_mask=mask, past_key_values=cache, max_length=max_length, stopping_criteria=stopping,
-                pad_token_id=self.tokenizer.pad_token_id, use_cache=True, **options,
+                input_ids=context, attention_mask=mask, past_key_values=cache, max_length=max_length,
+                stopping_criteria=stopping, pad_token_id=self.tokenizer.pad_token_id, use_cache=True, **options,
             )  # fmt: skip
 
 
