@@ -14,6 +14,7 @@ from kvrecall.cli.info import info
 from kvrecall.cli.models import models
 from kvrecall.cli.plan import plan
 from kvrecall.cli.recall import recall
+from kvrecall.cli.report_page import report
 from kvrecall.cli.trace import trace
 from kvrecall.cli.tune import tune
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (ask, generate, demo, plan, info, trace, recall, calibrate, tune):
+for verb in (ask, generate, demo, plan, info, trace, recall, calibrate, tune, report):
     app.command()(verb)
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")

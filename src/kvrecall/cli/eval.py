@@ -105,7 +105,7 @@ def show(rows: list[Row]) -> None:
         context, budget = (_or_dash(value, ",") for value in (row.context, row.budget))
         table.add_row(
             row.task, context, row.method, budget, f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
-            f"{row.attended_tokens:,.0f}", _or_dash(row.decode_ms, ".1f"),
+            _or_dash(row.attended_tokens, ",.0f"), _or_dash(row.decode_ms, ".1f"),
         )  # fmt: skip
     console = Console(file=sys.stdout, highlight=False)
     console.print(table)

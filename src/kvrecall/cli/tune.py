@@ -82,8 +82,9 @@ def _show(told: Result) -> None:
     console.print(table)
     cost = f"{size(told['step_bytes'])} per step; the whole zone has {size(told['full_bytes'])}"
     console.print(f"mass {told['mass']:.4f} of full attention on this text, {cost}")
-    if told["uniform_top_k"]:
-        console.print(f"one budget for all layers: top_k={told['uniform_top_k']}, {size(told['uniform_bytes'])} per step")
+    if told["uniform"]:
+        same = ", ".join(f"{name}={value}" for name, value in told["uniform"].items())
+        console.print(f"the same for all layers: {same}, {size(told['uniform_bytes'])} per step")
     else:
-        console.print("one budget for all layers: none of those tried reaches the mass")
+        console.print("the same for all layers: nothing that was tried reaches the mass")
     console.print(f"  kvrecall eval --methods {told['file']} …", soft_wrap=True)

@@ -104,8 +104,10 @@ class Conversation:
     decode_seconds: float
 
 
-def costs(cache: RetrievalCache) -> dict[str, float]:
-    """What decoding has cost: attended tokens per KV head and step; bytes fetched per step, all layers."""
+def costs(cache: RetrievalCache) -> dict[str, float | None]:
+    """What decoding has cost: attended tokens per KV head and step; bytes fetched per step, all layers. None without a step."""
     total, layers = cache.stats().total.counters, len(cache.retrieval_layers)
-    moved = total.bytes_fetched * layers / total.steps if total.steps else 0.0
+    if not total.steps:
+        return {"attended_tokens": None, "bytes_fetched": None}
+    moved = total.bytes_fetched * layers / total.steps
     return {"attended_tokens": round(total.attended_per_step, 2), "bytes_fetched": round(moved, 1)}

@@ -20,10 +20,11 @@ from torch import Tensor
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate.asking import Asker, costs
-from kvrecall.evaluate.conditions import Condition
+from kvrecall.evaluate.conditions import FULL, Condition
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.tasks.text import haystack
 from kvrecall.integrations.transformers import RetrievalCache, attach
+from kvrecall.methods.full import Full
 
 NAME = "drift"
 TRUTH_K = 100
@@ -54,7 +55,7 @@ class Drift:
     windows: list[Window]
     layers: dict[int, float]
     prompt_tokens: int
-    costs: dict[str, float]
+    costs: dict[str, float | None]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `score` is the agreement over all steps."""
@@ -93,21 +94,17 @@ def measure(
     asker: Asker, prompt: list[int], found: list[Condition], *, steps: int, window: int, forced: list[int] | None = None
 ) -> dict[str, Drift]:
     """Drift of each condition, by label. forced: ids to decode, `steps` of them."""
-    from kvrecall.methods.full import Full
-
-    zones = Full()
-    reference = Condition("reference", zones, None)
+    reference = Condition(FULL, Full(), None)
     readings = asker.read(prompt[:-1], [reference, *found], len(prompt) + steps)
     full = readings.fork(reference)
-    watched = {c.label: _Watched(readings.fork(c)) for c in found}
+    # What is full attention itself need not be computed twice.
+    watched = {c.label: _Watched(full if c.method == reference.method else readings.fork(c)) for c in found}
     token = asker.tensor(prompt[-1:])
     with attach(asker.model):
         for step in range(steps):
             truth = _step(asker, full, token)
             for each in watched.values():
-                # What is full attention need not be computed twice.
-                same = each.cache.method == zones
-                each.compare(step, truth, truth if same else each.step(asker, token, step))
+                each.compare(step, truth, truth if each.cache is full else each.step(asker, token, step))
             token = truth.argmax()[None, None] if forced is None else asker.tensor([forced[step]])
     return {label: each.result(window, len(prompt)) for label, each in watched.items()}
 

@@ -17,7 +17,7 @@ class Row:
 
     samples: independent ones (problems, not attempts). score: mean in [0, 1]; low, high: 95% interval, of the kind `interval`
     ("wilson", "bootstrap", "" for one sample). difference: score minus full attention's on the same samples, None without it.
-    attended_tokens: per KV head and step. decode_ms: per generated token, None where it was not measured.
+    attended_tokens: per KV head and step. decode_ms: per generated token. Both None where no step was made or timed.
     pass_at_k: for sets of problems, by k.
     """
 
@@ -32,7 +32,7 @@ class Row:
     high: float | None
     interval: str
     difference: float | None
-    attended_tokens: float
+    attended_tokens: float | None
     decode_ms: float | None
     pass_at_k: dict[int, float]
 
@@ -64,6 +64,7 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
     attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
     found = interval([_mean(scores) for scores in attempts])
     both = [(r["score"], full[_sample(r)]) for r in members if _sample(r) in full]
+    attended = [r["attended_tokens"] for r in members if r["attended_tokens"] is not None]
     most = min(map(len, attempts))
     passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
     timed = [r for r in members if r.get("seconds") and r["new_tokens"] > 1]
@@ -73,7 +74,7 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
     return Row(
         first["task"], first.get("context"), first["condition"], first["method"], first["budget"], len(attempts),
         *found, _mean([own - other for own, other in both]) if both else None,
-        _mean([r["attended_tokens"] for r in members]), 1e3 * seconds / steps if steps > 0 else None, passes,
+        _mean(attended) if attended else None, 1e3 * seconds / steps if steps > 0 else None, passes,
     )  # fmt: skip
 
 

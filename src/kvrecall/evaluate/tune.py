@@ -21,6 +21,8 @@ from kvrecall.evaluate.calibrate import calibrate
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig
+from kvrecall.index.sphere.schedule import stage_sizes
 from kvrecall.methods.base import Method
 from kvrecall.trigger import SemanticBoundary
 
@@ -56,14 +58,14 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A method and what it does on the text: mass and bytes per step, mean and sum over layers; `uniform_top_k` is the smallest
-    budget of the ladder that reaches the target when all layers share it (None: none does), and `uniform_bytes` its cost."""
+    """A method and what it does on the text: mass and bytes per step, mean and sum over layers. uniform: the cheapest settings
+    of those tried that reach the target when all layers share them (None: none do), and what they cost."""
 
     method: Method
     mass: float
     step_bytes: float
     full_bytes: float
-    uniform_top_k: int | None
+    uniform: dict[str, Any] | None
     uniform_bytes: float | None
     layers: list[LayerChoice]
 
@@ -154,8 +156,16 @@ def _options(trace: Trace, number: int, method: Method) -> Iterator[Option]:
             except ParameterError:
                 continue  # a budget that the method cannot have, such as less than a page
             report = replay(trace, tried, (number,))[0]
-            reranked = 0.0 if ratio is None else ratio * tried.summary_bytes(_shape(trace, number), zone)
+            reranked = _candidates(tried, zone) / zone * tried.summary_bytes(_shape(trace, number), zone)
             yield Option(tuple(sorted(settings.items())), report.mass, report.bytes_moved + reranked)
+
+
+def _candidates(method: Method, zone: int) -> int:
+    """Keys that a search reranks from their summaries; 0 for indexes that rerank none of theirs."""
+    config = method.index_config()
+    if not isinstance(config, SphereConfig) or method.top_k is None:
+        return 0
+    return stage_sizes(config.steps, zone, method.top_k, config.min_candidates_per_k).candidates
 
 
 def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
@@ -167,19 +177,15 @@ def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
     return replace(method, threshold=found.threshold)  # type: ignore[call-arg]
 
 
-def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[int | None, float | None]:
-    """The cheapest budget that all layers may share, and its cost; layers without the choice stay as they are."""
-    for top_k in LADDER:
-        picked = [_at_budget(each, top_k) for each in options.values()]
-        if any(o.settings for o in picked) and sum(o.mass for o in picked) >= mass * len(picked):
-            return top_k, sum(o.step_bytes for o in picked)
-    return None, None
-
-
-def _at_budget(options: list[Option], top_k: int) -> Option:
-    """The option of a budget that catches most; the whole zone if the layer has none."""
-    same = [o for o in options if o.settings and dict(o.settings)["top_k"] == top_k]
-    return max(same, key=lambda o: o.mass, default=options[0])
+def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, Any] | None, float | None]:
+    """The cheapest settings that all layers may share, and their cost; a layer that cannot have them attends to everything."""
+    best: tuple[dict[str, Any] | None, float | None] = None, None
+    for settings in sorted({o.settings for each in options.values() for o in each if o.settings}):
+        picked = [next((o for o in each if o.settings == settings), each[0]) for each in options.values()]
+        cost = sum(o.step_bytes for o in picked)
+        if sum(o.mass for o in picked) >= mass * len(picked) and (best[1] is None or cost < best[1]):
+            best = dict(settings), cost
+    return best
 
 
 def _needs(trace: Trace, number: int, method: Method, mass: float) -> list[float]:

@@ -35,8 +35,8 @@ class KVRecallLM(HFLM):
     """A Hugging Face causal model that generates over a RetrievalCache. Log-likelihoods come from one dense pass, as in `hf`.
 
     method: a name, `name:key=value;key=value`, or a method file. budget: retrieved tokens per KV head and step; None: the
-    method's own. chunk_tokens: tokens per piece of prefill. The other parameters are those of lm-eval's `hf` model; pretrained may
-    also be a name that `kvrecall models` knows.
+    method's own. chunk_tokens: tokens per piece of prefill. The other parameters are those of lm-eval's `hf` model; pretrained
+    may also be a name that `kvrecall models` knows.
     """
 
     def __init__(
