@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kvrecall.evaluate.summary import Row
 
 
+_FILE_COLUMNS = 200
+
+
 @verb
 def evaluate(
     tasks: Annotated[str, typer.Option(help="Tasks, separated by commas; `--tasks list` lists them.")] = "niah,niah-multikey",
@@ -107,7 +110,8 @@ def show(rows: list[Row]) -> None:
             row.task, context, row.method, budget, f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
             _or_dash(row.attended_tokens, ",.0f"), _or_dash(row.decode_ms, ".1f"),
         )  # fmt: skip
-    console = Console(file=sys.stdout, highlight=False)
+    # A file has no width to keep to.
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
     console.print(table)
     kinds = {"wilson": "w: Wilson's interval", "bootstrap": f"b: percentiles of {RESAMPLES:,} bootstrap means"}
     used = [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]
