@@ -64,5 +64,5 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="holds no run"):
         read_config(tmp_path)
     (tmp_path / SAMPLES).write_text("{}\n")
-    with pytest.raises(InputFileError, match="without config.json"):
+    with pytest.raises(InputFileError, match=r"without config\.json"):
         RunFolder(tmp_path, CONFIG)

@@ -119,7 +119,7 @@ def test_same_answer(given: str | None, expected: str, same: bool) -> None:
 def test_wilson_is_the_textbook_interval() -> None:
     low, high = wilson(0.9, 10)
     assert (round(low, 3), round(high, 3)) == (0.596, 0.982)
-    assert wilson(0.0, 10)[0] == 0 and round(wilson(0.0, 10)[1], 3) == 0.278
+    assert wilson(0.0, 10)[0] == pytest.approx(0) and round(wilson(0.0, 10)[1], 3) == 0.278
 
 
 def test_the_kind_of_interval_follows_the_scores() -> None:

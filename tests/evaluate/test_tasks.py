@@ -1,4 +1,4 @@
-"""Generated tasks: the same from the same seed, within their length, with the answers in the text; a perfect answer scores 1."""
+"""Generated tasks come from their seed, fit their length and hold their answers; a perfect answer scores 1."""
 
 from __future__ import annotations
 

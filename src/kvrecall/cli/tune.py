@@ -22,6 +22,7 @@ def tune(
     text: Annotated[list[Path], typer.Option(help="Text like that to come; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Method file to write (JSON).")] = Path("method.json"),
     mass: Annotated[float, typer.Option(help="Share of the attention to catch, mean over layers.")] = 0.95,
+    floor: Annotated[float | None, typer.Option(help="Share that no layer may be below; 0.8 of --mass if left out.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the text to use; all if left out.")] = None,
     steps: Annotated[int, typer.Option(min=2, help="Last tokens of the text, at which attention is measured.")] = 16,
     stride: Annotated[float | None, typer.Option(help="For LouisKV: wanted steps per search; sets its thresholds.")] = None,
@@ -37,6 +38,8 @@ def tune(
     chosen = options.method_of(method, settings)
     if not 0 < mass <= 1:
         raise ParameterError("--mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
+    if floor is not None and not 0 <= floor <= mass:
+        raise ParameterError("--floor", f"a share in [0, {mass:g}]", floor, "No layer catches less than this.")
     if out.suffix != ".json":
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     read = read_texts(text)
@@ -59,7 +62,7 @@ def tune(
             on_progress=on_progress,
         )  # fmt: skip
     with token_bar("trying budgets, by layer", as_json) as on_progress:
-        found = find(trace, chosen, mass, stride=stride, on_progress=on_progress)
+        found = find(trace, chosen, mass, floor=floor, stride=stride, on_progress=on_progress)
     about = {"model": session.name, "text": [file.name for file in text], "tokens": len(ids), "wanted_mass": mass}
     layers = session.model.config.get_text_config(decoder=True).num_hidden_layers
     save_method(found.method, out, layers=layers, about=about | {"mass": round(found.mass, 4)})

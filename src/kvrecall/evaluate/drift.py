@@ -110,9 +110,9 @@ def measure(
 
 
 def _step(asker: Asker, cache: RetrievalCache, token: Tensor) -> Tensor:
-    """Log-probabilities fp32 `[vocabulary]` of the next token."""
+    """Log-probabilities fp64 `[vocabulary]` of the next token: divergences are differences of near-equal numbers."""
     out = asker.model(input_ids=token, past_key_values=cache, use_cache=True)
-    return out.logits[0, -1].float().log_softmax(-1)
+    return out.logits[0, -1].double().log_softmax(-1)
 
 
 @dataclass

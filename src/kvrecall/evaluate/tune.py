@@ -2,17 +2,19 @@
 
 1. Every layer of a trace is replayed under a ladder of budgets (and of candidate ratios, where the method has them), which
    gives its attention mass and its bytes per step for each; attending to the whole zone is always one of the options.
-2. All layers begin with their cheapest option. The step that gains most mass per byte is taken, again and again, until the mean
-   over the layers reaches the target; single layers then go back to a cheaper option wherever the target still holds.
+2. Of every layer one option is taken, none below the floor, so that their mean reaches the target for the fewest bytes: a
+   knapsack, solved by dynamic programming.
 3. The finished method is replayed as a whole: the mass that is reported is measured, not added up.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from kvrecall.trigger import SemanticBoundary
 
 LADDER = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Budgets that are tried, in tokens."""
+_UNITS = 5000
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 """Candidate ratios (beta) that are tried."""
 
@@ -77,16 +80,20 @@ class Tuned:
 
 
 def tune(
-    trace: Trace, method: Method, mass: float = 0.95, *, stride: float | None = None,
+    trace: Trace, method: Method, mass: float = 0.95, *, floor: float | None = None, stride: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Tuned:  # fmt: skip
     """The method with a budget for each layer that catches `mass` of the attention on a trace, in the mean over its layers.
 
+    floor: least mass of any single layer, 0.8 x `mass` if None: a mean alone may give up a layer whose attention is wide.
     stride: for methods with a similarity threshold, the wanted mean steps per search; thresholds are found first.
     Layers that the method keeps dense stay dense. Raises ParameterError.
     """
     if not 0 < mass <= 1:
         raise ParameterError("mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
+    floor = 0.8 * mass if floor is None else floor
+    if not 0 <= floor <= mass:
+        raise ParameterError("floor", f"a share in [0, {mass:g}]", floor, "No layer catches less; the mean is at least mass.")
     if method.top_k is None:
         raise ParameterError("method", "one that retrieves", method.name, "Full attention has no budget.")
     if stride is not None:
@@ -96,13 +103,14 @@ def tune(
         if on_progress:
             on_progress(done, len(trace.info.layers))
         options[number] = list(_options(trace, number, method))
+    options = {n: [o for o in each if o.mass >= floor] for n, each in options.items()}
     chosen = choose(options, mass)
+    uniform = _uniform(options, mass)
     # What is dense in the method is dense already; a layer without a replay is left as it was.
     dense = tuple(sorted({*method.dense_layers, *(n for n, o in chosen.items() if o.settings is None)}))
     layers = {n: dict(o.settings) for n, o in chosen.items() if o.settings is not None}
     tuned = replace(method, dense_layers=dense, per_layer={**dict(method.per_layer), **layers})
     found = replay(trace, tuned)
-    uniform = _uniform(options, mass)
     if on_progress:
         on_progress(len(options), len(options))
     choices = [
@@ -118,26 +126,26 @@ def _settings(option: Option) -> dict[str, Any] | None:
 
 
 def choose(options: dict[int, list[Option]], mass: float) -> dict[int, Option]:
-    """An option per layer whose mean mass is at least `mass`, at little cost (see the module); every layer can reach mass 1."""
-    chosen = {n: min(each, key=lambda o: (o.step_bytes, -o.mass)) for n, each in options.items()}
-    wanted = mass * len(options)
+    """The options, one per layer, with the least bytes whose mean mass is at least `mass`; one of each layer's has mass 1.
 
-    def total() -> float:
-        return sum(o.mass for o in chosen.values())
+    Exact, but that masses count in units of 1/5000, rounded down; `cost[m]` is the least for m units from the layers so far.
+    """
+    units = np.arange(math.ceil(mass * len(options) * _UNITS - 1e-6) + 1)
+    cost = np.where(units == 0, 0.0, np.inf)
+    taken = []
+    for each in options.values():
+        tried = np.stack([cost[np.maximum(units - _units(o), 0)] + o.step_bytes for o in each])
+        taken.append(tried.argmin(0))
+        cost = tried.min(0)
+    left, chosen = units[-1], {}
+    for (number, each), picks in zip(reversed(options.items()), reversed(taken), strict=True):
+        chosen[number] = each[picks[left]]
+        left = max(left - _units(chosen[number]), 0)
+    return dict(sorted(chosen.items()))
 
-    while total() < wanted:
-        steps = [(n, o) for n, each in options.items() for o in each if o.mass > chosen[n].mass]
-        if not steps:
-            break  # every layer catches all it can
-        number, option = max(
-            steps, key=lambda s: (s[1].mass - chosen[s[0]].mass) / max(s[1].step_bytes - chosen[s[0]].step_bytes, 1e-9)
-        )
-        chosen[number] = option
-    for number in sorted(chosen, key=lambda n: -chosen[n].step_bytes):
-        spare = total() - wanted
-        enough = [o for o in options[number] if o.mass >= chosen[number].mass - spare]
-        chosen[number] = min(enough, key=lambda o: (o.step_bytes, -o.mass), default=chosen[number])
-    return chosen
+
+def _units(option: Option) -> int:
+    return math.floor(option.mass * _UNITS + 1e-6)
 
 
 def _options(trace: Trace, number: int, method: Method) -> Iterator[Option]:

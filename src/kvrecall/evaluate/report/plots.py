@@ -51,7 +51,9 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     depths, contexts = sorted({d for d, _ in cells}), sorted({c for _, c in cells})
     grid = [[cells.get((depth, context), float("nan")) for context in contexts] for depth in depths]
     figure, axes = _figure(1.2 + 0.75 * len(contexts), 0.9 + 0.32 * len(depths))
-    axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    # Cells as shapes: an image would put a bitmap into the page.
+    axes.pcolormesh(range(len(contexts)), range(len(depths)), grid, vmin=0, vmax=1, cmap="RdYlGn", shading="nearest")
+    axes.invert_yaxis()
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
