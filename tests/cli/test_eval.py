@@ -85,8 +85,8 @@ def test_tune_writes_a_method_file_that_eval_and_caches_read(cli: Cli, tiny: Pat
 
     cache = kvrecall.RetrievalCache.from_file(AutoConfig.from_pretrained(tiny), out)
     assert isinstance(cache.method, kvrecall.ParisKV) and (cache.method.per_layer or cache.method.dense_layers)
-    ran = cli.json("eval", "-m", tiny, "--tasks", "niah", "--methods", out, "--context", "600", "--samples", 1, "--depths", "50",
-                   "--out", tmp_path / "run")  # fmt: skip
+    short = ("--tasks", "niah", "--context", "600", "--samples", 1, "--depths", "50", "--budgets", "64")
+    ran = cli.json("eval", "-m", tiny, *short, "--methods", out, "--out", tmp_path / "run")
     assert [row["condition"] for row in ran["rows"]] == ["full", str(out)]
     shown = cli("tune", "-m", tiny, "--text", document, "--tokens", "900", "--steps", 3, "--out", out, "--mass", 0.7).stdout
     assert "of full attention on this text" in shown and "the same for all layers" in shown

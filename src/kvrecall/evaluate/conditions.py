@@ -13,12 +13,13 @@ from kvrecall.methods.base import Method
 from kvrecall.methods.files import from_settings, load_method, settings_of
 
 FULL = "full"
+_SUFFIXES = (".json", ".toml")
 
 
 @dataclass(frozen=True)
 class Condition:
     """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention and for
-    methods whose layers have budgets of their own."""
+    methods from files, whose layers may have budgets of their own."""
 
     name: str
     method: Method
@@ -40,7 +41,7 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
     """Full attention first, then every method under every budget.
 
     specs: names, `name:key=value;key=value`, or method files (.json, .toml; for a model with `layers` layers). budgets: tokens;
-    if there are none, and for files that set layers apart, the method's own. Short contexts are searched too
+    if there are none, the method's own; method files have theirs. Short contexts are searched too
     (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
     """
     found = [Condition(FULL, methods.get(FULL), None)]
@@ -48,9 +49,11 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
         method = _method(spec, layers)
         if method.top_k is None:
             continue  # full attention is there already
-        own = method.per_layer or not budgets
-        for budget in [None] if method.per_layer else [method.top_k] if own else budgets:
-            found.append(Condition(spec, method if own else replace(method, top_k=budget), budget))
+        if method.per_layer or spec.endswith(_SUFFIXES):
+            found.append(Condition(spec, method, None))
+            continue
+        for budget in budgets or [method.top_k]:
+            found.append(Condition(spec, replace(method, top_k=budget), budget))
     labels = [condition.label for condition in found]
     for label in labels:
         if labels.count(label) > 1:
@@ -64,7 +67,7 @@ def described(found: list[Condition]) -> dict[str, Any]:
 
 
 def _method(spec: str, layers: int | None) -> Method:
-    if spec.endswith((".json", ".toml")):
+    if spec.endswith(_SUFFIXES):
         return load_method(Path(spec), layers)
     name, _, text = spec.partition(":")
     settings: dict[str, Any] = {}

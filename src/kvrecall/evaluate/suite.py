@@ -90,13 +90,17 @@ class Job:
 
 @dataclass
 class Suite:
-    """A plan for a model under conditions. Raises before anything runs if a context is more than the model holds."""
+    """A plan for a model under conditions. Raises before anything runs if a context is too long for the model or too short
+    for a task."""
 
     plan: Plan
     asker: Asker
     conditions: list[Condition]
 
     def __post_init__(self) -> None:
+        for spec in self.plan.tasks:
+            if spec.partition(":")[0] in KNOWN:
+                self._room(generated(spec), min(self.plan.contexts))
         limit = self.asker.limit_tokens
         if limit is None:
             return
