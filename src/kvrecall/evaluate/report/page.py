@@ -57,8 +57,9 @@ def _section(task: str, rows: list[Row], records: list[Record]) -> dict[str, Any
         figures.append((f"Score against budget{f' at {titles} tokens' if titles else ''}", found))
     if any(r.get("depth") is not None for r in own):
         figures.append(("Score by depth and context", [plots.heat(own, task, c) for c in conditions]))
-    for (_, context, _), _ in list(windows(own).items())[:: len(conditions)]:
-        lines = {c: w for (_, length, c), w in windows(own).items() if length == context}
+    drifted = windows(own)
+    for context in dict.fromkeys(length for _, length, _ in drifted):
+        lines = {c: w for (_, length, c), w in drifted.items() if length == context}
         steps = [plots.along_steps(lines, name) for name in ("recall", "agreement", "kl")]
         figures.append((f"Along the generated tokens, after a prompt of {context:,} tokens", steps))
     if layers := layer_recall(own):
@@ -67,6 +68,6 @@ def _section(task: str, rows: list[Row], records: list[Record]) -> dict[str, Any
         figures.append(("Time per generated token", [plots.latency(rows)]))
     quoted = [r for group in groups([r for r in own if r.get("answers")], "condition").values() for r in group[:_SHOWN_SAMPLES]]
     return {
-        "task": task, "rows": rows, "figures": figures, "rounds": rounds(own), "windows": windows(own), "quoted": quoted,
+        "task": task, "rows": rows, "figures": figures, "rounds": rounds(own), "windows": drifted, "quoted": quoted,
         "passes": sorted({k for row in rows for k in row.pass_at_k}),
     }  # fmt: skip

@@ -56,7 +56,8 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     axes.invert_yaxis()
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+            color = "white" if value < 0.15 or value > 0.85 else "black"  # both ends of the colours are dark
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(contexts)), [f"{c:,}" for c in contexts])
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}%" for d in depths])
     axes.set_xlabel("context (tokens)")
