@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrecall.engine.prompts import next_turn
 from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
 from kvrecall.evaluate.conditions import conditions, described
 from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
@@ -14,6 +15,7 @@ from kvrecall.evaluate.summary import heat_map, rounds, summarise
 from kvrecall.evaluate.tasks.base import Turn
 from kvrecall.evaluate.tasks.registry import generated
 from tests.evaluate.asked import PARIS, asker, compared, without_times, written
+from tests.tiny import CHAT, tiny_tokenizer
 
 PLAN = Plan(("niah", "multi-turn:2"), (400, 480), samples=1, depths=(0.0, 1.0))
 LABEL = f"{PARIS}@8"
@@ -177,3 +179,19 @@ def test_conditions(tmp_path: Path) -> None:
     for specs, said in wrong.items():
         with pytest.raises(KVRecallError, match=said):
             conditions(specs.split(","), [64])
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat template", "plain text"])
+def test_a_second_turn_goes_on_where_the_template_would(chat: bool) -> None:
+    tokenizer = tiny_tokenizer(CHAT if chat else None)
+    ids = next_turn(tokenizer, "the red boat")
+    if not chat:
+        assert tokenizer.decode(ids).split() == ["Question", ":", "the", "red", "boat", "Answer", ":"]
+        return
+    said = [("user", "text"), ("assistant", "harbour"), ("user", "the red boat")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rest = whole.split("harbour")[1]
+    assert ids == tokenizer(rest, add_special_tokens=False)["input_ids"]
+    # What looks like a marker in a question stays text.
+    assert tokenizer.convert_tokens_to_ids("<end>") not in next_turn(tokenizer, "the <end> boat")[2:-2]
