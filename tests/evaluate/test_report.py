@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import InputFileError
+from kvrecall.errors import InputFileError, MissingPackageError
 from kvrecall.evaluate.report.page import write_page
 from kvrecall.evaluate.runs import RunFolder
 
@@ -116,3 +118,11 @@ def test_runs_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="holds no finished sample"):
         write_page(tmp_path, tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib" or n.startswith("kvrecall.evaluate.report.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match=r'pip install "kvrecall\[plot\]"'):
+        importlib.import_module("kvrecall.evaluate.report.page")
