@@ -12,6 +12,7 @@ import pytest
 
 from kvrecall.errors import InputFileError
 from kvrecall.evaluate.report.page import write_page
+from kvrecall.evaluate.report.plots import heat
 from kvrecall.evaluate.runs import RunFolder
 
 CONFIG = {"kvrecall": "0.1", "model": "tiny", "dtype": "float32", "device": "cpu", "seed": 3}
@@ -96,6 +97,14 @@ def test_the_plots_are_there_and_hold_the_numbers(page: str) -> None:
     heat = [f for f in figures if "depth" in f and "pariskv@64" in f]
     assert len(heat) == 1 and heat[0].count(">0.25<") == 4 and ">2,048<" in heat[0] and ">100%<" in heat[0]
     assert sum("recall@100" in f for f in figures) == 2 and sum("nats" in f for f in figures) == 1
+
+
+def test_a_heat_map_of_one_cell_is_filled() -> None:
+    record = {"task": "niah", "condition": "full", "depth": 0.5, "context": 1024, "score": 0.5}
+    drawn = heat([record], "niah", "full")
+    (mesh,) = re.findall(r'<g id="QuadMesh_1">.*?<path d="(.*?)"', drawn, re.DOTALL)
+    across = [float(x) for x in re.findall(r"[ML] (-?[\d.]+) ", mesh)]
+    assert max(across) - min(across) > 20 and ">0.50<" in drawn
 
 
 def test_the_page_is_alone_and_a_models_text_is_text(page: str) -> None:

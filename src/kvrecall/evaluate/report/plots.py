@@ -37,7 +37,9 @@ def accuracy_by_budget(rows: list[Row]) -> str:
         errors = [[max(0.0, e) for e in side] for side in spread]
         axes.errorbar(budgets, [r.score for r in own], errors, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ticks = sorted({r.budget for r in rows if r.budget is not None})
+    axes.set_xticks(ticks, [f"{budget:,}" for budget in ticks])
+    axes.minorticks_off()
     axes.set_xlabel("budget (tokens per KV head and step)")
     axes.set_ylabel("score")
     axes.set_ylim(-0.03, 1.03)
@@ -50,9 +52,10 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     cells = heat_map(records, task, condition)
     depths, contexts = sorted({d for d, _ in cells}), sorted({c for _, c in cells})
     grid = [[cells.get((depth, context), float("nan")) for context in contexts] for depth in depths]
-    figure, axes = _figure(1.2 + 0.75 * len(contexts), 0.9 + 0.32 * len(depths))
+    figure, axes = _figure(max(1.2 + 0.75 * len(contexts), 0.085 * len(condition)), 0.9 + 0.32 * len(depths))
     # Cells as shapes: an image would put a bitmap into the page.
-    axes.pcolormesh(range(len(contexts)), range(len(depths)), grid, vmin=0, vmax=1, cmap="RdYlGn", shading="nearest")
+    edges = ([i - 0.5 for i in range(count + 1)] for count in (len(contexts), len(depths)))
+    axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="RdYlGn")
     axes.invert_yaxis()
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
