@@ -52,7 +52,7 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     cells = heat_map(records, task, condition)
     depths, contexts = sorted({d for d, _ in cells}), sorted({c for _, c in cells})
     grid = [[cells.get((depth, context), float("nan")) for context in contexts] for depth in depths]
-    figure, axes = _figure(max(1.2 + 0.75 * len(contexts), 0.085 * len(condition)), 0.9 + 0.32 * len(depths))
+    figure, axes = _figure(max(1.2 + 0.75 * len(contexts), 0.09 * len(condition)), 0.9 + 0.32 * len(depths))
     # Cells as shapes: an image would put a bitmap into the page.
     edges = ([i - 0.5 for i in range(count + 1)] for count in (len(contexts), len(depths)))
     axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="RdYlGn")
@@ -65,7 +65,7 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}%" for d in depths])
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("depth")
-    axes.set_title(condition, fontsize=9)
+    figure.suptitle(condition, fontsize=9)
     return _svg(figure)
 
 
