@@ -151,3 +151,12 @@ class CaptureError(KVRecallError):
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"cannot capture the decode step: {reason}. {remedy}")
+
+
+class MissingPackageError(KVRecallError, ModuleNotFoundError):
+    """An optional package that is not installed."""
+
+    def __init__(self, package: str, extra: str, missing: str | None = None) -> None:
+        inner = f" (no module {missing!r})" if missing else ""
+        super().__init__(f'{package}: expected it to be installed, got none{inner}. Run `pip install "kvrecall[{extra}]"`.')
+        self.package, self.extra = package, extra

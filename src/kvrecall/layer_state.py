@@ -58,6 +58,7 @@ class LayerState:
     def _adopt(self, method: Method) -> None:
         """Takes the parts of a method, all of them empty."""
         sequences = self.shape.sequences
+        method = method.at(self.layer)
         self.method = method
         self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
         self.trigger = method.build_trigger(sequences, self.layer)
@@ -295,7 +296,7 @@ class LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
         them if the method differs. It knows the prompt's queries as far as this state was made to observe them."""
         other = self._copy(list(range(self.store.sequences)))
-        if method != self.method:
+        if method.at(self.layer) != self.method:
             log = other.log
             other._adopt(method)
             other.in_prompt = [True] * self.store.sequences

@@ -14,7 +14,20 @@ from kvrecall.cli.report import seconds, size
 from kvrecall.errors import ModelFilesError
 from tests.cli.conftest import Cli
 
-VERBS = ["ask", "generate", "demo", "plan", "info", "models", "models list", "models pull", "models check"]
+VERBS = [
+    "ask",
+    "generate",
+    "demo",
+    "eval",
+    "report",
+    "tune",
+    "plan",
+    "info",
+    "models",
+    "models list",
+    "models pull",
+    "models check",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)

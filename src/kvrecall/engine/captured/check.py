@@ -31,6 +31,8 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
         raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
     if method.static_config() is not None:
         raise CaptureError("static sets are chosen on the host", PLAIN)
+    if method.per_layer:
+        raise CaptureError("layers have settings of their own, and one plan serves every layer of a graph", "Use per_layer=().")
     if method.dense_layers:
         raise CaptureError(f"layers {method.dense_layers} attend to the whole zone on the host", "Use dense_layers=().")
     if len(cache.retrieval_layers) != len(cache.layers):

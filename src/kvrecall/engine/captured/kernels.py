@@ -90,18 +90,18 @@ def step_kernel(
             i_part = i_p - PIECES
             o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)
             p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
-            b_k, b_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
+            b_own_k, b_own_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
             m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
             o_new = i_bh.to(tl.int64) * D + o_d[None, :]
             b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
-            b_k, b_v = tl.where(m_new, b_new_k, b_k), tl.where(m_new, b_new_v, b_v)
+            b_own_k, b_own_v = tl.where(m_new, b_new_k, b_own_k), tl.where(m_new, b_new_v, b_own_v)
             p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
             tl.store(p_new, b_new_k, mask=m_new)
             tl.store(p_new + D, b_new_v, mask=m_new)
             b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
             if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
                 tl.store(p_bad + i_b, 1)
-            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
+            attend_block(p_query, p_part, p_part_lse, i_part, b_own_k, b_own_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
     end(PDL)
 
 
