@@ -121,9 +121,8 @@ class LayerState:
         """
         if self.index is None:
             return
+        self.end_prompts(sequences)
         for b in sequences:
-            if self.in_prompt[b]:
-                self._end_prompt(b)
             if self.static_config is not None:
                 self._refresh_static(b, self.static_config)
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
@@ -345,6 +344,13 @@ class LayerState:
             other.index = self.index.select(sequences)
             other.index.bind(other.store.host)
         return other
+
+    def end_prompts(self, sequences: list[int]) -> None:
+        """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten."""
+        if self.index is not None:
+            for b in sequences:
+                if self.in_prompt[b]:
+                    self._end_prompt(b)
 
     def _end_prompt(self, sequence: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
