@@ -24,11 +24,7 @@ class Counters:
     @property
     def stats(self) -> StepStats:
         """The counters so far; synchronises if some are still on a GPU."""
-        selected, read = int(self._selected), int(self._read)
-        self._selected = self._read = 0
-        self._stats.retrieved_tokens += selected
-        self._stats.attended_tokens += selected
-        self._fetched(read)
+        self._settle()
         return self._stats
 
     def fresh(self) -> Counters:
@@ -53,6 +49,8 @@ class Counters:
         self._selected = self._selected + count
         if in_place:
             self._read = self._read + count
+        if not selected.is_cuda:
+            self._settle()
 
     def fetched(self, read: int, reused: int) -> None:
         """Rows that were read from the host, and those that were still resident."""
@@ -83,6 +81,14 @@ class Counters:
         finally:
             self._wait()
             self._stats.add_time(stage, time.perf_counter() - start)
+
+    def _settle(self) -> None:
+        """Adds what was counted on a GPU to the statistics."""
+        selected, read = int(self._selected), int(self._read)
+        self._selected = self._read = 0
+        self._stats.retrieved_tokens += selected
+        self._stats.attended_tokens += selected
+        self._fetched(read)
 
     def _fetched(self, read: int) -> None:
         self._stats.bytes_fetched += read * self._row_bytes

@@ -117,7 +117,8 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
 
 def _of(sequences: list[int], queries: Tensor) -> Tensor:
     """Those of some sequences; not by a list of numbers, which a GPU would have to be sent."""
-    return queries if len(sequences) == queries.shape[0] else torch.stack([queries[b] for b in sequences])
+    count = len(sequences)
+    return queries[:count] if count in (0, queries.shape[0]) else torch.stack([queries[b] for b in sequences])
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
