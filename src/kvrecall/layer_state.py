@@ -18,7 +18,7 @@ from kvrecall.fetch import Fetched, Moved, fetch_rows
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import QueryLog
-from kvrecall.select.static import ObservationWindow, StaticSet, choose
+from kvrecall.select.static import StaticChoice, StaticSet
 from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
@@ -69,7 +69,7 @@ class LayerState:
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
         config = None if self.index is None else method.index_config()
-        window = self.static_config.window_tokens if self.static_config else 0
+        window = self.static_config.observed_queries if self.static_config else 0
         self._decode_window = window
         window = max(window, config.observed_queries if config else 0, self._observe)
         self.log = QueryLog(sequences, window) if window else None
@@ -131,9 +131,10 @@ class LayerState:
         for top_k, due in self._due(sequences).items():
             if top_k:
                 self.stats.searches += len(due)
+                asked = self.trigger.asks(queries[due], due, self.shape.kv_heads)
                 if self.on_search is not None:
-                    self.on_search(queries[due], Budget(top_k, scaling), due)
-                found = self.index.search(queries[due], Budget(top_k, scaling), due)
+                    self.on_search(asked, Budget(top_k, scaling), due)
+                found = self.index.search(asked, Budget(top_k, scaling), due)
             else:  # the static set is the whole budget
                 shape = (len(due), self.shape.kv_heads)
                 none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
@@ -356,14 +357,14 @@ class LayerState:
         if self.segments is not None:
             self.segments.cut(sequence, zones.sink + zones.retrieval, zones.total - 1)
 
-    def _refresh_static(self, sequence: int, config: ObservationWindow) -> None:
+    def _refresh_static(self, sequence: int, config: StaticChoice) -> None:
         """Chooses the static set if there is none or it is `interval` steps old, and nothing else attends to everything."""
         before = self.static[sequence]
-        if before is not None and before.age + 1 < config.interval:
+        if before is not None and (config.interval is None or before.age + 1 < config.interval):
             self.static[sequence] = replace(before, age=before.age + 1)
             return
         seen = None if self.log is None else self.log.seen(sequence)
-        if seen is None or self.attends_whole_zone(sequence):
+        if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
             return
         assert self.index is not None
         with self.clock("static"):
@@ -372,8 +373,8 @@ class LayerState:
             zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
             resident = store.resident.view(sequence)[:, :, 0]
             others = [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
-            scaling = self.scaling
-            ids = choose(config, seen, zone, others, zones.sink, self.top_k, scaling, self._static_counts[sequence])
+            before = self._static_counts[sequence]
+            ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, before)
             self._static_counts[sequence] = ids.shape[1]
             self.index.exclude(sequence, ids if ids.shape[1] else None)
             self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device))

@@ -21,13 +21,18 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "query-centroids": ("kvrecall.index.query_centroids", "CentroidConfig"),
         "clusters": ("kvrecall.index.clusters", "ClusterConfig"),
         "exact": ("kvrecall.index.exact", "ExactConfig"),
+        "nothing": ("kvrecall.index.nothing", "NothingConfig"),
     },
     "trigger": {
         "every-step": ("kvrecall.trigger", "EveryStep"),
         "fixed-stride": ("kvrecall.trigger", "FixedStride"),
         "semantic-boundary": ("kvrecall.trigger", "SemanticBoundary"),
+        "speculative": ("kvrecall.trigger.speculative", "Speculative"),
     },
-    "static": {"observation-window": ("kvrecall.select.static", "ObservationWindow")},
+    "static": {
+        "observation-window": ("kvrecall.select.static", "ObservationWindow"),
+        "outlier-pages": ("kvrecall.select.outliers", "OutlierPages"),
+    },
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }
 

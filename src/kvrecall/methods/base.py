@@ -11,13 +11,14 @@ from kvrecall.errors import ParameterError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.methods.compose import check
-from kvrecall.select.static import ObservationWindow
+from kvrecall.select.static import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
+from kvrecall.trigger.speculative import Speculative
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
 
-AnyTrigger = EveryStep | FixedStride | SemanticBoundary
+AnyTrigger = EveryStep | FixedStride | SemanticBoundary | Speculative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Method:
 
     name: ClassVar[str] = "method"
     paper: ClassVar[str] = ""
+    least_top_k: ClassVar[int] = 1
+    """The smallest budget that means something; 0 for a method that retrieves nothing."""
 
     index: Any = None
     trigger: Any = None
@@ -55,8 +58,9 @@ class Method:
         for role in parts.ROLES:
             object.__setattr__(self, role, parts.get(role, getattr(self, role)))
         self.zone_sizes()
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k <= 0):
-            raise ParameterError("top_k", "an integer > 0", self.top_k, "It is the number of tokens fetched per KV head.")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < self.least_top_k):
+            expected = "an integer > 0" if self.least_top_k == 1 else f"an integer >= {self.least_top_k}"
+            raise ParameterError("top_k", expected, self.top_k, "It is the number of tokens fetched per KV head.")
         if not isinstance(self.full_attention_threshold, int) or self.full_attention_threshold < 0:
             raise ParameterError(
                 "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
@@ -67,7 +71,7 @@ class Method:
         """The index of a published system, made from its hyper-parameters; None for a free composition."""
         return None
 
-    def own_static(self) -> ObservationWindow | None:
+    def own_static(self) -> StaticChoice | None:
         """The static set of a published system."""
         return None
 
@@ -90,7 +94,7 @@ class Method:
         """The trigger that is used."""
         return self.own_trigger() if self.trigger is None else self.trigger
 
-    def static_config(self) -> ObservationWindow | None:
+    def static_config(self) -> StaticChoice | None:
         """The static set that is used."""
         return self.own_static() if self.static is None else self.static
 

@@ -17,7 +17,19 @@ _METHODS = {
     "method": ("kvrecall.methods.base", "Method"),
     "exact": ("kvrecall.methods.exact", "Exact"),
     "full": ("kvrecall.methods.full", "Full"),
+    "arkvale": ("kvrecall.methods.arkvale", "ArkVale"),
+    "freekv": ("kvrecall.methods.freekv", "FreeKV"),
+    "quest": ("kvrecall.methods.quest", "Quest"),
+    "shadowkv": ("kvrecall.methods.shadowkv", "ShadowKV"),
+    "snapkv": ("kvrecall.methods.snapkv", "SnapKV"),
+    "snapkv+": ("kvrecall.methods.snapkv", "SnapKVPlus"),
+    "streaming": ("kvrecall.methods.streaming", "Streaming"),
 }
+
+
+def class_names() -> dict[str, str]:
+    """Class name -> registered name of every method."""
+    return {attribute: name for name, (_, attribute) in _METHODS.items()}
 
 
 def names() -> list[str]:
