@@ -42,6 +42,7 @@ CHOICES = {
         "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=8",
         "query-centroids:tokens_per_centroid=3,pool_tokens=5",
         "query-centroids:tokens_per_centroid=3,pool_tokens=5,rerank=device", "pages:page_tokens=3,bounds=mean",
+        "product:bits=3", "soft-hash:bits=6,tables=20", "accumulated", "milestones:page_tokens=3",
     ],
     "trigger": ["every-step", "fixed-stride:steps=3", "semantic-boundary:threshold=0.2", "semantic-boundary:compare=retrieval",
                 "speculative:threshold=0.05"],
@@ -49,6 +50,7 @@ CHOICES = {
                "observation-window:ratio=online,window_tokens=8,interval=6,page_tokens=1",
                "outlier-pages:pages=2,page_tokens=2"],
     "gqa": [None, *GQA_MODES],
+    "prune": [None, None, "top-p:p=1"],
     "fetch": [None, "direct:reuse=true", "staged", "staged:reuse=true"],
     "attend": [None, "device", "host"],
 }  # fmt: skip

@@ -17,7 +17,7 @@ from kvrecall.errors import NonFiniteError
 from kvrecall.fetch import Fetched, Moved, fetch_rows
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
-from kvrecall.select.queries import QueryLog
+from kvrecall.select.queries import ObservedQueries, QueryLog
 from kvrecall.select.static import StaticChoice, StaticSet
 from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
 from kvrecall.trigger.segments import SegmentLog
@@ -92,8 +92,9 @@ class LayerState:
         return zones.retrieval <= self.method.top_k or zones.total < self.method.full_attention_below()
 
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
-        """A chunk of a prompt was attended: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
+        """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.in_prompt[sequence] = True
+        self._watch(sequence, queries, lse, start)
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)
 
@@ -119,11 +120,26 @@ class LayerState:
 
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
+        for b in sequences:
+            self._watch(b, queries[b], lse[b], self.store.zones(b).total - 1)
         if self.log is None or not self._decode_window:
             return
         for b in sequences:
             self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
             self.log.shrink(b, self._decode_window)
+
+    def _watch(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
+        """Shows the index who attended to what, if it wants to know."""
+        if self.index is None or not self.index.watches:
+            return
+        with self.clock("watch"):
+            observed = ObservedQueries(queries, lse, start)
+            self.index.watch(sequence, observed, self._resident_keys(sequence), self.store.zones(sequence).sink, self.scaling)
+
+    def _resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
+        """Keys `[H_kv, n, D]` of sink and window, each with the position of its first."""
+        zones, resident = self.store.zones(sequence), self.store.resident.view(sequence)[:, :, 0]
+        return [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
 
     def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
         """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
@@ -368,11 +384,9 @@ class LayerState:
             return
         assert self.index is not None
         with self.clock("static"):
-            zones, store = self.store.zones(sequence), self.store
-            pool, device = store.host[sequence], self.shape.device
+            zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
             zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
-            resident = store.resident.view(sequence)[:, :, 0]
-            others = [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
+            others = self._resident_keys(sequence)
             before = self._static_counts[sequence]
             ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, before)
             self._static_counts[sequence] = ids.shape[1]

@@ -21,6 +21,10 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "query-centroids": ("kvrecall.index.query_centroids", "CentroidConfig"),
         "clusters": ("kvrecall.index.clusters", "ClusterConfig"),
         "exact": ("kvrecall.index.exact", "ExactConfig"),
+        "product": ("kvrecall.index.product", "ProductConfig"),
+        "soft-hash": ("kvrecall.index.hashing.soft", "SoftHashConfig"),
+        "accumulated": ("kvrecall.index.accumulated", "AccumulatedConfig"),
+        "milestones": ("kvrecall.index.milestones", "MilestoneConfig"),
         "nothing": ("kvrecall.index.nothing", "NothingConfig"),
     },
     "trigger": {
@@ -33,6 +37,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "observation-window": ("kvrecall.select.static", "ObservationWindow"),
         "outlier-pages": ("kvrecall.select.outliers", "OutlierPages"),
     },
+    "prune": {"top-p": ("kvrecall.select.top_p", "TopP")},
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }
 

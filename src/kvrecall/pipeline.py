@@ -33,10 +33,10 @@ def prefill_layer(
             parts += attend_stored(layer, b, q, params, parts[0])
             merged = merge(parts)
             out[b][:, real] = merged.out[0].to(out.dtype)
-        layer.saw_prompt(b, q, merged.lse[0], layer.store.zones(b).total)
         with layer.clock("update"):
             moved = layer.store.append_chunk(b, k, v)
         layer.absorb(b, moved)
+        layer.saw_prompt(b, q, merged.lse[0], layer.store.zones(b).total - q.shape[1])
     return out
 
 

@@ -128,7 +128,7 @@ class StepStats:
         return self.attended_tokens / self.attended_rows if self.attended_rows else 0.0
 
     def add_time(self, stage: str, seconds: float) -> None:
-        """Adds wall time to one stage: prefill, encode, build, static, search, fetch, attend, merge, learn or update."""
+        """Adds wall time to one stage: prefill, encode, build, static, search, fetch, attend, merge, learn, watch or update."""
         self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
 
     def merged(self, other: StepStats) -> StepStats:

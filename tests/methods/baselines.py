@@ -16,11 +16,16 @@ from tests.one_layer import ZONES, dense, layer, normal, params
 SMALL: dict[str, dict[str, Any]] = {
     "arkvale": {"page_tokens": 4},
     "freekv": {"page_tokens": 4, "threshold": 0.05},
+    "h2o": {},
+    "pqcache": {"bits": 3},
     "quest": {"page_tokens": 3, "dense_layers": ()},
+    "raas": {"page_tokens": 3},
     "shadowkv": {"page_tokens": 2, "outlier_pages": 2},
     "snapkv": {"window_tokens": 8},
     "snapkv+": {"window_tokens": 8, "refresh_interval": 6},
+    "socket": {"bits": 6, "tables": 20},
     "streaming": {"top_k": 0},
+    "twilight": {"page_tokens": 3, "dense_layers": (), "p": 1.0},
 }
 """Parameters by name; all registered baselines are here."""
 
@@ -38,7 +43,9 @@ def small(name: str, **changes: Any) -> Method:
 def baselines(top_k: int) -> dict[str, Method]:
     """Every baseline with a budget of `top_k` tokens."""
     made = {name: small(name, **({} if name in KEEPS_NOTHING else {"top_k": top_k})) for name in SMALL}
-    return made | {"quest-per_head": small("quest", top_k=top_k, gqa="per_head")}
+    return made | {
+        f"{name}-per_head": small(name, top_k=top_k, gqa="per_head") for name in ("quest", "h2o", "raas", "twilight", "socket")
+    }
 
 
 class Course:

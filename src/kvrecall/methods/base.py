@@ -10,8 +10,10 @@ from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import ParameterError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
+from kvrecall.index.pruned import PrunedIndex, pruned_nbytes
 from kvrecall.methods.compose import check
 from kvrecall.select.static import StaticChoice
+from kvrecall.select.top_p import TopP
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 from kvrecall.trigger.speculative import Speculative
 
@@ -26,7 +28,8 @@ class Method:
     """A composition of parts, given as objects of `kvrecall.parts` or as text such as "pages:page_tokens=16".
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
-    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). fetch: how rows reach
+    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only part
+    of what a search found, as many tokens as a step needs. fetch: how rows reach
     the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at the same
     time. None takes the method's own part; the published systems have names of their own and may have single parts exchanged.
 
@@ -45,6 +48,7 @@ class Method:
     trigger: Any = None
     static: Any = None
     gqa: str | None = None
+    prune: Any = None
     fetch: Any = None
     attend: str | None = None
     top_k: int | None = 100
@@ -79,6 +83,10 @@ class Method:
         """The trigger of a published system."""
         return EveryStep()
 
+    def own_prune(self) -> TopP | None:
+        """What a published system keeps of a selection; None: all of it."""
+        return None
+
     def own_fetch(self) -> Direct | Staged:
         """The fetch policy of a published system."""
         return Direct()
@@ -97,6 +105,10 @@ class Method:
     def static_config(self) -> StaticChoice | None:
         """The static set that is used."""
         return self.own_static() if self.static is None else self.static
+
+    def prune_config(self) -> TopP | None:
+        """The pruning that is used."""
+        return self.own_prune() if self.prune is None else self.prune
 
     def fetch_config(self) -> Direct | Staged:
         """The fetch policy that is used."""
@@ -117,8 +129,11 @@ class Method:
 
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
-        config = self.index_config()
-        return None if config is None else config.build(shape)
+        config, prune = self.index_config(), self.prune_config()
+        if config is None:
+            return None
+        index = config.build(shape)
+        return index if prune is None else PrunedIndex(index, shape, prune, config.gqa)
 
     def build_trigger(self, sequences: int, layer: int) -> Trigger:
         """The trigger of one layer, by its number in the model."""
@@ -126,5 +141,7 @@ class Method:
 
     def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""
-        config = self.index_config()
-        return 0 if config is None else config.nbytes(shape, tokens)
+        config, prune = self.index_config(), self.prune_config()
+        if config is None:
+            return 0
+        return config.nbytes(shape, tokens) + (0 if prune is None else pruned_nbytes(shape, prune, tokens))

@@ -19,11 +19,16 @@ _METHODS = {
     "full": ("kvrecall.methods.full", "Full"),
     "arkvale": ("kvrecall.methods.arkvale", "ArkVale"),
     "freekv": ("kvrecall.methods.freekv", "FreeKV"),
+    "h2o": ("kvrecall.methods.h2o", "H2O"),
+    "pqcache": ("kvrecall.methods.pqcache", "PQCache"),
     "quest": ("kvrecall.methods.quest", "Quest"),
+    "raas": ("kvrecall.methods.raas", "RaaS"),
     "shadowkv": ("kvrecall.methods.shadowkv", "ShadowKV"),
     "snapkv": ("kvrecall.methods.snapkv", "SnapKV"),
     "snapkv+": ("kvrecall.methods.snapkv", "SnapKVPlus"),
+    "socket": ("kvrecall.methods.socket", "SOCKET"),
     "streaming": ("kvrecall.methods.streaming", "Streaming"),
+    "twilight": ("kvrecall.methods.twilight", "Twilight"),
 }
 
 
