@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +18,8 @@ from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries, QueryLog
 from kvrecall.select.static import StaticChoice, StaticSet
-from kvrecall.structs import Budget, Rows, Selection, StepStats, lasting_tensors, stack_rows
+from kvrecall.structs import Beside, Budget, Held, Rows, Selection, StepStats, lasting_tensors, stack_rows
 from kvrecall.trigger.segments import SegmentLog
-
-
-class Held(NamedTuple):
-    """What the last search of a sequence found.
-
-    ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
-    """
-
-    ids: Tensor
-    counts: Tensor
-    zone: int
 
 
 class LayerState:
@@ -66,6 +54,7 @@ class LayerState:
         self.static: list[StaticSet | None] = [None] * sequences
         self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
         self.held: dict[int, Held] = {}
+        self.beside: dict[int, Beside] = {}  # of each held selection
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
         config = None if self.index is None else method.index_config()
@@ -157,6 +146,8 @@ class LayerState:
                 found = Selection(none.new_empty(*shape, 0), none)
             for i, b in enumerate(due):
                 self.held[b] = Held(found.ids[i], found.counts[i], self.store.host[b].length)
+                estimated = None if found.estimated is None else found.estimated.at(i)
+                self.beside[b] = Beside(None if found.bias is None else found.bias[i], estimated)
 
     def fetch(self, sequences: list[int]) -> Rows:
         """Makes the selected rows of the sequences resident, as far as they are not."""
@@ -168,7 +159,14 @@ class LayerState:
                 self.fetched[b] = fetched
             self.count_fetch(moved)
             found.append((fetched.rows, held.counts))
-        return stack_rows(found)
+        return stack_rows(found, [self.beside[b].bias for b in sequences])
+
+    def estimated_rows(self, sequences: list[int]) -> list[Rows]:
+        """What stands for tokens that were not selected, as one batch; empty if nothing does."""
+        made = [rows for b in sequences if (rows := self.beside[b].estimated) is not None]
+        self.stats.estimated_units += sum(int(rows.lengths.sum()) for rows in made)
+        biases = [None if rows.bias is None else rows.bias[0] for rows in made]
+        return [stack_rows([(rows.kv[0], rows.lengths[0]) for rows in made], biases)] if made else []
 
     def static_rows(self, sequences: list[int]) -> Rows:
         """The static sets of the sequences."""
@@ -349,6 +347,7 @@ class LayerState:
         other._static_counts = [self._static_counts[b] for b in sequences]
         other.in_prompt = [self.in_prompt[b] for b in sequences]
         other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
+        other.beside = {i: self.beside[b] for i, b in enumerate(sequences) if b in self.beside}
         other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
         other.log = None if self.log is None else self.log.select(sequences)
         other.segments = None if self.segments is None else self.segments.select(sequences)

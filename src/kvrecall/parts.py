@@ -25,6 +25,8 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "soft-hash": ("kvrecall.index.hashing.soft", "SoftHashConfig"),
         "accumulated": ("kvrecall.index.accumulated", "AccumulatedConfig"),
         "milestones": ("kvrecall.index.milestones", "MilestoneConfig"),
+        "estimating-clusters": ("kvrecall.index.clusters.estimation", "EstimatingConfig"),
+        "hash-sampling": ("kvrecall.index.hashing.sampling", "SamplingConfig"),
         "nothing": ("kvrecall.index.nothing", "NothingConfig"),
     },
     "trigger": {

@@ -22,6 +22,7 @@ def prefill_layer(
     queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]`, False for padding (None: all valid).
     Returns `[B, H_q, T, D]` in the queries' dtype; rows of padding are 0. Mutates the layer.
     """
+    layer.scaling = params.scaling
     out = torch.zeros_like(queries) if valid is not None else torch.empty_like(queries)
     for b in range(queries.shape[0]):
         real = slice(None) if valid is None else valid[b].nonzero().squeeze(1).to(queries.device)
@@ -75,9 +76,7 @@ def decode_step(
 def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionParams, like: Partial) -> list[Partial]:
     """Attention of queries `[H_q, T, D]` over everything stored of sequence b, one Partial per block, plus learned sinks."""
     parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b) if block.shape[1]]
-    if params.sink_logits is not None:
-        parts.append(sink_logits(params.sink_logits, like))
-    return parts
+    return parts if params.sink_logits is None else [*parts, sink_logits(params.sink_logits, like)]
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
@@ -99,15 +98,15 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
     with layer.clock("search"):
         layer.search(queries[:, :, 0], searching, params.scaling)
     layer.count_attended(searching)
-    some = len(searching) < queries.shape[0]
-    picked = queries[searching] if some else queries
+    picked = queries[searching] if len(searching) < queries.shape[0] else queries
     sets = [layer.static_rows(searching)] if layer.static_config else []
     if not layer.method.attends_on_host:
         with layer.clock("fetch"):
             sets.append(layer.fetch(searching))
+    sets += layer.estimated_rows(searching)
     with layer.clock("attend"):
         parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.kv.shape[2]]
-        parts = [_scatter(part, searching, queries) if some else part for part in parts]
+        parts = [_scatter(part, searching, queries) for part in parts]
         if layer.method.attends_on_host:
             for b in searching:
                 segments, (ids, counts, _) = list(layer.store.host[b].blocks()), layer.held[b]

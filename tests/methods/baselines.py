@@ -17,9 +17,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "arkvale": {"page_tokens": 4},
     "freekv": {"page_tokens": 4, "threshold": 0.05},
     "h2o": {},
+    "magicpig": {"bits": 4, "tables": 12, "dense_layers": ()},
     "pqcache": {"bits": 3},
     "quest": {"page_tokens": 3, "dense_layers": ()},
     "raas": {"page_tokens": 3},
+    "retroinfer": {"cluster_tokens": 4, "stretch_tokens": 32},
     "shadowkv": {"page_tokens": 2, "outlier_pages": 2},
     "snapkv": {"window_tokens": 8},
     "snapkv+": {"window_tokens": 8, "refresh_interval": 6},
@@ -31,6 +33,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 KEEPS_NOTHING = ("streaming",)
 """Whatever the budget, the retrieval zone is not attended."""
+SAMPLES = ("magicpig",)
+"""A search returns what chance returns, at most the budget; a sample of a zone that the budget covers is not the zone."""
 CHOSEN_ONCE = ("snapkv", "snapkv+")
 """No search: the zone is attended as far as it was chosen, so tokens that arrive after the choice are not."""
 

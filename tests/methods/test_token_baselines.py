@@ -68,13 +68,13 @@ def test_a_second_prompt_trains_anew_and_forks_keep_their_codes() -> None:
     course.step()
     index = course.state.index
     assert isinstance(index, ProductIndex)
-    fork, book = index.select([0, 0]), index._books[0]
+    fork, book = index.select([0, 0]), index.trained(0)
     assert book is not None
     index.end_of_prompt(0, None, 0)
-    assert index._books[0] is not book and torch.equal(index._books[0], book)  # the same keys
+    assert index.trained(0) is not book and torch.equal(index.trained(0), book)  # the same keys
     index.append(0, normal(2, 5, 64))
     index.truncate(0, 30)
-    assert fork.lengths == [70, 70] and index.lengths == [30] and index._books[0] is not None
+    assert fork.lengths == [70, 70] and index.lengths == [30] and index.trained(0) is not None
 
 
 def socket_scores(queries: Tensor, keys: Tensor, values: Tensor, planes: Tensor, temperature: float) -> Tensor:
@@ -138,7 +138,8 @@ class Rows:
 
 
 @pytest.mark.parametrize(("p", "kept"), [
-    (0.3, [1]), (0.4, [1]), (0.5, [1, 3]), (0.7, [1, 3]), (0.75, [1, 3]), (0.76, [0, 1, 3]), (0.95, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3, 4]),
+    (0.3, [1]), (0.4, [1]), (0.5, [1, 3]), (0.7, [1, 3]), (0.75, [1, 3]), (0.76, [0, 1, 3]), (0.95, [0, 1, 2, 3]),
+    (1.0, [0, 1, 2, 3, 4]),
 ])  # fmt: skip
 def test_top_p_is_the_fewest_that_add_up(p: float, kept: list[int]) -> None:
     shares = torch.tensor([0.125, 0.4, 0.125, 0.35, 0.0], dtype=torch.float64)
@@ -175,7 +176,9 @@ def naive_top_p(ids: list[int], logits: Tensor, p: float) -> list[int]:
 
 @pytest.mark.parametrize("index", ["pages:page_tokens=4", "exact", "sphere", "clusters:cluster_tokens=4,max_segment_tokens=8"])
 def test_any_index_is_pruned_to_the_attention_that_was_asked_for(index: str) -> None:
-    plain, pruned = (Course(Method(index=index, top_k=30, prune=x, **ZONES)) for x in (None, "top-p:p=0.6,bits=8"))
+    plain, pruned = (
+        Course(Method(index=index, top_k=30, prune=x, gqa="mean_softmax", **ZONES)) for x in (None, "top-p:p=0.6,bits=8")
+    )
     sizes = []
     for _ in range(10):
         plain.step()

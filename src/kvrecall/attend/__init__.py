@@ -23,7 +23,7 @@ __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "s
 
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
     """See `reference.attend_rows`; picks the compiled path for single queries on a CPU where numba is installed."""
-    if queries.device.type == "cpu" and queries.shape[2] == 1 and _have_numba():
+    if rows.bias is None and queries.device.type == "cpu" and queries.shape[2] == 1 and _have_numba():
         from kvrecall.attend import compiled
 
         return compiled.attend_rows(queries, rows, scaling, softcap)

@@ -63,6 +63,9 @@ class IndexConfig(Part, ABC):
         """Why a GQA mode is not among `modes`."""
         return ""
 
+    weighs: ClassVar[bool] = False
+    """Whether its selections have a bias, so that every token counts."""
+
     static_refusal: ClassVar[str] = ""
     """Why there can be no static set beside it; empty: there can."""
 

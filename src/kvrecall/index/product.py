@@ -6,7 +6,6 @@ of its KV head. A query's products with the centres are a table, and a token's s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 
 from kvrecall.errors import ParameterError
-from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.clusters.kmeans import lloyd
-from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TokenIndex, zone_rows
-from kvrecall.select.queries import ObservedQueries
+from kvrecall.index.trained import TrainedIndex
 
 
 @dataclass(frozen=True)
@@ -48,68 +45,24 @@ class ProductConfig(IndexConfig):
         return shape.kv_heads * (tokens * self.subspaces + 4 * shape.head_dim * 2**self.bits)
 
 
-class ProductIndex(TokenIndex):
-    """Codes and codebooks of one layer. Codebooks are never written to, only replaced."""
+class ProductIndex(TrainedIndex):
+    """What is trained is a codebook fp32 `[H_kv, subspaces, 2^bits, D / subspaces]`, what is kept the numbers of centres."""
 
     def __init__(self, shape: LayerShape, config: ProductConfig) -> None:
-        super().__init__(shape, config)
-        self._shape, self._config = shape, config
-        self._codes = TokenTable(shape.sequences, shape.kv_heads, config.subspaces, torch.uint8, shape.device)
-        self._books: list[Tensor | None] = [None] * shape.sequences  # fp32 [H_kv, subspaces, 2^bits, D / subspaces]
-        self._waiting = [0] * shape.sequences  # tokens that came before there was a codebook
-        self._sources: Sequence[RowSource] = ()
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return [coded + waiting for coded, waiting in zip(self._codes.lengths, self._waiting, strict=True)]
-
-    @property
-    def nbytes(self) -> int:
-        return self._codes.nbytes + sum(book.nbytes for book in self._books if book is not None)
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-
-    def append(self, sequence: int, keys: Tensor) -> None:
-        book = self._books[sequence]
-        if book is None:
-            self._waiting[sequence] += keys.shape[1]
-        else:
-            self._codes.append(sequence, encode(keys, book))
-
-    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
-        """Trains on everything that the zone holds; keys generated later are coded by these centres."""
-        self._waiting[sequence] = self.lengths[sequence]
-        self._codes.truncate(sequence, 0)
-        self._books[sequence] = None
-        self._book(sequence)
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        self._codes.truncate(sequence, tokens)
-        self._waiting[sequence] = min(self._waiting[sequence], tokens - self._codes.lengths[sequence])
-
-    def select(self, sequences: list[int]) -> ProductIndex:
-        chosen = super().select(sequences)
-        chosen._codes = self._codes.select(sequences)
-        chosen._books = [self._books[b] for b in sequences]
-        chosen._waiting = [self._waiting[b] for b in sequences]
-        return chosen
+        super().__init__(shape, config, config.subspaces, torch.uint8)
+        self._config = config
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        book, codes = self._book(sequence), self._codes.view(sequence)
+        book = self.trained(sequence)
         if book is None:
             return queries.new_empty(*queries.shape[:2], 0)
-        return scores(queries, book, codes)
+        return scores(queries, book, self.codes(sequence))
 
-    def _book(self, sequence: int) -> Tensor | None:
-        """The codebook of a sequence, made from the host's keys where there is none yet; None for an empty zone."""
-        count = self._waiting[sequence]
-        if self._books[sequence] is None and count:
-            keys = zone_rows(self._sources[sequence], 0, count)[:, :, 0].to(self._shape.device)
-            self._books[sequence] = book = train(keys, self._config.subspaces, 2**self._config.bits, self._config.iterations)
-            self._waiting[sequence] = 0
-            self._codes.append(sequence, encode(keys, book))
-        return self._books[sequence]
+    def train(self, keys: Tensor) -> Tensor:
+        return train(keys, self._config.subspaces, 2**self._config.bits, self._config.iterations)
+
+    def encode(self, keys: Tensor, trained: Tensor) -> Tensor:
+        return encode(keys, trained)
 
 
 def train(keys: Tensor, subspaces: int, centres: int, iterations: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class PrunedIndex(Index):
         for ids, query, b in zip(found.ids.to(queries.device), grouped, sequences, strict=True):
             logits = torch.einsum("hgd,hkd->hgk", query, self._keys(b, ids)) * budget.scaling
             kept.append(prune(ids, logits, self._gqa, self._config.p))
-        return stack_selections(kept)
+        return replace(stack_selections(kept), estimated=found.estimated)
 
     def _keep(self, sequence: int, keys: Tensor) -> None:
         packed = quantise(keys, self._config.bits)

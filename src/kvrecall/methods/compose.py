@@ -54,8 +54,17 @@ def _with_index(method: Method) -> None:
                 "the rows stay where they lie, nothing is fetched",
                 "Leave one of them out.",
             )
+        if index.weighs:
+            raise CompositionError(
+                f"index={index} with attend=host", "weights of sampled tokens have no CPU kernel", 'Use attend="device".'
+            )
         if find_spec("numba") is None:
             raise CompositionError("attend=host", "attention on the CPU is compiled by numba", "pip install numba.")
+    prune = method.prune_config()
+    if prune is not None and index.weighs:
+        raise CompositionError(
+            f"index={index} with prune={prune}", "sampled tokens stand for those that were not", "Leave one of them out."
+        )
     static = method.static_config()
     if static is not None and index.static_refusal:
         raise CompositionError(f"index={index} with static={static}", index.static_refusal, "Leave the static set out.")

@@ -97,7 +97,7 @@ class ClusterIndex(UnitIndex):
         self._close(sequence, self._open[sequence])
         start = self._closed[sequence].members.shape[1]
         together = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-        self._add(sequence, _grouped(keys, together, 1, start))
+        self._add(sequence, grouped_units(keys, together, 1, start))
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.units(sequence)
@@ -151,7 +151,7 @@ class ClusterIndex(UnitIndex):
         start = self._closed[sequence].members.shape[1]
         keys = zone_rows(self._sources[sequence], start, start + tokens)[:, :, 0].to(self._shape.device)
         clusters = -(-tokens // self._config.cluster_tokens)
-        return _grouped(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
+        return grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
 
     def _add(self, sequence: int, units: Units) -> None:
         closed = self._closed[sequence].joined(units)
@@ -159,7 +159,7 @@ class ClusterIndex(UnitIndex):
         self._borders[sequence] = (*self._borders[sequence], (closed.members.shape[1], closed.reps.shape[1]))
 
 
-def _grouped(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:
+def grouped_units(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:
     """Units of keys `[H_kv, n, D]`, the tokens start .. start + n - 1, by their cluster numbers `[H_kv, n]`."""
     order = torch.sort(assigned, dim=1, stable=True).indices
     sizes = torch.zeros(keys.shape[0], clusters, dtype=torch.int64, device=keys.device)
