@@ -252,3 +252,10 @@ def test_what_was_dropped_does_not_return_when_the_query_asks_for_it() -> None:
 def test_pages_with_a_time_take_no_static_set() -> None:
     with pytest.raises(CompositionError, match="close up around static tokens"):
         methods.get("raas", static="observation-window")
+
+
+def test_attention_is_counted_under_a_pruning_too() -> None:
+    plain, pruned = (Course(small("h2o", top_k=9, prune=prune)) for prune in (None, "top-p:p=1"))
+    for _ in range(6):
+        torch.testing.assert_close(plain.step(), pruned.step())
+        assert plain.found() == pruned.found()

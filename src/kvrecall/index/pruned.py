@@ -52,6 +52,15 @@ class PrunedIndex(Index):
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.base.exclude(sequence, ids)
 
+    @property
+    def watches(self) -> bool:  # type: ignore[override]
+        return self.base.watches
+
+    def watch(
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
+    ) -> None:
+        self.base.watch(sequence, observed, resident, offset, scaling)
+
     def learn(self, sequences: list[int]) -> None:
         self.base.learn(sequences)
 
