@@ -38,8 +38,10 @@ format: $(STAMP) ## Fix style and formatting
 bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
 	$(BIN)/python -m kvrecall.bench.cpu_layer $(ARGS)
 
-bench-gpu: $(STAMP) ## Run the benchmarks of one layer and of a whole model on a CUDA GPU
+bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model on a CUDA GPU
 	$(BIN)/kvrecall bench layer --out benchmarks/results/gpu_layer.csv
+	$(BIN)/kvrecall bench methods --out benchmarks/results/gpu_methods.csv
+	$(BIN)/kvrecall bench ops --out benchmarks/results/gpu_ops.csv
 	$(BIN)/kvrecall bench decode --out benchmarks/results/gpu_decode.csv
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU

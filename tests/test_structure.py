@@ -12,20 +12,21 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMON = {"structs", "errors", "numeric", "parts", "launch"}
+COMMON = {"structs", "errors", "numeric", "parts", "launch", "overlap"}
 STAGES = {
     "cache": set(),
     "index": {"select"},  # the GQA reduction and the deterministic top-k are part of every search
     "trigger": set(),
     "select": set(),
     "fetch": set(),
-    "attend": set(),
+    "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
 
 
 DRIVERS = {
-    "pipeline.py", "layer_state.py", "stats.py", "methods", "engine", "integrations", "models", "cli", "bench", "evaluate",
+    "pipeline.py", "layer_state.py", "stats.py", "non_finite.py", "methods", "engine", "integrations", "models", "cli", "bench",
+    "evaluate",
 }  # fmt: skip
 """What may see several stages."""
 

@@ -98,7 +98,7 @@ class DeviceError(KVRecallError, ValueError):
 
 
 class HostMemoryError(KVRecallError, MemoryError):
-    """The host does not have the memory that this context needs; raised before prefill starts."""
+    """The host does not have the memory that this context needs; raised before any of the offending tokens is stored."""
 
     def __init__(self, need_bytes: int, available_bytes: int, tokens: int) -> None:
         super().__init__(
@@ -107,6 +107,19 @@ class HostMemoryError(KVRecallError, MemoryError):
             "Shorten the context, lower the batch size, or free memory; nothing was stored."
         )
         self.need_bytes, self.available_bytes, self.tokens = need_bytes, available_bytes, tokens
+
+
+class DeviceMemoryError(KVRecallError, MemoryError):
+    """The GPU has no memory for what a layer (None: all layers) needs; the cache holds the tokens that it held before."""
+
+    def __init__(self, layer: int | None, need_bytes: int, free_bytes: int, tokens: int, device: object) -> None:
+        what = "the cache" if layer is None else f"layer {layer}"
+        super().__init__(
+            f"device memory: {what} needs {need_bytes:,} bytes ({need_bytes / 2**30:.2f} GiB) for {tokens:,} tokens, besides "
+            f"what the model computes with; {free_bytes:,} bytes ({free_bytes / 2**30:.2f} GiB) are free on {device}. "
+            "Shorten the context, lower the batch size or chunk_tokens, or free memory; the cache holds what it held before."
+        )
+        self.layer, self.need_bytes, self.free_bytes, self.tokens = layer, need_bytes, free_bytes, tokens
 
 
 class ContextLengthError(KVRecallError, ValueError):
@@ -138,3 +151,12 @@ class CaptureError(KVRecallError):
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"cannot capture the decode step: {reason}. {remedy}")
+
+
+class MissingPackageError(KVRecallError, ModuleNotFoundError):
+    """An optional package that is not installed."""
+
+    def __init__(self, package: str, extra: str, missing: str | None = None) -> None:
+        inner = f" (no module {missing!r})" if missing else ""
+        super().__init__(f'{package}: expected it to be installed, got none{inner}. Run `pip install "kvrecall[{extra}]"`.')
+        self.package, self.extra = package, extra

@@ -1,6 +1,27 @@
-"""Sizes of kernel launches."""
+"""What every launch of a kernel needs: whether kernels run on a device at all, sizes, and options."""
 
 from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which on the kernels run: bfloat16 needs it."""
+_OVERLAPPING = (9, 0)
+"""Compute capability from which on a kernel may be launched before the one in front has ended."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def kernels_available(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device; where they do not, torch does the same work more slowly."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return False
+    return find_spec("triton") is not None
 
 
 def cdiv(a: int, b: int) -> int:
@@ -11,3 +32,10 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n (1 for n <= 1)."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def overlapping(device: torch.device) -> dict[str, Any]:
+    """Launch options of kernels that call `overlap.begin` and `end`."""
+    if device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= _OVERLAPPING:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

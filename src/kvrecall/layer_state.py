@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 
@@ -12,13 +11,17 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
-from kvrecall.errors import NonFiniteError
-from kvrecall.fetch import Fetched, Moved, fetch_rows
-from kvrecall.index.base import LayerShape
+from kvrecall.cache.transfer import bring
+from kvrecall.counters import Counters
+from kvrecall.fetch import Fetched, fetch_rows
+from kvrecall.fetch.in_place import SegmentTables
+from kvrecall.index.base import LayerShape, stack_selections
+from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
+from kvrecall.non_finite import NonFinite
 from kvrecall.select.queries import ObservedQueries, QueryLog
 from kvrecall.select.static import StaticChoice, StaticSet
-from kvrecall.structs import Beside, Budget, Held, Rows, Selection, StepStats, lasting_tensors, stack_rows
+from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
 
@@ -29,20 +32,21 @@ class LayerState:
         """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods."""
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         self.store = LayerStore(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, method.zone_sizes())
-        self.stats = StepStats()
+        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
+        timed = shape.device.type == "cpu" or profile
+        self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
         self.scaling = shape.head_dim**-0.5
         """Factor of the attention logits; the pipeline sets what the model asks for."""
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
-        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
-        self._timed = shape.device.type == "cpu" or profile
-        with lasting_tensors():
-            self._non_finite = torch.zeros(shape.sequences, dtype=torch.bool, device=shape.device)
+        self._non_finite = NonFinite(layer, shape.sequences, shape.device)
+        self._half_built = False
         self._adopt(method)
 
     def _adopt(self, method: Method) -> None:
         """Takes the parts of a method, all of them empty."""
         sequences = self.shape.sequences
+        method = method.at(self.layer)
         self.method = method
         self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
         self.trigger = method.build_trigger(sequences, self.layer)
@@ -50,11 +54,14 @@ class LayerState:
         fetch = method.fetch_config()
         self._fetch = fetch
         self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
+        # Rows that nobody keeps need not be copied to the device: attention reads them where they lie.
+        in_place = not fetch.staged and not self.keeps_rows and not method.attends_on_host
+        self._in_place = in_place and kernels_available(self.shape.device)
+        self._tables = SegmentTables()
         self.static_config = None if self.index is None else method.static_config()
         self.static: list[StaticSet | None] = [None] * sequences
         self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
         self.held: dict[int, Held] = {}
-        self.beside: dict[int, Beside] = {}  # of each held selection
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
         config = None if self.index is None else method.index_config()
@@ -66,6 +73,15 @@ class LayerState:
         self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
         if self.index is not None:
             self.index.bind(self.store.host)
+
+    @property
+    def stats(self) -> StepStats:
+        """The counters so far; on a GPU this synchronises."""
+        return self.counters.stats
+
+    def clock(self, stage: str) -> AbstractContextManager[None]:
+        """Adds the wall time of the block to a stage."""
+        return self.counters.clock(stage)
 
     @property
     def top_k(self) -> int:
@@ -83,7 +99,7 @@ class LayerState:
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
         """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.in_prompt[sequence] = True
-        self._watch(sequence, queries, lse, start)
+        self._watch(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)
 
@@ -110,32 +126,27 @@ class LayerState:
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
         for b in sequences:
-            self._watch(b, queries[b], lse[b], self.store.zones(b).total - 1)
+            self._watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1))
         if self.log is None or not self._decode_window:
             return
         for b in sequences:
             self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
             self.log.shrink(b, self._decode_window)
 
-    def _watch(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
+    def _watch(self, sequence: int, observed: ObservedQueries) -> None:
         """Shows the index who attended to what, if it wants to know."""
         if self.index is None or not self.index.watches:
             return
         with self.clock("watch"):
-            observed = ObservedQueries(queries, lse, start)
-            self.index.watch(sequence, observed, self._resident_keys(sequence), self.store.zones(sequence).sink, self.scaling)
-
-    def _resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
-        """Keys `[H_kv, n, D]` of sink and window, each with the position of its first."""
-        zones, resident = self.store.zones(sequence), self.store.resident.view(sequence)[:, :, 0]
-        return [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
+            sink = self.store.zones(sequence).sink
+            self.index.watch(sequence, observed, self.store.resident_keys(sequence), sink, self.scaling)
 
     def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
         """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
         assert self.index is not None
         for top_k, due in self._due(sequences).items():
             if top_k:
-                self.stats.searches += len(due)
+                self.counters.searched(len(due))
                 asked = self.trigger.asks(queries[due], due, self.shape.kv_heads)
                 if self.on_search is not None:
                     self.on_search(asked, Budget(top_k, scaling), due)
@@ -145,26 +156,27 @@ class LayerState:
                 none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
                 found = Selection(none.new_empty(*shape, 0), none)
             for i, b in enumerate(due):
-                self.held[b] = Held(found.ids[i], found.counts[i], self.store.host[b].length)
-                estimated = None if found.estimated is None else found.estimated.at(i)
-                self.beside[b] = Beside(None if found.bias is None else found.bias[i], estimated)
+                self.held[b] = found.of(i, self.store.host[b].length)
 
-    def fetch(self, sequences: list[int]) -> Rows:
-        """Makes the selected rows of the sequences resident, as far as they are not."""
-        found = []
-        for b in sequences:
-            held = self.held[b]
-            fetched, moved = fetch_rows(held.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
+    def fetch(self, sequences: list[int]) -> Rows | HostRows:
+        """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
+        held, table = [self.held[b] for b in sequences], self._addresses(sequences)
+        if table is not None:
+            return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table, self.shape.dtype)
+        fetched = []
+        for b, found in zip(sequences, held, strict=True):
+            rows, moved = fetch_rows(found.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
             if self.keeps_rows:
-                self.fetched[b] = fetched
-            self.count_fetch(moved)
-            found.append((fetched.rows, held.counts))
-        return stack_rows(found, [self.beside[b].bias for b in sequences])
+                self.fetched[b] = rows
+            self.counters.fetched(moved.read, moved.reused)
+            fetched.append((rows.rows, found.counts))
+        return stack_rows(fetched, [found.bias for found in held])
 
     def estimated_rows(self, sequences: list[int]) -> list[Rows]:
         """What stands for tokens that were not selected, as one batch; empty if nothing does."""
-        made = [rows for b in sequences if (rows := self.beside[b].estimated) is not None]
-        self.stats.estimated_units += sum(int(rows.lengths.sum()) for rows in made)
+        made = [rows for b in sequences if (rows := self.held[b].estimated) is not None]
+        for rows in made:
+            self.counters.estimated(rows.lengths)
         biases = [None if rows.bias is None else rows.bias[0] for rows in made]
         return [stack_rows([(rows.kv[0], rows.lengths[0]) for rows in made], biases)] if made else []
 
@@ -187,6 +199,12 @@ class LayerState:
     def overlaps(self) -> bool:
         """Whether the CPU attends to the selection while the device attends to the resident tokens."""
         return self.method.attends_on_host and self.shape.device.type != "cpu"
+
+    def _addresses(self, sequences: list[int]) -> Tensor | None:
+        """Where the rows of the sequences lie, if attention is to read their selected ones there: it does not weigh them."""
+        if not self._in_place or any(self.held[b].bias is not None for b in sequences):
+            return None
+        return self._tables.of([self.store.host[b] for b in sequences], self.shape.device)
 
     def _due(self, sequences: list[int]) -> dict[int, list[int]]:
         """Sequences without a selection, by the budget that their static sets leave."""
@@ -212,14 +230,13 @@ class LayerState:
         return torch.cat(sets, 1)
 
     def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
-        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. The moment at which a GPU's non-finite flag is looked at."""
+        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. A moment at which a GPU's non-finite flags are looked at."""
         if moved is None:
             return
-        if self.shape.device.type != "cpu":
-            self.stats.bytes_to_host += moved.numel() * moved.element_size()
-            self.raise_non_finite()
+        self.counters.offloaded(moved)
+        self._non_finite.tell_later()
         if self.index is not None:
-            with self.clock("encode"):
+            with self.clock("encode"), self._building_index():
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
 
     def evict(self, sequence: int) -> None:
@@ -233,20 +250,12 @@ class LayerState:
         self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
-        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at the next host check on a GPU."""
-        finite = torch.isfinite(keys).all() & torch.isfinite(values).all()
-        if self.shape.device.type == "cpu":
-            if not finite:
-                bad = ~(torch.isfinite(keys) & torch.isfinite(values)).flatten(1).all(1)
-                raise NonFiniteError(self.layer, int(bad.nonzero()[0, 0]))
-        else:
-            self._non_finite |= ~(torch.isfinite(keys).flatten(1).all(1) & torch.isfinite(values).flatten(1).all(1))
+        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at a later host check on a GPU."""
+        self._non_finite.guard(keys, values)
 
     def raise_non_finite(self) -> None:
-        """Host check of the flag that `guard` sets on a GPU (synchronises)."""
-        bad = self._non_finite.nonzero()
-        if bad.numel():
-            raise NonFiniteError(self.layer, int(bad[0, 0]))
+        """Host check of what `guard` saw on a GPU (synchronises)."""
+        self._non_finite.tell()
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
@@ -263,17 +272,41 @@ class LayerState:
         self.held.pop(sequence, None)
         self.fetched.pop(sequence, None)
 
+    def undo(self, tokens: list[int]) -> None:
+        """After an error: forgets all but the first tokens[b] of each sequence, however far the others have come."""
+        index = self.index
+        stored = [pool.length for pool in self.store.host]
+        torn = index is not None and (self._half_built or list(index.lengths) != stored)
+        if torn:  # nobody knows what its tables hold, but the rows are all there
+            self.index, self._half_built = None, False
+        for b, kept in enumerate(tokens):
+            if self.store.zones(b).total > kept:
+                self.crop(b, kept)
+        if torn:
+            self.index = self.method.build_index(self.shape)
+            assert self.index is not None
+            self.index.bind(self.store.host)
+            self.in_prompt = [True] * len(tokens)
+            self.reindex()
+
+    @contextmanager
+    def _building_index(self) -> Iterator[None]:
+        """Remembers an error inside until `undo`."""
+        self._half_built = True
+        yield
+        self._half_built = False
+
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
         other = self._copy(sequences)
-        other.stats = self.stats
+        other.counters = self.counters
         return other
 
     def fork(self, method: Method) -> LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
         them if the method differs. It knows the prompt's queries as far as this state was made to observe them."""
         other = self._copy(list(range(self.store.sequences)))
-        if method != self.method:
+        if method.at(self.layer) != self.method:
             log = other.log
             other._adopt(method)
             other.in_prompt = [True] * self.store.sequences
@@ -284,70 +317,40 @@ class LayerState:
 
     def count_step(self, whole: list[int]) -> None:
         """Counts one decode step of all sequences: resident tokens, and the whole zone where it was attended."""
-        heads = self.shape.kv_heads
-        self.stats.steps += 1
-        self.stats.attended_rows += self.store.sequences * heads
-        self.stats.attended_tokens += heads * sum(self.store.resident.lengths)
-        self.stats.attended_tokens += heads * sum(self.store.host[b].length for b in whole)
+        pools, lengths = self.store.host, self.store.resident.lengths
+        self.counters.step(len(pools), self.shape.kv_heads, sum(lengths), sum(pools[b].length for b in whole))
 
     def count_attended(self, sequences: list[int]) -> None:
         """Counts the static and the selected tokens of one step."""
+        in_place = self._addresses(sequences) is not None
         for b in sequences:
             static = self.static[b]
-            kept = 0 if static is None else static.ids.numel()
-            selected = int(self.held[b].counts.sum())
-            self.stats.static_tokens += kept
-            self.stats.retrieved_tokens += selected
-            self.stats.attended_tokens += kept + selected
-
-    def count_fetch(self, moved: Moved) -> None:
-        """Counts rows that were read from the host, and those that were still resident."""
-        row = 2 * self.shape.head_dim * self.shape.dtype.itemsize
-        self.stats.reused_rows += moved.reused
-        self.stats.bytes_saved += moved.reused * row
-        self.stats.bytes_fetched += moved.read * row
-        if self.shape.device.type != "cpu":
-            self.stats.bytes_to_device += moved.read * row
-
-    @contextmanager
-    def clock(self, stage: str) -> Iterator[None]:
-        """Adds the wall time of the block to a stage."""
-        if not self._timed:
-            yield
-            return
-        if self.shape.device.type == "cuda":
-            torch.cuda.synchronize(self.shape.device)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.shape.device.type == "cuda":
-                torch.cuda.synchronize(self.shape.device)
-            self.stats.add_time(stage, time.perf_counter() - start)
+            self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
 
     def reindex(self) -> None:
-        """Fills an empty index from the rows on the host (after the method has changed)."""
+        """Fills an empty index from the rows on the host, and shows it the queries that are remembered."""
         if self.index is None:
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for block in pool.blocks():
+            for block in pool.blocks(on_device=True):
                 with self.clock("encode"):
-                    self.index.append(b, block[:, :, 0].to(self.shape.device))
+                    self.index.append(b, bring(block, self.shape.device)[:, :, 0])
+            seen = None if self.log is None else self.log.seen(b)
+            if seen is not None:
+                self._watch(b, seen)
 
     def _copy(self, sequences: list[int]) -> LayerState:
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences)
-        other.stats = StepStats()
-        with lasting_tensors():
-            other._non_finite = self._non_finite[torch.tensor(sequences, device=self._non_finite.device)]
+        other.counters, other._tables = self.counters.fresh(), SegmentTables()
+        other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.static = [self.static[b] for b in sequences]
         other._static_counts = [self._static_counts[b] for b in sequences]
         other.in_prompt = [self.in_prompt[b] for b in sequences]
         other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
-        other.beside = {i: self.beside[b] for i, b in enumerate(sequences) if b in self.beside}
         other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
         other.log = None if self.log is None else self.log.select(sequences)
         other.segments = None if self.segments is None else self.segments.select(sequences)
@@ -364,7 +367,7 @@ class LayerState:
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
         seen = None if self.log is None else self.log.seen(sequence)
-        with self.clock("build"):
+        with self.clock("build"), self._building_index():
             self.index.end_of_prompt(sequence, seen, zones.sink)
         self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
         if self.log is not None:
@@ -385,7 +388,7 @@ class LayerState:
         with self.clock("static"):
             zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
             zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
-            others = self._resident_keys(sequence)
+            others = self.store.resident_keys(sequence)
             before = self._static_counts[sequence]
             ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, before)
             self._static_counts[sequence] = ids.shape[1]

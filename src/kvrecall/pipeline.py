@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
+from kvrecall.cache.transfer import bring
 from kvrecall.layer_state import LayerState
 from kvrecall.merge import merge, sink_logits
-from kvrecall.structs import AttentionParams, Partial
+from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
 
 
 def prefill_layer(
@@ -53,14 +54,14 @@ def decode_step(
     active = [b for b in every if valid is None or valid[b]]
     layer.scaling = params.scaling
     layer.store.append_step(keys, values, valid)
-    layer.begin_step(queries[active, :, 0], active)
+    layer.begin_step(_of(active, queries)[:, :, 0], active)
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
     for b in whole:
-        parts += _at(b, queries, _attend_zone(layer, b, queries[b], params))
+        parts += [_scatter(part, [b], queries) for part in _attend_zone(layer, b, queries[b], params)]
     parts += retrieved()
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
@@ -75,20 +76,18 @@ def decode_step(
 
 def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionParams, like: Partial) -> list[Partial]:
     """Attention of queries `[H_q, T, D]` over everything stored of sequence b, one Partial per block, plus learned sinks."""
-    parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b) if block.shape[1]]
+    parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b, True) if block.shape[1]]
     return parts if params.sink_logits is None else [*parts, sink_logits(params.sink_logits, like)]
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
     with layer.clock("attend"):
-        return [_attend_block(layer, block, queries, params) for block in layer.store.host[b].blocks()]
+        return [_attend_block(layer, block, queries, params) for block in layer.store.host[b].blocks(on_device=True)]
 
 
 def _attend_block(layer: LayerState, block: Tensor, queries: Tensor, params: AttentionParams) -> Partial:
-    if block.device != queries.device:
-        layer.stats.bytes_to_device += block.numel() * block.element_size()
-        block = block.to(queries.device)
-    return attend_block(queries, block, params.scaling, params.softcap)
+    layer.counters.sent(block)
+    return attend_block(queries, bring(block, queries.device), params.scaling, params.softcap)
 
 
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
@@ -98,26 +97,27 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
     with layer.clock("search"):
         layer.search(queries[:, :, 0], searching, params.scaling)
     layer.count_attended(searching)
-    picked = queries[searching] if len(searching) < queries.shape[0] else queries
-    sets = [layer.static_rows(searching)] if layer.static_config else []
+    picked = _of(searching, queries)
+    sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
     if not layer.method.attends_on_host:
         with layer.clock("fetch"):
             sets.append(layer.fetch(searching))
     sets += layer.estimated_rows(searching)
     with layer.clock("attend"):
-        parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.kv.shape[2]]
+        parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
         parts = [_scatter(part, searching, queries) for part in parts]
         if layer.method.attends_on_host:
             for b in searching:
-                segments, (ids, counts, _) = list(layer.store.host[b].blocks()), layer.held[b]
+                segments, (ids, counts, *_) = list(layer.store.host[b].blocks()), layer.held[b]
                 found = attend_selected(queries[b, :, 0], segments, ids, counts, params.scaling, params.softcap)
-                parts += _at(b, queries, found)
+                parts += [_scatter(part, [b], queries) for part in found]
     layer.learn(searching)
     return parts
 
 
-def _at(b: int, queries: Tensor, parts: list[Partial]) -> list[Partial]:
-    return [_scatter(part, [b], queries) for part in parts]
+def _of(sequences: list[int], queries: Tensor) -> Tensor:
+    """Those of some sequences; not by a list of numbers, which a GPU would have to be sent."""
+    return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
@@ -125,5 +125,6 @@ def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
     if len(sequences) == queries.shape[0]:
         return part
     full = Partial.empty_like(queries)
-    full.out[sequences], full.lse[sequences] = part.out, part.lse
+    for i, b in enumerate(sequences):
+        full.out[b], full.lse[b] = part.out[i], part.lse[i]
     return full

@@ -64,23 +64,24 @@ class Selection:
     bias: Tensor | None = None
     estimated: Rows | None = None
 
+    def of(self, sequence: int, zone: int) -> Held:
+        """What was found for one sequence, in a retrieval zone of `zone` tokens."""
+        bias = None if self.bias is None else self.bias[sequence]
+        return Held(self.ids[sequence], self.counts[sequence], zone, bias, self.estimated and self.estimated.at(sequence))
+
 
 class Held(NamedTuple):
     """What the last search of a sequence found.
 
     ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
+    bias: fp32 `[H_q, K]`, estimated: rows of a batch of one, as in `Selection`.
     """
 
     ids: Tensor
     counts: Tensor
     zone: int
-
-
-class Beside(NamedTuple):
-    """What belongs to a held selection besides its ids: bias fp32 `[H_q, K]`, estimated rows of a batch of one, or None."""
-
-    bias: Tensor | None
-    estimated: Rows | None
+    bias: Tensor | None = None
+    estimated: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,41 @@ class Rows:
         own = slice(sequence, sequence + 1)
         return Rows(self.kv[own], self.lengths[own], None if self.bias is None else self.bias[own])
 
+    @property
+    def width(self) -> int:
+        """Rows per head, those included that are not real."""
+        return self.kv.shape[2]
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Selected rows that a GPU reads where they lie, in page-locked host memory.
+
+    ids: int32 `[B, H_kv, K]` on the GPU, padded with -1. dtype: of the rows.
+    table: int64 `[B, S, 3]` on the GPU: first id, address and held tokens of every segment `[H_kv, held, 2, D]`, ascending; a
+    sequence with fewer than S segments repeats its last one.
+    """
+
+    ids: Tensor
+    table: Tensor
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Rows per head, those included that are not real."""
+        return self.ids.shape[2]
+
 
 def stack_rows(found: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] | None = None) -> Rows:
     """Pads rows `[H_kv, T_b, 2, D]` with their counts int32 `[H_kv]`, one pair per sequence, to one batch.
 
-    biases: fp32 `[H_q, T_b]` per sequence; all or none of them."""
-    if biases and biases[0] is not None:  # an index weighs all its selections or none
+    biases: fp32 `[H_q, T_b]` per sequence, None for zeros."""
+    weighed = [bias for bias in biases or [] if bias is not None]
+    if biases is not None and weighed:
+        plain = weighed[0].new_zeros(len(weighed[0]), 0)
         longest = max(rows.shape[1] for rows, _ in found)
-        padded = [torch.nn.functional.pad(bias, (0, longest - bias.shape[1])) for bias in biases if bias is not None]
+        given = [plain if bias is None else bias for bias in biases]
+        padded = [torch.nn.functional.pad(bias, (0, longest - bias.shape[1])) for bias in given]
         return replace(stack_rows(found), bias=torch.stack(padded))
     if len(found) == 1:
         return Rows(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))

@@ -14,7 +14,20 @@ from kvrecall.cli.report import seconds, size
 from kvrecall.errors import ModelFilesError
 from tests.cli.conftest import Cli
 
-VERBS = ["ask", "generate", "demo", "plan", "info", "models", "models list", "models pull", "models check"]
+VERBS = [
+    "ask",
+    "generate",
+    "demo",
+    "eval",
+    "report",
+    "tune",
+    "plan",
+    "info",
+    "models",
+    "models list",
+    "models pull",
+    "models check",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -148,11 +161,13 @@ def test_sizes_and_times() -> None:
     assert [seconds(t) for t in (0.0031, 12.34)] == ["3.1 ms", "12.3 s"]
 
 
-@pytest.mark.parametrize("verb", ["layer", "decode"])
-def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("verb", "what"), [("layer", "configs"), ("decode", "configs"), ("ops", "ops"), ("methods", "systems")]
+)
+def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "CUDA GPU" in cli.error("bench", verb)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "unknown configuration 'papers'" in cli.error("bench", verb, "--configs", "papers")
+    assert "unknown configuration 'papers'" in cli.error("bench", verb, f"--{what}", "papers")
     assert "unknown shape '70b'" in cli.error("bench", verb, "--shape", "70b")
     assert "1.5k" in cli.error("bench", verb, "--context", "1.5k")

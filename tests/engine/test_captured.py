@@ -119,6 +119,14 @@ def test_what_only_shows_at_capture_is_decoded_uncaptured_unless_capture_was_req
         engine.generate(model, None, prompt, cache, max_new_tokens=6)
 
 
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(CaptureError, match=r"compute capability is 7\.5, below 8\.0.*Decode with model\.generate"):
+        captured.check_capture(model, kvrecall.RetrievalCache(model.config, RETRIEVES))
+
+
 def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     cache, prompt = prefilled(model)

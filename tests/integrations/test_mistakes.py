@@ -97,6 +97,16 @@ def test_another_dtype_in_the_middle() -> None:
     still_right(model.float(), kvrecall.RetrievalCache(model.config, COVERING), ids())
 
 
+def test_unsupported_dtype() -> None:
+    model = tiny("llama").double()
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    says = r"dtype of the keys: expected torch\.bfloat16 or torch\.float16 or torch\.float32, got torch\.float64\. .*cast the"
+    with kvrecall.attach(model), pytest.raises(errors.DeviceError, match=says):
+        greedy(model, cache, ids())
+    assert cache.get_seq_length() == 0
+    still_right(model.float(), cache, ids())
+
+
 def test_unsupported_head_dim() -> None:
     model = tiny("llama", head_dim=32)
     with kvrecall.attach(model), pytest.raises(errors.ShapeError, match="head_dim: expected one of 64, 80, 96, 128, 192, 256"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.structs import AttentionParams
+from kvrecall.structs import AttentionParams, HostRows, Rows
 from tests.layers import DIM, ZONES, state, tokens
 
 triton: Any = pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 
 
@@ -55,6 +55,9 @@ def compile_all(seen: dict[str, Any], capability: int) -> None:
     from triton.compiler import ASTSource
 
     for kernel, signature, constants, options in seen.values():
+        names = list(signature)
+        if "PDL" in names:  # as a GPU of this capability would launch it
+            constants = constants | {(names.index("PDL"),): capability >= 90}
         source = ASTSource(kernel, signature, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert len(made.asm["cubin"]) > 0, kernel.__name__
@@ -83,9 +86,11 @@ def test_kernels_of_a_captured_layer(name: str, capability: int, launches: dict[
     captured.decode(*new, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), params)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {
-        "rotate_kernel", "tables_kernel", "scan_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel",
-        "merge_kernel",
-    } | {"semantic": {"trigger_kernel"}, "products": {"lse_kernel"}}.get(name, set())  # fmt: skip
+        "rotate_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel", "merge_kernel",
+    } | {
+        "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
+        "semantic": {"product_kernel", "trigger_kernel"},
+    }[name]  # fmt: skip
     compile_all(launches, capability)
 
 
@@ -98,8 +103,79 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     compile_all(launches, capability)
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_attention_to_rows_of_the_device_and_of_the_host(
+    dtype: torch.dtype, dim: int, capability: int, launches: dict[str, Any]
+) -> None:
+    from kvrecall.attend.cuda import attend_rows
+
+    queries, lengths = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+    softcap = 30.0 if dim == 256 else 0.0
+    attend_rows(queries, Rows(torch.zeros(2, 2, 832, 2, dim, dtype=dtype), lengths), 0.1, softcap)
+    ids, table = torch.zeros(2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, 3, dtype=torch.int64)
+    attend_rows(queries, HostRows(ids, table, dtype), 0.1, softcap)
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"rows_kernel", "host_rows_kernel", "merge_lse_kernel"}
+    compile_all(launches, capability)
+
+
 def start_in(layer: Any, dtype: torch.dtype) -> None:
     """Prefills without kernels, whatever the dtype."""
     from kvrecall.pipeline import prefill_layer
 
     prefill_layer(layer, *(x.to(dtype) for x in tokens(0, 2, 90)), None, AttentionParams(DIM**-0.5))
+
+
+UNIT_CASES = [
+    (64, 4, "mean_softmax", torch.bfloat16), (80, 8, "max", torch.float16), (96, 1, "mean_softmax", torch.bfloat16),
+    (128, 4, "mean_q", torch.bfloat16), (192, 5, "max_softmax", torch.float32), (256, 7, "mean_softmax", torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("dim", "group", "mode", "dtype"), UNIT_CASES)
+@pytest.mark.parametrize("units", [200, 9000])
+def test_search_over_units(
+    units: int, dim: int, group: int, mode: str, dtype: torch.dtype, capability: int, launches: dict[str, Any]
+) -> None:
+    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
+
+    volume, like = units > 200, torch.zeros(1, dtype=dtype)
+    kind = UnitKind(volume, sized=not volume, ordered=volume, least_tokens=32 if volume else 1)
+    search = GpuUnitSearch(2, 2, group, dim, mode, kind, 100, units, like)
+    reps = torch.zeros(2, 3, (1 + volume) * dim, dtype=dtype)
+    row = plan_row(reps, torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32))
+    plan, fire = torch.tensor([row, row]), torch.ones(2, dtype=torch.int32)
+    search.launch(torch.zeros(2, 2 * group, dim, dtype=dtype), plan, fire, 0.1, 100)
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"score_kernel", "fill_kernel", "expand_kernel"} | (set() if volume else {"ascend_kernel"})
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.float32), (80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
+)
+def test_attention_that_fetches(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.attend.fetching import FetchingAttention
+
+    rows = torch.zeros(1, 2, 40, 2, dim, dtype=dtype)
+    attention = FetchingAttention(rows, [rows[0]], 20, 8)
+    queries, new, ints = torch.zeros(1, 8, dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype), torch.zeros(1, 2, 20).int()
+    attention.launch(queries, new, new, ints, ints[:, 0, 0], ints[:, 0, :2], 0.1, 30.0 if dim == 80 else 0.0)
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["fetching_kernel"]
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.float32)])
+def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
+
+    NearestCentroids(torch.zeros(8, 20, dim, dtype=dtype), 2, 4).find(torch.zeros(8, dim, dtype=dtype))
+    score_rows(torch.zeros(2, 4, dim), [(0, torch.zeros(2, 9, 2, dim, dtype=dtype))], torch.zeros(2, 5, dtype=torch.int32))
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"score_kernel", "fill_kernel", "expand_kernel", "score_rows_kernel"}
+    compile_all(launches, capability)

@@ -71,3 +71,11 @@ def test_union_equals_sets(data: st.DataObject, rows: int, group: int, width: in
 def test_union_of_int64_ids_with_the_largest_int32() -> None:
     union, counts = union_rows(torch.tensor([[2**31 - 2, 5], [5, -1]], dtype=torch.int64))
     assert union.tolist() == [5, 2**31 - 2] and counts.item() == 2
+
+
+def test_a_union_that_is_not_cut_has_the_same_ids_and_more_padding() -> None:
+    ids = torch.tensor([[[3, 1, -1], [1, 7, 3]], [[5, -1, -1], [5, 2, -1]]], dtype=torch.int32)
+    found, counts = union_rows(ids)
+    whole, same = union_rows(ids, cut=False)
+    assert whole.shape == (2, 6) and torch.equal(counts, same)
+    assert torch.equal(whole[:, : found.shape[1]], found) and (whole[:, found.shape[1] :] == -1).all()

@@ -14,23 +14,26 @@ import triton.language as tl
 @triton.jit
 def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softcap, D: tl.constexpr, BD: tl.constexpr,
                  G: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """G queries over rows b_k, b_v fp32 `[R, BD]`: parts out `[G, PARTS, D]` and natural-log lse `[G, PARTS]`, fp32."""
-    o_d = tl.arange(0, BD)
-    m_d = o_d < D
-    for g in tl.static_range(G):
-        b_q = tl.load(p_queries + g * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_logit = tl.sum(b_k * b_q[None, :], 1) * scaling
-        if CAP:
-            b_fast = 1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0)  # tanh
-            b_logit = softcap * b_fast
-        b_logit = tl.where(m_r, b_logit, float("-inf"))
-        peak = tl.max(b_logit, 0)
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        b_p = tl.exp(b_logit - base)
-        total = tl.sum(b_p, 0)
-        b_sum = tl.sum(b_p[:, None] * b_v, 0) / tl.where(total > 0, total, 1.0)
-        tl.store(p_out + (g * PARTS + o_part) * D + o_d, b_sum, mask=m_d)
-        tl.store(p_lse + g * PARTS + o_part, base + tl.log(total))
+    """G queries over rows b_k, b_v `[R, BD]` of the cache's dtype: parts out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
+
+    On tensor cores, the queries of a group being the rows of a matrix; weights are rounded to the values' dtype, sums are not.
+    """
+    BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_queries + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(b_k.dtype)
+    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
+    if CAP:
+        b_fast = 1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0)  # tanh
+        b_logit = softcap * b_fast
+    b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
+    b_peak = tl.max(b_logit, 1)
+    b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
+    b_p = tl.exp(b_logit - b_base[:, None])
+    b_total = tl.sum(b_p, 1)
+    b_sum = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee") / tl.where(b_total > 0, b_total, 1.0)[:, None]
+    tl.store(p_out + (o_g[:, None] * PARTS + o_part) * D + o_d[None, :], b_sum, mask=m_q)
+    tl.store(p_lse + o_g * PARTS + o_part, b_base + tl.log(b_total), mask=o_g < G)
 
 
 @triton.jit
@@ -62,7 +65,8 @@ def selected_rows(
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     m_r = b_id >= 0
-    p_pool = tl.load(p_host).to(tl.pointer_type(p_like.dtype.element_ty))
+    # Pools begin on a page of memory, which the compiler cannot know: it would read two bytes at a time.
+    p_pool = tl.multiple_of(tl.load(p_host).to(tl.pointer_type(p_like.dtype.element_ty)), 16)
     p_row = p_pool + (i_kv * tl.load(p_host + 1) + b_id)[:, None] * (2 * D) + o_d[None, :]
     if REUSE:
         parity = tl.load(p_parity)

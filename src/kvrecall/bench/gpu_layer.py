@@ -211,7 +211,7 @@ def full_attention(bench: Bench) -> tuple[float, str]:
 def measure(shape: str, tokens: int, name: str) -> Row:
     """Builds, checks and times one configuration."""
     heads, dim = SHAPES[shape][1:]
-    layers = max(1, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
+    layers = max(8, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
     bench = Bench(shape, tokens, CONFIGS[name](tokens), layers)
     bench.check()
     p20, p50, p80 = timed(bench.step, layers, between=bench.turn)
@@ -221,7 +221,7 @@ def measure(shape: str, tokens: int, name: str) -> Row:
         "tables_us": lambda x: x._search.make_tables(q, x._tables(), bench.rows, x._fire),
         "scan_us": lambda x: x._search.scan(x._tables(), bench.rows, x._fire),
         "compact_us": lambda x: x._search.compact(x._tables(), bench.rows, x._fire),
-        "rerank_us": lambda x: x._search.rerank(x._tables(), bench.rows, x._fire),
+        "rerank_us": lambda x: x._search.rerank(x._tables(), bench.rows, x._fire, p.scaling),
         "top_us": lambda x: x._search.pick(bench.rows, x._fire, p.scaling),
         "attend_us": lambda x: x._attend(q, k, v, bench.rows, bench.parity, p),
         "merge_us": lambda x: bench.drop(x._merge(q, p)),

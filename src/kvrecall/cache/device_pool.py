@@ -7,6 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from kvrecall.cache.host_memory import staging
 from kvrecall.structs import Rows, lasting_tensors
 
 
@@ -29,8 +30,7 @@ class DevicePool:
 
     def rows(self) -> Rows:
         """All sequences' resident rows, as views; valid until the next change."""
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self._kv.device)
-        return Rows(self._kv, lengths.unsqueeze(1).expand(-1, self._kv.shape[1]))
+        return Rows(self._kv, self._device_lengths().unsqueeze(1).expand(-1, self._kv.shape[1]))
 
     def view(self, sequence: int, start: int = 0) -> Tensor:
         """One sequence's resident rows from `start` on, `[H_kv, n, 2, D]`; valid until the next change."""
@@ -59,9 +59,9 @@ class DevicePool:
         self._kv[sequence, :, start:end] = rows
         self.lengths[sequence] = end
 
-    def drop_oldest(self, sequence: int, start: int, count: int) -> None:
-        """Removes `count` rows behind the first `start`, closing the gap."""
-        self.replace(sequence, start, self.view(sequence, start + count).clone())
+    def make_room(self, tokens: int) -> None:
+        """Allocates what `tokens` rows per sequence need, so that storing them cannot fail for want of memory."""
+        self._ensure(tokens)
 
     def select(self, sequences: list[int]) -> DevicePool:
         """A new pool whose sequence i is a copy of this one's `sequences[i]`."""
@@ -70,6 +70,16 @@ class DevicePool:
             chosen._kv = self._kv[torch.tensor(sequences, device=self._kv.device)]
         chosen.lengths = [self.lengths[b] for b in sequences]
         return chosen
+
+    def _device_lengths(self) -> Tensor:
+        """int32 `[B]` on the device, sent so that the host waits for nothing."""
+        device, first = self._kv.device, self.lengths[0]
+        if self.lengths == [first] * len(self.lengths):
+            return torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if device.type == "cuda":
+            lengths = staging(tuple(lengths.shape), torch.int32).copy_(lengths)
+        return lengths.to(device, non_blocking=True)
 
     def _ensure(self, tokens: int) -> None:
         if tokens > self._kv.shape[2]:

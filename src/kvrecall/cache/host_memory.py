@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import warnings
 import weakref
+from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,19 @@ from torch import Tensor
 
 from kvrecall.structs import lasting_tensors
 
+_PORTABLE_AND_MAPPED = 1 | 2
+"""Flags of cudaHostRegister: page-locked for every GPU, also those of other layers, and readable by their kernels."""
+
+_warned = False
+
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """Uninitialised CPU tensor on its own pages; page-locked and mapped for CUDA when `pin`.
 
-    A system that refuses to pin gives a warning and plain memory: reads by the GPU are then staged, so slower, not wrong.
+    A system that refuses to pin gives plain memory and, once, a warning: reads by the GPU are staged then, slower, not wrong.
+    Raises OSError when there is no memory. The pages are given back with the last tensor that views them.
     """
-    count = 1
-    for size in shape:
-        count *= size
+    count = prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, count * dtype.itemsize)
@@ -36,26 +42,55 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     return tensor
 
 
+def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised CPU tensor for one copy to or from a GPU that nobody waits for; pageable where pinning is refused.
+
+    From torch's allocator, which gives such memory out again when the copy is done.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        _warn(prod(shape) * dtype.itemsize, str(error).splitlines()[0])
+        return torch.empty(shape, dtype=dtype)
+
+
 def _register(tensor: Tensor, pages: mmap.mmap) -> None:
     cudart: Any = torch.cuda.cudart()
     address = tensor.data_ptr()
-    status = int(cudart.cudaHostRegister(address, len(pages), 0))
+    status = int(cudart.cudaHostRegister(address, len(pages), _PORTABLE_AND_MAPPED))
     if status != 0:
-        warnings.warn(
-            f"pinning {len(pages):,} bytes of host memory was refused (CUDA error {status}); using pageable memory. "
-            "Raise the locked-memory limit (`ulimit -l`) for direct reads by the GPU.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        _warn(len(pages), f"CUDA error {status}")
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):  # a refused call leaves its error behind, which the next launch would take for its own
+                torch.zeros(1, device="cuda")
         return
     # The mapping outlives the tensor's storage only through this callback, which lets go of both in the right order.
-    weakref.finalize(tensor.untyped_storage(), _release, address, pages)
+    release = weakref.finalize(tensor.untyped_storage(), _release, cudart, address, pages)
+    release.atexit = False  # the system takes both back, and CUDA may be gone by then
 
 
-def _release(address: int, pages: mmap.mmap) -> None:
-    cudart: Any = torch.cuda.cudart()
+def _release(cudart: Any, address: int, pages: mmap.mmap) -> None:
+    bindings: Any = torch._C
+    for device in range(torch.cuda.device_count()):
+        if bindings._cuda_hasPrimaryContext(device):
+            with suppress(RuntimeError):  # a GPU that has failed reads no more
+                torch.cuda.synchronize(device)  # copies and kernels that still use the pages
     cudart.cudaHostUnregister(address)
     del pages
+
+
+def _warn(count: int, reason: str) -> None:
+    """Once per process: a cache has a pool for every layer, and all of them would say the same."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"host memory: expected to pin {count:,} bytes, got a refusal ({reason}). Using pageable memory wherever that happens, "
+        "which is slower; raise the locked-memory limit (`ulimit -l`) for direct reads by the GPU.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def available_host_bytes() -> int:

@@ -9,7 +9,9 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import allocate
+from kvrecall.cache.host_memory import allocate, available_host_bytes, staging
+from kvrecall.cache.transfer import Pending, send
+from kvrecall.errors import HostMemoryError
 
 
 class HostPool:
@@ -18,6 +20,8 @@ class HostPool:
     The pool grows by segments and never moves a row. Rows are written once, so copies of a sequence (beams, several answers
     to one prompt, forks of a conversation) share segments; only a shared, partly filled last segment is closed to further
     appends, and the next rows open a new one.
+
+    Rows of a GPU are still on their way when `append` returns; every way of reading them waits as long as it must.
     """
 
     def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, *, pin: bool = False, segment_tokens: int = 4096) -> None:
@@ -27,6 +31,7 @@ class HostPool:
         self._starts: list[int] = []
         self._shared = 0  # leading segments that another pool may read, so nothing may be written into them
         self._reserved = 0
+        self._pending: Pending | None = None
         self.length = 0
 
     @property
@@ -40,26 +45,39 @@ class HostPool:
         self._reserved = max(self._reserved, tokens)
 
     def append(self, rows: Tensor) -> None:
-        """Stores rows `[H_kv, n, 2, D]` from any device behind those that are there."""
-        while rows.shape[1]:
-            room = self._room()
-            if not room:
-                room = self._open_segment(rows.shape[1])
-            part = rows[:, :room]
-            offset = self.length - self._starts[-1]
-            self._segments[-1][:, offset : offset + part.shape[1]].copy_(part)
+        """Stores rows `[H_kv, n, 2, D]` from any device behind those that are there; a GPU's must not be written to afterwards.
+
+        Raises HostMemoryError, and stores nothing, when the host has no memory for them.
+        """
+        self.make_room(rows.shape[1])
+        for start, end, segment in zip(self._starts, self._ends(), self._segments, strict=True):
+            part, offset = rows[:, : max(0, end - self.length)], self.length - start
+            if not part.shape[1]:
+                continue
+            target = segment[:, offset : offset + part.shape[1]]
+            if part.is_cuda:
+                self._pending = send(part, target)
+            else:
+                target.copy_(part)
             self.length += part.shape[1]
             rows = rows[:, part.shape[1] :]
+
+    def make_room(self, tokens: int) -> None:
+        """Allocates what the next `tokens` rows need, so that storing them cannot fail for want of memory."""
+        room = self._room()
+        if tokens > room:
+            self._open_segment(self.length + room, tokens - room)
 
     def consolidate(self, tokens: int) -> Tensor:
         """One segment `[H_kv, room >= tokens, 2, D]` of its own that holds everything, for writers that know only an address.
 
-        Copies once if there are several segments, another pool reads the only one, or it is too short.
+        Waits for rows that are on their way. Copies once if there are several segments, another pool reads the only one, or it
+        is too short.
         """
+        self._arrive()
         if len(self._segments) != 1 or self._shared or self._segments[0].shape[1] < tokens:
-            heads, dim = self._shape
-            whole = allocate((heads, max(tokens, self.length, 1), 2, dim), self._dtype, self._pin)
-            for start, block in zip(self._starts, list(self.blocks()), strict=True):
+            whole = self._allocate(max(tokens, self.length, 1))
+            for start, block in zip(self._starts, list(self.blocks()), strict=False):  # the last may still be empty
                 whole[:, start : start + block.shape[1]] = block
             self._segments, self._starts, self._shared = [whole], [0], 0
         return self._segments[0]
@@ -84,7 +102,11 @@ class HostPool:
         return fork
 
     def segments(self) -> list[tuple[int, Tensor]]:
-        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may have room that is not written yet."""
+        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may have room that is not written yet.
+
+        For reads by the GPU: its current stream waits for rows that are on their way.
+        """
+        self._arrive(on_device=True)
         return list(zip(self._starts, self._segments, strict=True))
 
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
@@ -92,14 +114,14 @@ class HostPool:
 
         pin: into page-locked memory, for a copy to a GPU that nobody has to wait for.
         """
+        self._arrive()
         dim = self._shape[1]
-        out = torch.empty(len(ids), 2, dim, dtype=self._dtype, pin_memory=pin)
+        out = staging((len(ids), 2, dim), self._dtype) if pin else torch.empty(len(ids), 2, dim, dtype=self._dtype)
         if len(self._segments) == 1 and len(ids):
             segment = self._segments[0]
             torch.index_select(segment.view(-1, 2 * dim), 0, ids + heads * segment.shape[1], out=out.view(-1, 2 * dim))
             return out
-        ends = [*self._starts[1:], self.length]
-        for segment, start, end in zip(self._segments, self._starts, ends, strict=True):
+        for segment, start, end in zip(self._segments, self._starts, self._ends(), strict=True):
             inside = (ids >= start) & (ids < end)
             out[inside] = segment[heads[inside], ids[inside] - start]
         return out
@@ -109,24 +131,49 @@ class HostPool:
         heads = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
         return self.take(heads, ids.long().flatten()).view(*ids.shape, 2, self._shape[1])
 
-    def blocks(self, start: int = 0) -> Iterator[Tensor]:
-        """Views of rows start..length in order, each `[H_kv, n, 2, D]`; valid while the pool is not truncated."""
+    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
+        """Views of rows start..length in order, each `[H_kv, n, 2, D]`; valid while the pool is not truncated.
+
+        on_device: only the GPU's current stream will read them, so it waits for those that are on their way, and not the host.
+        """
+        self._arrive(on_device)
         first = bisect_right(self._starts, start) - 1 if self._starts else 0
+        ends = self._ends()
         for index in range(max(first, 0), len(self._segments)):
-            begin = self._starts[index]
-            end = self._starts[index + 1] if index + 1 < len(self._starts) else self.length
+            begin, end = self._starts[index], min(ends[index], self.length)
             if end > max(begin, start):
                 yield self._segments[index][:, max(start - begin, 0) : end - begin]
+
+    def _ends(self) -> list[int]:
+        """First id behind each segment; a shared one that was closed early has room that nobody uses."""
+        return [*self._starts[1:], self._starts[-1] + self._segments[-1].shape[1]] if self._segments else []
 
     def _room(self) -> int:
         if len(self._segments) == self._shared:
             return 0
         return self._starts[-1] + self._segments[-1].shape[1] - self.length
 
-    def _open_segment(self, needed: int) -> int:
+    def _open_segment(self, start: int, needed: int) -> None:
+        announced = self._reserved - start
+        self._segments.append(self._allocate(max(needed, announced if announced > 0 else self._segment_tokens)))
+        self._starts.append(start)
+
+    def _allocate(self, tokens: int) -> Tensor:
         heads, dim = self._shape
-        announced = self._reserved - self.length
-        tokens = max(needed, announced if announced > 0 else self._segment_tokens)
-        self._segments.append(allocate((heads, tokens, 2, dim), self._dtype, self._pin))
-        self._starts.append(self.length)
-        return tokens
+        try:
+            return allocate((heads, tokens, 2, dim), self._dtype, self._pin)
+        except OSError as error:
+            need = heads * tokens * 2 * dim * self._dtype.itemsize
+            raise HostMemoryError(need, available_host_bytes(), tokens) from error
+
+    def _arrive(self, on_device: bool = False) -> None:
+        """Rows may be read from now on, by the CPU or by the current stream of the GPU."""
+        if self._pending is None:
+            return
+        if self._pending.arrived():
+            self._pending = None
+        elif on_device:
+            self._pending.wait_on_device()
+        else:
+            self._pending.wait_on_host()
+            self._pending = None

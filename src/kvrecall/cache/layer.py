@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvrecall.cache.device_pool import DevicePool
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.structs import Rows
 
@@ -42,7 +43,8 @@ class LayerStore:
     def append_chunk(self, sequence: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Adds a chunk `[H_kv, n, D]` of a prompt to one sequence and settles its zones.
 
-        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, for the index; None when none did.
+        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, for the index; None when none did. Of a GPU
+        they are still on their way. Raises before anything is changed when there is no memory for them.
         """
         rows = torch.stack([keys, values], dim=2)
         before = self.zones(sequence)
@@ -50,6 +52,8 @@ class LayerStore:
         moved = self.sizes.evicted(after, settle=True)
         window = torch.cat([self.resident.view(sequence, before.sink), rows], dim=1)
         to_sink = after.sink - before.sink
+        self.resident.make_room(after.sink + window.shape[1] - to_sink - moved)
+        self.host[sequence].make_room(moved)
         if to_sink:
             self.resident.replace(sequence, before.sink, window[:, :to_sink])
             window = window[:, to_sink:]
@@ -70,9 +74,10 @@ class LayerStore:
             moved = min(moved, at_most)
         if not moved:
             return None
-        rows = self.resident.view(sequence, zones.sink)[:, :moved].clone()
+        window = self.resident.view(sequence, zones.sink)
+        rows, kept = window[:, :moved].clone(), window[:, moved:].clone()
         self.host[sequence].append(rows)
-        self.resident.drop_oldest(sequence, zones.sink, moved)
+        self.resident.replace(sequence, zones.sink, kept)
         return rows
 
     def crop(self, sequence: int, tokens: int) -> None:
@@ -80,7 +85,8 @@ class LayerStore:
         zones = self.zones(sequence)
         sink = min(tokens, zones.sink)
         keep_host = max(0, min(zones.retrieval, tokens - sink - self.sizes.local_tokens))
-        back = [block.to(self.resident.view(sequence).device) for block in self.host[sequence].blocks(keep_host)]
+        device = self.resident.view(sequence).device
+        back = [bring(block, device) for block in self.host[sequence].blocks(keep_host, on_device=True)]
         window = torch.cat([*back, self.resident.view(sequence, zones.sink)], dim=1)
         self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host].clone())
         self.host[sequence].truncate(keep_host)
@@ -92,12 +98,20 @@ class LayerStore:
         chosen.host = [self.host[b].fork() for b in sequences]
         return chosen
 
-    def blocks(self, sequence: int) -> Iterator[Tensor]:
-        """Every stored row of one sequence in order of position, as views `[H_kv, n, 2, D]` on device or host."""
+    def blocks(self, sequence: int, on_device: bool = False) -> Iterator[Tensor]:
+        """Every stored row of one sequence in order of position, as views `[H_kv, n, 2, D]` on device or host.
+
+        on_device: only the GPU's current stream will read them.
+        """
         sink = self.zones(sequence).sink
         yield self.resident.view(sequence)[:, :sink]
-        yield from self.host[sequence].blocks()
+        yield from self.host[sequence].blocks(on_device=on_device)
         yield self.resident.view(sequence, sink)
+
+    def resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
+        """Keys `[H_kv, n, D]` of sink and window of one sequence, each with the position of its first."""
+        zones, keys = self.zones(sequence), self.resident.view(sequence)[:, :, 0]
+        return [(keys[:, : zones.sink], 0), (keys[:, zones.sink :], zones.sink + zones.retrieval)]
 
     def resident_rows(self) -> Rows:
         """Sink + local + buffer of all sequences, for attention."""

@@ -8,12 +8,15 @@ from kvrecall.cli.ask import ask
 from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.demo import demo
+from kvrecall.cli.eval import evaluate
 from kvrecall.cli.generate import generate
 from kvrecall.cli.info import info
 from kvrecall.cli.models import models
 from kvrecall.cli.plan import plan
 from kvrecall.cli.recall import recall
+from kvrecall.cli.report_page import report
 from kvrecall.cli.trace import trace
+from kvrecall.cli.tune import tune
 
 app = typer.Typer(
     name="kvrecall",
@@ -24,7 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (ask, generate, demo, plan, info, trace, recall, calibrate):
+for verb in (ask, generate, demo, plan, info, trace, recall, calibrate, tune, report):
     app.command()(verb)
+app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")

@@ -66,6 +66,44 @@ def decode(
     return _rows(gpu_decode.measure, asked, columns, out, as_json)
 
 
+@bench.command()
+@verb
+def ops(
+    context: Contexts = "128k",
+    ops: Annotated[str, typer.Option(help="Operations, one or more, or all.")] = "all",
+    shape: Annotated[str, typer.Option(help="Attention shape: 8b, qwen2.5-1.5b or qwen3-0.6b.")] = "8b",
+    out: Out = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Every kernel alone on a GPU, in microseconds, against the time that its bytes must take."""
+    _need_cuda()
+    from kvrecall.bench import gpu_layer, gpu_ops
+
+    names = ",".join(gpu_ops.OPS) if ops == "all" else ops
+    _check(shape, gpu_layer.SHAPES, names, gpu_ops.OPS)
+    columns = ("tokens", "op", "p20_us", "p50_us", "p80_us", "gb_per_s", "roofline_us", "roofline_share")
+    return _rows(gpu_ops.measure, product([shape], _counts(context), names.split(",")), columns, out, as_json)
+
+
+@bench.command()
+@verb
+def methods(
+    context: Contexts = "64k,128k,256k,1m",
+    systems: Annotated[str, typer.Option(help="prkv, louiskv-search, louiskv-held, ctkvr, …; or all.")] = "all",
+    shape: Annotated[str, typer.Option(help="Attention shape: 8b, qwen2.5-1.5b or qwen3-0.6b.")] = "8b",
+    out: Out = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """PRKV, LouisKV and CTkvr: one attention layer on a GPU, in microseconds."""
+    _need_cuda()
+    from kvrecall.bench import gpu_layer, gpu_methods
+
+    names = ",".join(gpu_methods.SYSTEMS) if systems == "all" else systems
+    _check(shape, gpu_layer.SHAPES, names, gpu_methods.SYSTEMS)
+    columns = ("tokens", "system", "p20_us", "p50_us", "p80_us", "full_p50_us", "speedup", "attended_tokens", "host_us")
+    return _rows(gpu_methods.measure, product([shape], _counts(context), names.split(",")), columns, out, as_json)
+
+
 def _rows(
     measure: Callable[..., Any], asked: Iterable[tuple[Any, ...]], columns: tuple[str, ...], out: Path | None, as_json: bool
 ) -> Result:

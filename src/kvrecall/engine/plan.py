@@ -53,14 +53,15 @@ def plan(
         if value < 1:
             raise ParameterError(name, "an integer >= 1", value, "It is a count.")
     model = ModelSignature.of(config)
-    layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    ours = [number for number, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
+    layers = len(ours)
     row = 2 * model.head_dim * dtype.itemsize * model.kv_heads * layers
     sizes = method.zone_sizes()
     retrieved = max(0, context_tokens - sizes.sink_tokens - sizes.local_tokens)
-    searched = layers - sum(0 <= layer < layers for layer in method.dense_layers)
+    searched = [number for number in ours if number not in method.dense_layers]
     resident = row * sizes.resident_capacity * batch
     shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, torch.device("cpu"))
-    summary = method.summary_bytes(shape, retrieved) * searched
+    summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
     summaries = summary * batch
     host, full = row * retrieved * batch, row * context_tokens * batch
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None

@@ -14,7 +14,7 @@ from kvrecall.errors import ContextLengthError, ParameterError
 
 _DOCUMENT, _QUESTION = "\x02document\x02", "\x02question\x02"
 _INTRODUCTION = "Here is a text.\n\n"
-_INSTRUCTION = "\n\nAnswer with one short sentence, from the text above alone.\nQuestion: "
+INSTRUCTION = "Answer with one short sentence, from the text above alone."
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,13 @@ class DocumentPrompt:
     document_tokens: int
 
     @staticmethod
-    def of(tokenizer: Any, document: str) -> DocumentPrompt:
-        """Tokenises a document for questions; with the tokenizer's chat template if it has one, as plain text otherwise."""
-        head, middle, tail = _template(tokenizer)
-        body = _plain_ids(tokenizer, document.rstrip())
+    def of(tokenizer: Any, document: str, instruction: str = INSTRUCTION) -> DocumentPrompt:
+        """Tokenises a document for questions; with the tokenizer's chat template if it has one, as plain text otherwise.
+
+        instruction: how to answer; it stands between document and question.
+        """
+        head, middle, tail = _template(tokenizer, f"\n\n{instruction}\nQuestion: ")
+        body = plain_ids(tokenizer, document.rstrip())
         return DocumentPrompt(tokenizer, head + body + middle, tail, len(body))
 
     def ask(self, question: str, *, max_new_tokens: int = 0, limit_tokens: int | None = None) -> list[int]:
@@ -42,7 +45,7 @@ class DocumentPrompt:
 
         Raises `ContextLengthError`, naming the document or the question, if prompt and answer exceed `limit_tokens`.
         """
-        asked = _plain_ids(self.tokenizer, question.strip())
+        asked = plain_ids(self.tokenizer, question.strip())
         if limit_tokens is not None:
             self._check(len(asked), max_new_tokens, limit_tokens)
         return self.prefix + asked + self.tail
@@ -67,20 +70,31 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
     if split is None:
         return raw_prompt(tokenizer, text)
     head, tail = split.split(_QUESTION)
-    return _marked_ids(tokenizer, head) + _plain_ids(tokenizer, text) + _marked_ids(tokenizer, tail)
+    return _marked_ids(tokenizer, head) + plain_ids(tokenizer, text) + _marked_ids(tokenizer, tail)
+
+
+def next_turn(tokenizer: Any, question: str) -> list[int]:
+    """Ids from the end of an answer to where the next one begins: the chat template's turn with a question, or plain text."""
+    if _rendered(tokenizer, _QUESTION) is None:
+        return plain_ids(tokenizer, f"\nQuestion: {question.strip()}\nAnswer:")
+    said = [("user", "a"), ("assistant", _DOCUMENT), ("user", _QUESTION)]
+    messages = [{"role": role, "content": content} for role, content in said]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    join, tail = text.split(_DOCUMENT)[-1].split(_QUESTION)
+    return _marked_ids(tokenizer, join) + plain_ids(tokenizer, question.strip()) + _marked_ids(tokenizer, tail)
 
 
 def raw_prompt(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text to be continued as it is, with the token that the model expects at its start, if any."""
-    return _start_ids(tokenizer) + _plain_ids(tokenizer, text)
+    return _start_ids(tokenizer) + plain_ids(tokenizer, text)
 
 
-def _template(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+def _template(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
     """Ids before the document, between document and question, and after the question."""
-    rendered = _rendered(tokenizer, _INTRODUCTION + _DOCUMENT + _INSTRUCTION + _QUESTION)
+    rendered = _rendered(tokenizer, _INTRODUCTION + _DOCUMENT + instruction + _QUESTION)
     if rendered is None:
-        middle = _plain_ids(tokenizer, _INSTRUCTION)
-        return _start_ids(tokenizer) + _plain_ids(tokenizer, _INTRODUCTION), middle, _plain_ids(tokenizer, "\nAnswer:")
+        middle = plain_ids(tokenizer, instruction)
+        return _start_ids(tokenizer) + plain_ids(tokenizer, _INTRODUCTION), middle, plain_ids(tokenizer, "\nAnswer:")
     head, rest = rendered.split(_DOCUMENT)
     middle, tail = rest.split(_QUESTION)
     return _marked_ids(tokenizer, head), _marked_ids(tokenizer, middle), _marked_ids(tokenizer, tail)
@@ -101,7 +115,7 @@ def _marked_ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
 
-def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a user's text: nothing in it becomes a special token."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
 

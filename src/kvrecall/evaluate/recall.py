@@ -100,7 +100,7 @@ def _tables(trace: Trace, method: Method, layers: tuple[int, ...] | None, truth_
     if trace.info.prompt_tokens <= zones.sink_tokens + zones.local_tokens:
         raise ParameterError("trace", "a prompt longer than sink + local", trace.info.prompt_tokens, "Trace a longer text.")
     chosen = trace.info.layers if layers is None else layers
-    return {n: _replay_layer(trace, n, method, truth_k or method.top_k) for n in chosen}
+    return {n: _replay_layer(trace, n, method, truth_k or method.at(n).top_k or 0) for n in chosen}
 
 
 @torch.inference_mode()
@@ -173,6 +173,18 @@ def _lse(layer: LayerTrace, prompt: int, scaling: float) -> Tensor:
     rows = torch.stack([layer.keys[:, :first], layer.values[:, :first]], 2)
     own = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
     return merge([attend_block(queries, rows, scaling), own]).lse[0]
+
+
+def top_k_recall(query: Tensor, keys: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Share of each query head's true top-k among the attended tokens, fp32 `[H_q]`.
+
+    query: `[H_q, D]`; keys of the retrieval zone: `[H_kv, N, D]`; ids: int32 `[H_kv, K]`, padded with -1.
+    """
+    heads, length, _ = keys.shape
+    logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (heads, -1)), keys.float())
+    truth = logits.topk(min(k, length), -1).indices
+    attended = _member(ids, length).unsqueeze(1).expand_as(logits)
+    return attended.gather(-1, truth).float().mean(-1).flatten()
 
 
 def _member(ids: Tensor, tokens: int) -> Tensor:

@@ -42,6 +42,10 @@ class RowSource(Protocol):
         """Views of rows start..length in order, each `[H_kv, n, 2, D]` on the CPU."""
         ...
 
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may hold rows that are not written yet."""
+        ...
+
 
 @dataclass(frozen=True)
 class IndexConfig(Part, ABC):

@@ -53,6 +53,7 @@ class MilestoneIndex(PageIndex):
         super().__init__(shape, config)
         sets = shape.query_heads // shape.kv_heads if config.gqa == "per_head" else 1
         none = torch.zeros(shape.kv_heads, sets, 0, dtype=torch.int64, device=shape.device)
+        self._kernels = False  # they know no times
         self._rule = config
         self._times = [none] * shape.sequences
         self._step = [1] * shape.sequences

@@ -7,17 +7,23 @@ is filled; the last unit is cut, its lowest positions stay. Equal scores go to t
 from __future__ import annotations
 
 from abc import abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import union_rows
-from kvrecall.structs import Budget, Selection
+from kvrecall.structs import Budget, Selection, lasting_tensors
+
+if TYPE_CHECKING:
+    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,14 @@ class UnitIndex(Index):
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self._gqa = shape.kv_heads, config.gqa
+        self._kernels = kernels_available(shape.device)
+        self._gpu: GpuUnitSearch | None = None  # scratch of the last search on a GPU
+        self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # what it was told, which changes when units do
+
+    @property
+    @abstractmethod
+    def kind(self) -> UnitKind:
+        """What the kernels must know of the units."""
 
     @abstractmethod
     def units(self, sequence: int) -> Units:
@@ -78,8 +92,49 @@ class UnitIndex(Index):
         """fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', D]`; times `scaling` they are attention logits."""
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        if self._kernels and self._gqa != "per_head":
+            return self._search_gpu(queries, budget, sequences)
         grouped = search_queries(queries, self._kv_heads, self._gqa)
         return stack_selections([self._search_one(q, b, budget) for q, b in zip(grouped, sequences, strict=True)])
+
+    def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
+        """Scratch that serves a search for queries `[len(sequences), H_q, D]`, its plan and its flags; synchronises only where
+        units have changed since the last one."""
+        from kvrecall.index.unit_kernels import search as kernels
+
+        searched = [self.units(b) for b in sequences]
+        reps = searched[0].reps
+        most, gpu = max(1, *(units.reps.shape[1] for units in searched)), self._gpu
+        if gpu is None or not gpu.serves(len(searched), top_k, most):
+            # Room to grow: a search that was captured, or is repeated, need not be made anew for every page that fills up.
+            sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
+            with lasting_tensors():
+                gpu = kernels.GpuUnitSearch(*sizes, self._gqa, self.kind, top_k, most * 9 // 8, reps)
+            self._gpu = gpu
+        planned = self._planned
+        if (
+            planned is None
+            or len(planned[0]) != len(searched)
+            or any(a is not b for a, b in zip(planned[0], searched, strict=True))
+        ):
+            rows = [kernels.plan_row(units.reps, units.members, units.offsets) for units in searched]
+            with lasting_tensors():
+                plan = torch.tensor(rows, dtype=torch.int64, device=reps.device)
+                fire = torch.ones(len(rows), dtype=torch.int32, device=reps.device)
+            self._planned = planned = (searched, plan, fire)
+        return gpu, planned[1], planned[2]
+
+    def _search_gpu(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        gpu, plan, fire = self.gpu_search(queries, budget.top_k, sequences)
+        gpu.launch(queries.contiguous(), plan, fire, budget.scaling, budget.top_k)
+        width = min(budget.top_k, max(self.units(b).members.shape[1] for b in sequences))
+        return Selection(gpu.ids[: len(sequences), :, :width].clone(), gpu.counts[: len(sequences)].clone())
+
+    def _without_scratch(self) -> Self:
+        """A shallow copy, for `select`: what a search writes to is never shared."""
+        chosen = copy(self)
+        chosen._gpu = chosen._planned = None
+        return chosen
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
         units = self.units(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrecall.launch import kernels_available
 from kvrecall.structs import Partial
 
 
@@ -12,6 +13,10 @@ def merge(parts: list[Partial]) -> Partial:
     """Attention over the union of disjoint parts; an empty part (lse = -inf) changes nothing."""
     if len(parts) == 1:
         return parts[0]
+    if parts[0].out.shape[2] == 1 and len(parts) <= 64 and kernels_available(parts[0].out.device):
+        from kvrecall.merge.cuda import merge_parts
+
+        return Partial(*merge_parts([p.out for p in parts], [p.lse for p in parts]))
     lse = torch.stack([p.lse for p in parts])
     total = torch.logsumexp(lse, 0)
     weights = torch.exp(lse - torch.where(total.isfinite(), total, 0.0)).unsqueeze(-1)

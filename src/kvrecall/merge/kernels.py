@@ -5,14 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.overlap import begin, end
+
 
 @triton.jit
 def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-                 BP: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
+                 BP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """out[bh] = attention over the union of parts `[BH_q, PARTS, D]` with lse `[BH_q, PARTS]`; an empty part has lse -inf.
 
     SINKS: one learned logit per query head takes mass and gives no value.
     """
+    begin(PDL)
     i_bh = tl.program_id(0).to(tl.int64)
     o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
     b_lse = tl.load(p_lse + i_bh * PARTS + o_p, mask=o_p < PARTS, other=float("-inf"))
@@ -29,3 +32,4 @@ def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.
     b_part = tl.load(p_parts + (i_bh * PARTS + o_p)[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(p_out + i_bh * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
+    end(PDL)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.errors import ParameterError
+from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.pruned import PrunedIndex, pruned_nbytes
@@ -19,6 +19,9 @@ from kvrecall.trigger.speculative import Speculative
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
+
+SAME_IN_ALL_LAYERS = ("sink_tokens", "local_tokens", "update_interval", "dense_layers", "per_layer")
+"""What `per_layer` cannot change: zones belong to the whole cache, and the lists of layers name layers themselves."""
 
 AnyTrigger = EveryStep | FixedStride | SemanticBoundary | Speculative
 
@@ -37,6 +40,8 @@ class Method:
     sink_tokens, local_tokens, update_interval: zone sizes in tokens (see `kvrecall.cache.zones`).
     full_attention_threshold: sequences shorter than max(this, sink + local + 2 top_k) tokens are attended whole.
     dense_layers: layers that always attend to everything and keep no index.
+    per_layer: other values of these fields for single layers, `{layer: {field: value}}`, for example
+    `{3: {"top_k": 64}, 7: {"top_k": 256}}`; kept as sorted pairs. `kvrecall tune` finds them.
     """
 
     name: ClassVar[str] = "method"
@@ -57,6 +62,7 @@ class Method:
     update_interval: int = 512
     full_attention_threshold: int = 2000
     dense_layers: tuple[int, ...] = ()
+    per_layer: Any = ()
 
     def __post_init__(self) -> None:
         for role in parts.ROLES:
@@ -70,6 +76,34 @@ class Method:
                 "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
             )
         check(self)
+        object.__setattr__(self, "per_layer", self._checked_layers())
+
+    def at(self, layer: int) -> Method:
+        """The method as one layer sees it, by the layer's number in the model: with its own values, and no `per_layer`."""
+        return replace(self, per_layer=(), **dict(dict(self.per_layer).get(layer, ()))) if self.per_layer else self
+
+    def _checked_layers(self) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
+        """`per_layer` as sorted pairs, which compare by value; raises for what no layer can have."""
+        known = sorted({f.name for f in fields(self)} - set(SAME_IN_ALL_LAYERS))
+        form = "{layer: {field: value}}, layers counted from 0"
+        try:
+            given = {int(layer): dict(values) for layer, values in dict(self.per_layer).items()}
+        except (TypeError, ValueError):
+            raise ParameterError("per_layer", form, self.per_layer, 'For example {3: {"top_k": 64}}.') from None
+        checked = []
+        for layer, values in sorted(given.items()):
+            if layer < 0:
+                raise ParameterError("per_layer", form, layer, "Layers count from 0.")
+            for name in values:
+                if name not in known:
+                    raise UnknownNameError(f"per_layer[{layer}] field", name, known)
+            try:
+                seen = replace(self, per_layer=(), **values)
+            except ParameterError as error:
+                raise ParameterError(f"per_layer[{layer}] {error.name}", error.expected, error.got, error.remedy) from None
+            # As the method keeps them: parts given as text have become objects.
+            checked.append((layer, tuple((name, getattr(seen, name)) for name in sorted(values))))
+        return tuple(checked)
 
     def own_index(self) -> IndexConfig | None:
         """The index of a published system, made from its hyper-parameters; None for a free composition."""

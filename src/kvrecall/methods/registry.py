@@ -53,6 +53,14 @@ def method_class(name: str) -> type[Method]:
     return getattr(import_module(module), attribute)
 
 
+def name_of(method: Method) -> str:
+    """The registered name of a method's class; raises UnknownNameError for a class that is not registered."""
+    for name, (module, attribute) in _METHODS.items():
+        if (type(method).__module__, type(method).__name__) == (module, attribute):
+            return name
+    raise UnknownNameError("method class", type(method).__name__, [attribute for _, attribute in _METHODS.values()])
+
+
 def get(name: str, **params: Any) -> Method:
     """A method by name with some of its parameters set; raises UnknownNameError for an unknown method or parameter."""
     chosen = method_class(name)

@@ -1,13 +1,16 @@
 """The k best of many scored ids, ascending, without sorting: a search for the k-th score in a range that shrinks to a quarter.
 
-Many ids are cut into chunks first, each of which keeps its own k best, in parallel; what they leave is searched once more. The
-scores of a group are first made one: the mean or the largest share of a softmax. Bytes: lanes x 4 per candidate.
+Many ids are cut into chunks, each of which keeps its own k best, in parallel; the program that ends last searches what they
+leave once more. The scores of a group are first made one: the mean or the largest share of a softmax, whose sums come with
+the scores. Bytes: lanes x 4 per candidate.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kvrecall.overlap import begin, end
 
 LOWEST = tl.constexpr(-0x80000000)
 
@@ -17,22 +20,6 @@ def ordered(b_score):
     """int32 that orders like the fp32 scores do (both zeros alike)."""
     b_bits = (b_score + 0.0).to(tl.int32, bitcast=True)
     return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def lse_kernel(p_estimates, p_plan, p_fire, p_peak, p_mass, scaling, HEADS, ROOM, PARTS, LANES: tl.constexpr, N: tl.constexpr,
-               FIELDS: tl.constexpr):  # fmt: skip
-    """Program (N candidates, lane, sequence and KV head): peak, mass `[bh, lane, part]` of a softmax over all candidates."""
-    i_part, i_lane, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_b = i_bh // HEADS
-    total = tl.load(p_plan + i_b * FIELDS + 1)
-    if (tl.load(p_fire + i_b) != 0) & (i_part * N < total):
-        o_c = i_part * N + tl.arange(0, N)
-        p_lane = p_estimates + (i_bh * LANES + i_lane).to(tl.int64) * ROOM
-        b_x = tl.load(p_lane + o_c, mask=o_c < total, other=float("-inf")) * scaling
-        peak = tl.max(b_x, 0)
-        tl.store(p_peak + (i_bh * LANES + i_lane) * PARTS + i_part, peak)
-        tl.store(p_mass + (i_bh * LANES + i_lane) * PARTS + i_part, tl.sum(tl.exp(b_x - peak), 0))
 
 
 @triton.jit
@@ -76,13 +63,13 @@ def counts_from(b_key, low, step):
 
 
 @triton.jit
-def boundary(b_key, wanted, low, high, reached):
-    """Narrows the range [low, high] of the keys until those from `low` on are the `wanted` largest, or all in it are equal.
+def boundary(b_key, wanted, room, low, high, reached):
+    """Narrows the range [low, high] of the keys until `wanted` to `room` of them lie from `low` on, or all in it are equal.
 
     Returns (low, high, keys above high, keys from low on).
     """
     over = 0
-    while (high > low) & (reached > wanted):
+    while (high > low) & (reached > room):
         step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
         n_1, n_2, n_3 = counts_from(b_key, low, step)
         quarter = (n_1 >= wanted).to(tl.int32) + (n_2 >= wanted).to(tl.int32) + (n_3 >= wanted).to(tl.int32)
@@ -94,62 +81,91 @@ def boundary(b_key, wanted, low, high, reached):
 
 
 @triton.jit
-def top_kernel(
-    p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_keys, p_counts, scaling, K, HEADS, ROOM, CHUNKS, PARTS,
-    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
-    N: tl.constexpr, BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Program (BC of the ids, sequence and KV head): its min(K, ·) ids of the largest scores, ascending.
+def best(b_key, m_c, wanted, room, here):
+    """The `wanted` largest of the keys `[N]`, of which `here` are real (m_c), first ones first; or a few more, up to `room`.
 
-    First level: p_ids `[bh, ROOM]` are candidates, ascending, -1 - id for one that ranks behind all others; p_scores their
-    estimates `[bh, LANES or 1, ROOM]`. Writes `[bh, CHUNKS, K]` ids and keys. LAST level: one program; CHUNKED: ids and keys
-    (p_scores) `[bh, ROOM]` as the first level left them, else candidates and estimates. Writes out[bh, :K], padded with -1,
-    and counts[bh]. peak, mass: see `lse_kernel`, for parts of P candidates.
+    Returns which they are, their places and their number.
     """
+    low = tl.min(tl.where(m_c, b_key, 0x7FFFFFFF), 0)
+    high = tl.max(tl.where(m_c, b_key, LOWEST), 0)
+    b_key = tl.where(m_c, b_key, LOWEST)
+    low, high, over, reached = boundary(b_key, wanted, room, low, high, here)
+    m_keep = m_c & (b_key >= low)
+    count = reached
+    if reached > room:  # more equal keys than there is room for: the first ones
+        b_equal = (m_keep & (b_key <= high)).to(tl.int32)
+        m_keep = m_keep & ((b_equal == 0) | (tl.cumsum(b_equal, 0) - b_equal < wanted - over))
+        count = wanted
+    b_keep = m_keep.to(tl.int32)
+    return m_keep, tl.cumsum(b_keep, 0) - b_keep, count
+
+
+@triton.jit
+def finish(p_out, p_counts, b_id, m_keep, o_out, wanted, K, N: tl.constexpr):
+    """Writes one selection: ids `[K]`, padded with -1, and how many are real."""
+    tl.store(p_out + o_out, b_id, mask=m_keep)
+    i_k = wanted
+    while i_k < K:
+        o_k = i_k + tl.arange(0, N)
+        tl.store(p_out + o_k, tl.full([N], -1, tl.int32), mask=o_k < K)
+        i_k += N
+    tl.store(p_counts, wanted)
+
+
+@triton.jit
+def top_kernel(
+    p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_counts, p_kept_ids, p_kept_keys, p_kept, p_arrived, scaling, K,
+    HEADS, ROOM, CHUNKS, PARTS,
+    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
+    N: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk of N candidates, sequence and KV head): writes out[bh, :K], ascending, padded with -1, and counts[bh].
+
+    ids: `[bh, ROOM]` candidates, ascending, -1 - id for one that ranks behind all others; scores: their estimates
+    `[bh, LANES or 1, ROOM]`; peak, mass `[bh, LANES, PARTS]`: of their softmax, for parts of P candidates. With several chunks
+    each keeps its best in kept_ids, kept_keys `[bh, CHUNKS, SLOTS]`, SLOTS >= K, and how many in kept `[bh, CHUNKS]`; M is the
+    padded size. arrived `[bh]`, zero before and after, tells which is the last.
+    """
+    begin(PDL)
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     if tl.load(p_fire + i_b) != 0:
-        given = tl.load(p_plan + i_b * FIELDS + 1)
-        total = given
-        if CHUNKED:  # what the chunks of N candidates left
-            total = given // N * K + tl.minimum(K, given % N)
-        first = i_chunk * BC
-        here = tl.minimum(tl.maximum(total - first, 0), BC)
-        o_c = first + tl.arange(0, BC)
+        total = tl.load(p_plan + i_b * FIELDS + 1)
+        here = tl.minimum(tl.maximum(total - i_chunk * N, 0), N)
+        o_c = i_chunk * N + tl.arange(0, N)
         m_c = o_c < total
         b_id = tl.load(p_ids + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0)
-        if CHUNKED:
-            b_key = tl.load(p_scores + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0)
+        p_own = p_scores + i_bh.to(tl.int64) * ROOM * LANES
+        if SOFTMAX:
+            o_lse = i_bh * LANES * PARTS
+            b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(total, P), PARTS, LANES, BL, BT)
+            b_s = shares(p_own, b_lse, o_c, m_c, scaling, ROOM, LANES, BL, MEAN)
         else:
-            p_own = p_scores + i_bh.to(tl.int64) * ROOM * LANES
-            if SOFTMAX:
-                o_lse = i_bh * LANES * PARTS
-                b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(given, P), PARTS, LANES, BL, BT)
-                b_s = shares(p_own, b_lse, o_c, m_c, scaling, ROOM, LANES, BL, MEAN)
-            else:
-                b_s = tl.load(p_scores + i_bh.to(tl.int64) * ROOM + o_c, mask=m_c, other=0.0)
-            b_key = tl.where(b_id < 0, LOWEST, ordered(b_s))
-            b_id = tl.where(b_id < 0, -1 - b_id, b_id)
+            b_s = tl.load(p_own + o_c, mask=m_c, other=0.0)
+        b_key = tl.where(b_id < 0, LOWEST, ordered(b_s))
+        b_id = tl.where(b_id < 0, -1 - b_id, b_id)
         wanted = tl.minimum(K, here)
-        low = tl.min(tl.where(m_c, b_key, 0x7FFFFFFF), 0)
-        high = tl.max(tl.where(m_c, b_key, LOWEST), 0)
-        b_key = tl.where(m_c, b_key, LOWEST)
-        low, high, over, reached = boundary(b_key, wanted, low, high, here)
-        m_keep = m_c & (b_key >= low)
-        if reached > wanted:  # more equal keys than there is room for: the first ones
-            b_equal = (m_keep & (b_key <= high)).to(tl.int32)
-            m_keep = m_keep & ((b_equal == 0) | (tl.cumsum(b_equal, 0) - b_equal < wanted - over))
-        b_keep = m_keep.to(tl.int32)
-        o_out = tl.cumsum(b_keep, 0) - b_keep
-        if LAST:
-            tl.store(p_out + i_bh * K + o_out, b_id, mask=m_keep)
-            i_k = wanted
-            while i_k < K:
-                o_k = i_k + tl.arange(0, BC)
-                tl.store(p_out + i_bh * K + o_k, tl.full([BC], -1, tl.int32), mask=o_k < K)
-                i_k += BC
-            tl.store(p_counts + i_bh, wanted)
+        if CHUNKS == 1:
+            m_keep, o_out, _ = best(b_key, m_c, wanted, wanted, here)
+            finish(p_out + i_bh * K, p_counts + i_bh, b_id, m_keep, o_out, wanted, K, N)
         else:
-            o_row = (i_bh.to(tl.int64) * CHUNKS + i_chunk) * K
-            tl.store(p_out + o_row + o_out, b_id, mask=m_keep)
-            tl.store(p_keys + o_row + o_out, b_key, mask=m_keep)
+            o_row = (i_bh.to(tl.int64) * CHUNKS + i_chunk) * SLOTS
+            m_keep, o_out, count = best(b_key, m_c, wanted, SLOTS, here)
+            tl.store(p_kept_ids + o_row + o_out, b_id, mask=m_keep)
+            tl.store(p_kept_keys + o_row + o_out, b_key, mask=m_keep)
+            tl.store(p_kept + i_bh * CHUNKS + i_chunk, count)
+            tl.debug_barrier()
+            if tl.atomic_add(p_arrived + i_bh, 1, sem="acq_rel") == CHUNKS - 1:
+                o_m = tl.arange(0, M)
+                o_row = i_bh.to(tl.int64) * CHUNKS * SLOTS
+                m_slot = o_m < CHUNKS * SLOTS
+                b_kept = tl.load(p_kept + i_bh * CHUNKS + o_m // SLOTS, mask=m_slot, other=0, cache_modifier=".cg")
+                m_slot = m_slot & (o_m % SLOTS < b_kept)
+                b_last = tl.load(p_kept_keys + o_row + o_m, mask=m_slot, other=0, cache_modifier=".cg")
+                b_from = tl.load(p_kept_ids + o_row + o_m, mask=m_slot, other=0, cache_modifier=".cg")
+                left = tl.sum(m_slot.to(tl.int32), 0)
+                wanted = tl.minimum(K, left)
+                m_last, o_last, _ = best(b_last, m_slot, wanted, wanted, left)
+                finish(p_out + i_bh * K, p_counts + i_bh, b_from, m_last, o_last, wanted, K, N)
+                tl.store(p_arrived + i_bh, 0)
+    end(PDL)

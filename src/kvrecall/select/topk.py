@@ -12,10 +12,10 @@ def top_k_positions(scores: Tensor, k: int) -> Tensor:
     return order[..., : min(k, scores.shape[-1])].sort(dim=-1).values
 
 
-def union_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
+def union_rows(ids: Tensor, cut: bool = True) -> tuple[Tensor, Tensor]:
     """Union over the next-to-last dimension: int `[..., G, K]` (-1 = none) -> ascending int32 `[..., G K]` padded, counts.
 
-    The padded width is cut to the longest union.
+    cut: the padded width is cut to the longest union, for which the host waits if the ids are on a GPU.
     """
     flat = ids.flatten(-2)
     last = torch.iinfo(flat.dtype).max
@@ -24,6 +24,6 @@ def union_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
     kept = torch.where(first, ordered, last).sort(dim=-1).values
     counts = (kept != last).sum(-1)
-    width = int(counts.max()) if counts.numel() else 0
-    kept = kept[..., :width]
+    if cut:
+        kept = kept[..., : int(counts.max()) if counts.numel() else 0]
     return torch.where(kept == last, -1, kept).to(torch.int32), counts.to(torch.int32)

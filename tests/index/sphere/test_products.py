@@ -20,26 +20,38 @@ from tests.strategies import HEAD_DIMS, gaussian
 def test_scores_are_the_products_with_the_signs_up_to_rounding(dim: int) -> None:
     codes = encode(gaussian(1, 2, 500, dim), rotation_matrix(dim, 42))
     queries = gaussian(2, 2, dim)
-    table = reference.product_bonus(queries)
-    scores = reference.collision_scores(codes.signs, table)
-    assert table.min() >= 0 and table.sum(-2).amax() <= 2 * reference.PEAK_SCORE
+    offset, shift = reference.product_scale(dim)
+    scores = reference.product_scores(codes.signs, reference.product_entries(queries))
     signs = unpack_signs(codes.signs).flatten(-2)
     exact = torch.einsum("hnd,hd->hn", signs, queries)
-    size = queries.abs().sum(-1, keepdim=True)
-    expected = (exact / size + 1) / 2 * reference.PEAK_SCORE
-    assert scores.max() <= reference.PEAK_SCORE + dim // 16  # half a step per block at most: one byte holds them
-    assert (scores - expected).abs().max() <= dim // 8 / 2 + 1e-3
+    expected = (exact * reference.PRODUCT_RMS * dim**0.5 / queries.norm(dim=-1, keepdim=True) + offset) / 2**shift
+    assert ((scores + 0.5) - expected).abs().max() <= 0.5 + dim / 2 / 2**shift
+    assert torch.corrcoef(torch.stack([scores[0].float(), exact[0]]))[0, 1] > 0.99
+    assert scores.min() > 0 and scores.max() < reference.PRODUCT_TOP
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_the_largest_usual_product_fits_the_scores(dim: int) -> None:
+    offset, shift = reference.product_scale(dim)
+    assert (2 * offset) >> shift <= reference.PRODUCT_TOP + 3 and (2 * offset) >> shift > reference.PRODUCT_TOP // 2
 
 
 def test_every_sign_agreeing_scores_highest_and_none_lowest() -> None:
     query = gaussian(3, 1, 64)
     codes = encode(torch.stack([query[0], -query[0]])[None], torch.eye(64))
-    scores = reference.collision_scores(codes.signs, reference.product_bonus(query))
-    assert abs(int(scores[0, 0]) - reference.PEAK_SCORE) <= 4 and int(scores[0, 1]) == 0
+    scores = reference.product_scores(codes.signs, reference.product_entries(query))
+    assert int(scores[0, 0]) >= 0.9 * reference.PRODUCT_TOP and int(scores[0, 1]) <= 0.1 * reference.PRODUCT_TOP
+
+
+def test_a_dominant_coordinate_is_cut_off_and_keeps_its_sign() -> None:
+    query = torch.full((1, 64), 0.01)
+    query[0, 5] = -100.0
+    made = reference.quantised_queries(query)
+    assert made[0, 5] == -reference.PRODUCT_PEAK and made.abs().max() == reference.PRODUCT_PEAK
 
 
 def test_a_zero_query_scores_everything_alike() -> None:
-    assert not reference.product_bonus(torch.zeros(1, 64)).any()
+    assert not reference.product_entries(torch.zeros(1, 64)).any()
 
 
 def test_products_find_more_of_the_best_than_collisions() -> None:

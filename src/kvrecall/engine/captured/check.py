@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrecall.errors import CaptureError
-from kvrecall.index.sphere import LEAST_CAPABILITY, SphereConfig
+from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.launch import LEAST_CAPABILITY
 
 PLAIN = "Decode with model.generate, which needs no capture."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -34,6 +35,8 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
         raise CaptureError("selections are pruned on the host", PLAIN)
     if method.trigger_config().name == "speculative":
         raise CaptureError("the queries of the step before are kept on the host", PLAIN)
+    if method.per_layer:
+        raise CaptureError("layers have settings of their own, and one plan serves every layer of a graph", "Use per_layer=().")
     if method.dense_layers:
         raise CaptureError(f"layers {method.dense_layers} attend to the whole zone on the host", "Use dense_layers=().")
     if len(cache.retrieval_layers) != len(cache.layers):

@@ -19,6 +19,7 @@ from kvrecall.errors import CaptureError, NonFiniteError
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
+from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
 from kvrecall.trigger import EveryStep, FixedStride, StrideTrigger
 
@@ -98,7 +99,7 @@ class CapturedDecoder:
         )  # fmt: skip
         self._room = room_tokens
         interval = self._plan.sizes.update_interval
-        self._tokens = max(z.retrieval for z in self._plan.zones) + room_tokens + 2 * interval
+        self._tokens = 16 * cdiv(max(z.retrieval for z in self._plan.zones) + room_tokens + 2 * interval, 16)  # wide loads
         self._layers = [CapturedLayer(state, self._plan, self._tokens) for state in states]
         for layer, holder in zip(self._layers, self._cache.retrieval_layers, strict=True):
             holder.captured = lambda q, k, v, p, layer=layer: layer.decode(q, k, v, self._plan_rows, self._parity, p)

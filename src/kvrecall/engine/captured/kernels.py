@@ -11,15 +11,16 @@ import triton.language as tl
 
 from kvrecall.attend.kernels import attend_block, selected_rows, window_rows
 from kvrecall.index.sphere.kernels.encode import encode_one
+from kvrecall.overlap import begin, end
 
 
 @triton.jit
 def leave(
     p_rows, p_zone, p_host, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_counts, p_live,
-    p_zero_norms, i_bh, i_kv, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, COUNTS: tl.constexpr,
+    p_zero_norms, i_bh, i_kv, i_piece, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Copies one window row to the host pool and encodes it behind the zone's last token.
+    """Encodes ROWS rotated coordinates of one window row behind the zone's last token; piece 0 copies the row to the host pool.
 
     counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with the tokens that still wait. COUNTS:
     whether they are kept; counts takes over live when the zone grows with this step.
@@ -29,26 +30,29 @@ def leave(
         number = tl.load(p_zone + 5)
         o_d = tl.arange(0, BD)
         p_row = p_rows + (i_bh.to(tl.int64) * CAPACITY + row) * (2 * D) + o_d
-        b_k, b_v = tl.load(p_row, mask=o_d < D, other=0.0), tl.load(p_row + D, mask=o_d < D, other=0.0)
-        p_pool = tl.load(p_host).to(tl.pointer_type(p_rows.dtype.element_ty))
-        p_pool += (i_kv * tl.load(p_host + 1) + number) * (2 * D) + o_d
-        tl.store(p_pool, b_k, mask=o_d < D)
-        tl.store(p_pool + D, b_v, mask=o_d < D)
+        b_k = tl.load(p_row, mask=o_d < D, other=0.0)
+        if i_piece == 0:
+            p_pool = tl.load(p_host).to(tl.pointer_type(p_rows.dtype.element_ty))
+            p_pool += (i_kv * tl.load(p_host + 1) + number) * (2 * D) + o_d
+            tl.store(p_pool, b_k, mask=o_d < D)
+            tl.store(p_pool + D, tl.load(p_row + D, mask=o_d < D, other=0.0), mask=o_d < D)
         token = i_bh.to(tl.int64) * TOKENS + number
         m_zero = encode_one(b_k.to(tl.float32), p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token,
-                            HIGHEST, MIN_ALPHA, D, BD, S, 32)  # fmt: skip
+                            i_piece * ROWS, HIGHEST, MIN_ALPHA, D, BD, S, ROWS)  # fmt: skip
         if m_zero:
             tl.store(p_zero_norms + i_bh, 1)
         if COUNTS:
             tl.debug_barrier()  # the sign bytes that other threads of this program wrote are read below
-            o_s = tl.arange(0, BS)
+            o_s = i_piece * (ROWS // 8) + tl.arange(0, ROWS // 8)
             b_sign = tl.load(p_signs + token * S + o_s, mask=o_s < S, other=0).to(tl.int32)
             tl.atomic_add(p_live + (i_bh * S + o_s) * 256 + b_sign, 1, mask=o_s < S, sem="relaxed")
             tl.debug_barrier()
             if tl.load(p_zone + 6) != 0:
-                for i_s in range(S):
-                    o_c = (i_bh * S + i_s) * 256 + tl.arange(0, 256)
-                    tl.store(p_counts + o_c, tl.load(p_live + o_c))
+                for i_s in range(ROWS // 8):
+                    i_own = i_piece * (ROWS // 8) + i_s
+                    o_c = (i_bh * S + i_own) * 256 + tl.arange(0, 256)
+                    m_own = (i_own < S) & (tl.arange(0, 256) >= 0)
+                    tl.store(p_counts + o_c, tl.load(p_live + o_c, mask=m_own), mask=m_own)
 
 
 @triton.jit
@@ -56,57 +60,61 @@ def step_kernel(
     p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
     p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_counts, p_live, p_zero_norms,
     scaling, softcap, HEADS, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, HIGHEST, MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    CHOSEN: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
-    COUNTS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, part): CHOSEN parts of selected rows, then parts of resident rows, then `leave`.
+    """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
     Programs that read the host come first: the others' work hides behind the bus. The new token `[BH, D]` is attended from
     where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
     """
+    begin(PDL)
     i_bh, i_p = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_zone = p_plan + i_b * STRIDE + FIRST
-    if i_p == PARTS:
+    if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
         leave(p_rows, p_zone, p_hosts + i_b * 2, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-              p_counts, p_live, p_zero_norms, i_bh, i_kv, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA, D, BD, S, BS,
+              p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA, D, BD, S, ROWS,
               COUNTS)  # fmt: skip
     else:
+        o_out = i_bh.to(tl.int64) * G * PARTS
+        p_query, p_part, p_part_lse = p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out
         if i_p < CHOSEN:
             o_k = i_p * R + tl.arange(0, R)
             b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
-            m_r = b_id >= 0
             b_k, b_v = selected_rows(p_rows, p_hosts + i_b * 2, p_kept_ids, p_kept, p_parity, p_read + i_b, b_id, o_k, i_bh,
                                      i_kv, PAIRS, K, D, BD, BK, REUSE)  # fmt: skip
+            attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
         else:
-            o_r, o_d = (i_p - CHOSEN) * R + tl.arange(0, R), tl.arange(0, BD)
+            i_part = i_p - PIECES
+            o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)
             p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
-            b_k, b_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
+            b_own_k, b_own_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
             m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
             o_new = i_bh.to(tl.int64) * D + o_d[None, :]
             b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
-            b_k, b_v = tl.where(m_new, b_new_k, b_k), tl.where(m_new, b_new_v, b_v)
+            b_own_k, b_own_v = tl.where(m_new, b_new_k, b_own_k), tl.where(m_new, b_new_v, b_own_v)
             p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
             tl.store(p_new, b_new_k, mask=m_new)
             tl.store(p_new + D, b_new_v, mask=m_new)
             b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
             if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
                 tl.store(p_bad + i_b, 1)
-        o_out = i_bh.to(tl.int64) * G * PARTS
-        attend_block(p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out, i_p, b_k.to(tl.float32),
-                     b_v.to(tl.float32), m_r, scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
+            attend_block(p_query, p_part, p_part_lse, i_part, b_own_k, b_own_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
+    end(PDL)
 
 
 @triton.jit
 def trigger_kernel(p_queries, p_before, p_since, p_plan, p_fire, p_searches, threshold, most, STRIDE, D: tl.constexpr,
                    BD: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, SEMANTIC: tl.constexpr,
-                   LAST: tl.constexpr):  # fmt: skip
+                   LAST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (sequence): fire[b] = whether to search (LouisKV section 4.1); counts searches.
 
     before `[B, H, D]` fp32: the query to compare with, the previous one or (LAST) that of the last search. since int32 `[B]`:
     steps since the last search; after `most` steps (if > 0) one is due.
     """
+    begin(PDL)
     i_b = tl.program_id(0)
     due = tl.load(p_plan + i_b * STRIDE + FIRST + 7)
     if SEMANTIC:
@@ -129,3 +137,4 @@ def trigger_kernel(p_queries, p_before, p_since, p_plan, p_fire, p_searches, thr
                 tl.store(p_before + o_q, tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32), mask=m_d)
     tl.store(p_fire + i_b, due)
     tl.store(p_searches + i_b, tl.load(p_searches + i_b) + due)
+    end(PDL)

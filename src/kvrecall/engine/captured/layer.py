@@ -13,14 +13,16 @@ from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
-from kvrecall.launch import cdiv, next_power_of_2
-from kvrecall.layer_state import Held, LayerState
+from kvrecall.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.layer_state import LayerState
 from kvrecall.merge.kernels import merge_kernel
-from kvrecall.structs import AttentionParams
+from kvrecall.structs import AttentionParams, Held
 from kvrecall.trigger import BoundaryTrigger, EveryStep, SemanticBoundary, StrideTrigger, Trigger
 
-_PART_ROWS = 16
-"""Rows per program of the split attention."""
+_CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4
+"""Selected rows or resident rows per program of the split attention, and its warps. Reads of the host are spread widely."""
+_ENCODED_ROWS = 32
+"""Coordinates per program that encodes a token."""
 
 
 class CapturedLayer:
@@ -54,9 +56,10 @@ class CapturedLayer:
         config = state.index.config
         self._search = GpuSearch(b, heads, self._group, dim, config.gqa, config.stage1, k, tokens,
                                  plan.most_candidates(tokens), state.index._rotation, ROW)  # fmt: skip
+        self._options = overlapping(device)
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)
-        self._parts = cdiv(k, _PART_ROWS) + cdiv(self._rows.shape[2], _PART_ROWS)
+        self._parts = cdiv(k, _CHOSEN_ROWS) + cdiv(self._rows.shape[2], _RESIDENT_ROWS)
         self._part_out = zeros(b, shape.query_heads, self._parts, dim, dtype=torch.float32)
         self._part_lse = zeros(b, shape.query_heads, self._parts, dtype=torch.float32)
         # The kept rows matter where a selection outlives a step, or where rows that are selected again are not read again.
@@ -123,6 +126,7 @@ class CapturedLayer:
         trigger_kernel[(queries.shape[0],)](
             queries, self._before, self._since, plan, self._fire, self.searches, threshold, most, ROW,
             D=self._dim, BD=self._padded, H=queries.shape[1], FIRST=SEARCH_FIELDS, SEMANTIC=semantic, LAST=last, num_warps=1,
+            **self._options,
         )  # fmt: skip
 
     def _attend(
@@ -130,15 +134,17 @@ class CapturedLayer:
     ) -> None:
         """Selected rows, resident rows and the token that leaves, in one launch."""
         index, k = self._index, self._search.top_k
-        step_kernel[(self._pairs, self._parts + 1)](
+        pieces = cdiv(self._dim, _ENCODED_ROWS)
+        step_kernel[(self._pairs, self._parts + pieces)](
             queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
             parity, self.read, self._part_out, self._part_lse, index._rotation, self._levels, self._thresholds,
             index._signs.rows, index._magnitudes.rows, index._weights.rows, index._counts, self._live, index._zero_norms,
             params.scaling, params.softcap, self._heads, self._rows.shape[2], ROW, self._plan_of_all.sizes.sink_tokens,
             self._pairs, k, index._signs.rows.shape[2], torch.finfo(index._weights.rows.dtype).max, MIN_ALPHA,
-            D=self._dim, BD=self._padded, S=self._dim // BLOCK, BS=self._padded // BLOCK, G=self._group, R=_PART_ROWS,
-            BK=next_power_of_2(k), CHOSEN=cdiv(k, _PART_ROWS), PARTS=self._parts, FIRST=SEARCH_FIELDS,
-            CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, num_warps=4,
+            D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
+            W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
+            FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, num_warps=_PART_WARPS,
+            **self._options,
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:
@@ -147,7 +153,7 @@ class CapturedLayer:
         merge_kernel[(queries.shape[0] * queries.shape[1],)](
             self._part_out, self._part_lse, self._part_lse if sinks is None else sinks, out, queries.shape[1],
             D=self._dim, BD=self._padded, PARTS=self._parts, BP=next_power_of_2(self._parts), SINKS=sinks is not None,
-            num_warps=4,
+            num_warps=4, **self._options,
         )  # fmt: skip
         return out
 

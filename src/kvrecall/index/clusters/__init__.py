@@ -8,9 +8,8 @@ once while decoding. Both are represented by the mean of their keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +20,9 @@ from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.tokens import zone_rows
 from kvrecall.index.units import UnitIndex, Units, inner_products
 from kvrecall.select.queries import ObservedQueries
+
+if TYPE_CHECKING:
+    from kvrecall.index.unit_kernels.search import UnitKind
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,16 @@ class ClusterIndex(UnitIndex):
         self._open[sequence], self._units[sequence], self._excluded[sequence] = tokens - border, None, None
 
     def select(self, sequences: list[int]) -> ClusterIndex:
-        chosen = copy(self)
+        chosen = self._without_scratch()
         for name in ("_closed", "_borders", "_open", "_units", "_excluded"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
+
+    @property
+    def kind(self) -> UnitKind:
+        from kvrecall.index.unit_kernels.search import UnitKind
+
+        return UnitKind(volume=False, sized=self._config.size_correction)
 
     def units(self, sequence: int) -> Units:
         made = self._units[sequence]

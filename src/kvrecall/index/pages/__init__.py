@@ -12,9 +12,8 @@ place by itself. The selection is that of a physically reordered cache; nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +21,9 @@ from torch import Tensor
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.units import UnitIndex, Units, inner_products
+
+if TYPE_CHECKING:
+    from kvrecall.index.unit_kernels.search import UnitKind
 
 _BOUNDS = ("mean-deviation", "min-max", "mean")
 
@@ -111,10 +113,16 @@ class PageIndex(UnitIndex):
         self._replace(sequence, Units(reps, members, self._offsets(members.shape[1], reps.shape[1])), keys)
 
     def select(self, sequences: list[int]) -> PageIndex:
-        chosen = copy(self)
+        chosen = self._without_scratch()
         for name in ("_units", "_excluded", "_counts", "_tails"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
+
+    @property
+    def kind(self) -> UnitKind:
+        from kvrecall.index.unit_kernels.search import UnitKind
+
+        return UnitKind(volume=self._config.points > 1, ordered=True, least_tokens=self._config.page_tokens)
 
     def units(self, sequence: int) -> Units:
         return self._units[sequence]

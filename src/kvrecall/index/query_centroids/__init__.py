@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
 from kvrecall.index.query_centroids.lists import CentroidLists
-from kvrecall.index.query_centroids.rerank import Rerank, distinct, rerank
+from kvrecall.index.query_centroids.rerank import Rerank, distinct, have_numba, rerank
+from kvrecall.launch import kernels_available
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Selection
+from kvrecall.structs import Budget, Selection, lasting_tensors
+
+if TYPE_CHECKING:
+    from kvrecall.index.query_centroids.kernels import NearestCentroids
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class CentroidIndex(Index):
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._found: dict[int, tuple[Tensor, Rerank, float]] = {}  # what the last search of a sequence can teach
         self._sources: Sequence[RowSource] = ()
+        self._kernels = kernels_available(shape.device)
+        self._near: dict[int, NearestCentroids] = {}  # scratch of the searches on a GPU
         self._scaling = shape.head_dim**-0.5
 
     @property
@@ -138,7 +144,7 @@ class CentroidIndex(Index):
         found = []
         for query, b in zip(queries, sequences, strict=True):
             ids, _ = self._recalled(query, b, self._excluded[b])
-            found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1))
+            found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
         return found
 
     def learn(self, sequences: list[int]) -> None:
@@ -170,8 +176,12 @@ class CentroidIndex(Index):
         for name in ("_lists", "_listed", "_counts", "_excluded"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         self._shared, chosen._shared = [True] * len(self._shared), [True] * len(sequences)
-        chosen._found = {}
+        chosen._found, chosen._near = {}, {}
         return chosen
+
+    @property
+    def _on_host(self) -> bool:
+        return self._config.rerank == "host" and have_numba()
 
     def _replace_oldest(self, sequence: int, lists: CentroidLists, newest: CentroidLists) -> None:
         lists = lists.copy() if self._shared[sequence] else lists
@@ -181,31 +191,46 @@ class CentroidIndex(Index):
         """alpha: distinct recalled ids ÷ recalled ids (section 3.1.2), mean over KV heads."""
         lists = self._lists[sequence]
         assert lists is not None
-        picked = self._picked(lists, queries)
+        picked = self._picked(sequence, lists, queries)
         _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
         ids, counts = self._recalled(query, sequence, None)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
-        on_host = self._config.rerank == "host"
         source, barred = self._sources[sequence], self._excluded[sequence]
-        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, on_host, barred)
+        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, barred)
         self._found[sequence] = (query, found, budget.scaling)
         return found.best
 
     def _recalled(self, query: Tensor, sequence: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
         """Distinct ids of the nearest centroids' lists and of the pool, less the barred ones."""
-        lists, tokens = self._lists[sequence], self._counts[sequence]
+        lists, tokens, listed = self._lists[sequence], self._counts[sequence], self._listed[sequence]
         if lists is None:  # nobody saw the prompt's queries: every token is still in the pool
-            none = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device)
-            return distinct(none, tokens, 0, barred)
-        return distinct(self._picked(lists, query), tokens, self._listed[sequence], barred)
+            picked, listed = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device), 0
+        else:
+            picked = self._picked(sequence, lists, query)
+        if self._on_host:
+            picked = picked.cpu()
+        barred = None if barred is None else barred.to(picked.device)
+        return distinct(picked, tokens, listed, barred)
 
-    def _picked(self, lists: CentroidLists, query: Tensor) -> Tensor:
-        near = ivf.nearest(lists, query, self._shape.kv_heads, self._config.recalled_centroids)
+    def _picked(self, sequence: int, lists: CentroidLists, query: Tensor) -> Tensor:
+        near = self._nearest(sequence, lists, query)
         heads = torch.arange(self._shape.kv_heads, device=near.device).unsqueeze(1)
         return lists.ids[heads, near]
+
+    def _nearest(self, sequence: int, lists: CentroidLists, query: Tensor) -> Tensor:
+        count = self._config.recalled_centroids
+        if not self._kernels:
+            return ivf.nearest(lists, query, self._shape.kv_heads, count)
+        from kvrecall.index.query_centroids.kernels import NearestCentroids
+
+        made = self._near.get(sequence)
+        if made is None or made.centroids is not lists.queries:
+            with lasting_tensors():
+                made = self._near[sequence] = NearestCentroids(lists.queries, self._shape.kv_heads, count)
+        return made.find(query)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]

@@ -35,10 +35,12 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`.
     """
     heads = lists.shape[0]
-    out = np.full((heads, tokens), -1, np.int32)
+    most = min(tokens, lists[0].numel() + tokens - first_always) if heads else 0
+    out = np.full((heads, most), -1, np.int32)
     counts = np.zeros(heads, np.int32)
     none = np.empty((heads, 0), np.int32)
-    _distinct(lists.contiguous().numpy(), first_always, none if barred is None else barred.contiguous().numpy(), out, counts)
+    barred_ids = none if barred is None else barred.contiguous().numpy()
+    _distinct(lists.contiguous().numpy(), tokens, first_always, barred_ids, out, counts)
     return torch.from_numpy(out[:, : max(int(counts.max()), 0)]), torch.from_numpy(counts)
 
 
@@ -64,9 +66,8 @@ def _top_k_rows(scores, out):
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _distinct(lists, first_always, barred, out, counts):
+def _distinct(lists, tokens, first_always, barred, out, counts):
     heads, count, longest = lists.shape
-    tokens = out.shape[1]
     for h in prange(heads):
         wanted = np.zeros(tokens, np.uint8)
         for c in range(count):

@@ -1,4 +1,4 @@
-"""Recall and rerank of CTkvr (Algorithm 2 b, c) in plain torch: the oracle of the compiled path, and the path of GPUs."""
+"""Recall and rerank of CTkvr (Algorithm 2 b, c) in plain torch: the oracle of the other paths."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
 from kvrecall.index.query_centroids.lists import CentroidLists, best_positions
+from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import union_rows
 from kvrecall.structs import Budget
@@ -47,12 +48,16 @@ class Rerank:
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
     """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, less `barred` `[H_kv, m]`.
 
-    Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`.
+    Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`, on the lists' device.
     """
-    if lists.device.type == "cpu" and _have_numba():
+    if lists.device.type == "cpu" and have_numba():
         from kvrecall.index.query_centroids import compiled
 
         return compiled.distinct(lists, tokens, first_always, barred)
+    if kernels_available(lists.device):
+        from kvrecall.index.query_centroids import kernels
+
+        return kernels.distinct(lists, tokens, first_always, barred)
     return reference.distinct(lists, tokens, first_always, barred)
 
 
@@ -62,15 +67,20 @@ def rerank(
 ) -> Rerank:  # fmt: skip
     """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`.
 
-    The softmax of a softmax mode runs over what was recalled. barred: int `[H_kv, m]`, scored but not kept: a centroid made of
-    this query must know them, as they may be findable again by then.
+    on_host: by the compiled path of the CPU, which needs numba. The softmax of a softmax mode runs over what was recalled.
+    barred: int `[H_kv, m]`, scored but not kept: a centroid made of this query must know them, as they may be findable again by
+    then.
     """
     device = queries.device
-    if on_host and _have_numba():
+    if on_host:
         from kvrecall.index.query_centroids import compiled
 
         queries, ids, counts = queries.cpu(), ids.cpu(), counts.cpu()
         scores = compiled.score_rows(queries, list(source.blocks()), ids, counts)
+    elif kernels_available(device) and (segments := page_locked(source)):
+        from kvrecall.index.query_centroids import kernels
+
+        scores = kernels.score_rows(queries, segments, ids)
     else:
         scores = reference.score_rows(queries, source, ids)
     scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
@@ -81,8 +91,15 @@ def rerank(
     place = best_positions(ranked, budget.top_k).long()
     picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
     picked = picked.masked_fill(ranked.gather(-1, place) == float("-inf"), -1)
-    best_ids, best_counts = union_rows(picked)
+    # On a GPU the width is not cut to the longest row, which only the device knows.
+    best_ids, best_counts = union_rows(picked, cut=ids.device.type == "cpu")
     return Rerank(ids, scores, (best_ids.to(device), best_counts.to(device)))
+
+
+def page_locked(source: RowSource) -> list[tuple[int, Tensor]]:
+    """Segments of the rows if a GPU can read them where they lie, else none."""
+    segments = source.segments()
+    return segments if all(segment.is_pinned() for _, segment in segments) else []
 
 
 def _among(ids: Tensor, barred: Tensor) -> Tensor:
@@ -92,5 +109,6 @@ def _among(ids: Tensor, barred: Tensor) -> Tensor:
 
 
 @cache
-def _have_numba() -> bool:
+def have_numba() -> bool:
+    """Whether the compiled path of the CPU is there."""
     return find_spec("numba") is not None

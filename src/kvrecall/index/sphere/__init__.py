@@ -16,6 +16,7 @@ from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
+from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
 from kvrecall.structs import Budget, Selection, lasting_tensors
 
@@ -26,9 +27,6 @@ STAGE_ONE = ("collision", "product")
 """How the first stage scores a key: collisions of its sign patterns with the query's best (the paper), or the product of the
 query with its signs."""
 WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-LEAST_CAPABILITY = (8, 0)
-"""Older GPUs search by torch operations."""
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
@@ -97,7 +95,7 @@ class SphereIndex(Index):
             self._zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._compiled = _compiled_available(shape.device) if compiled is None else compiled
-        self._kernels = _kernels_available(shape.device)
+        self._kernels = kernels_available(shape.device)
         self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
         self._planned: tuple[object, Tensor, Tensor] | None = None  # what it was told, which changes when tokens move
         self._flags: Tensor | None = None  # the excluded tokens as its kernels read them
@@ -274,11 +272,3 @@ def _compiled_available(device: torch.device) -> bool:
     from importlib.util import find_spec
 
     return find_spec("numba") is not None
-
-
-def _kernels_available(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return False
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None

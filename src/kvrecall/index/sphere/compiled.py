@@ -27,7 +27,7 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.reference import product_bonus
+from kvrecall.index.sphere.reference import PRODUCT_TOP, product_entries, product_scale
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
@@ -67,15 +67,16 @@ def search_batch(
     for b, e in enumerate(excluded):
         if e is not None:
             barred[b, :, : e.shape[1]] = e.numpy()
-    products = np.empty((0, 0, 0, 0, 0), np.uint8)
+    products, (offset, shift), most = np.empty((0, 0, 0, 0, 0), np.uint8), (0, 0), 254
     if stage1 == "product":
-        products = torch.stack([product_bonus(own) for own in queries]).to(torch.uint8).numpy()
+        (offset, shift), most = product_scale(queries.shape[-1]), PRODUCT_TOP
+        products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        barred, barred_counts, products,
+        barred, barred_counts, products, offset, shift, most,
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -100,6 +101,9 @@ def _search(
     barred,
     barred_counts,
     products,
+    score_offset,
+    score_shift,
+    most_score,
 ):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
@@ -108,7 +112,8 @@ def _search(
     chunks = (longest + _CHUNK - 1) // _CHUNK
     most = wanted.max()
 
-    bonus = np.empty((b_n, heads, group, blocks, 256), np.uint8)
+    given = products.size > 0
+    bonus = np.empty((b_n, heads, group, blocks, 256), products.dtype)
     pairs = np.empty((b_n, heads, group, blocks, 4, 256), np.float32)
     for task in prange(b_n * heads * group * blocks):
         s = task % blocks
@@ -116,7 +121,7 @@ def _search(
         h = task // (blocks * group) % heads
         b = task // (blocks * group * heads)
         block = queries[b, h, g, 8 * s : 8 * s + 8]
-        if products.size > 0:
+        if given:
             bonus[b, h, g, s] = products[b, h, g, s]
         else:
             bonus_table(block, counts[sequences[b], h, s], targets[b], bonus[b, h, g, s])
@@ -131,7 +136,17 @@ def _search(
         start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
         if start < end:
             row = sequences[b]
-            scan(signs[row, h], bonus[b, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            scan(
+                signs[row, h],
+                bonus[b, h],
+                start,
+                end,
+                coarse[b, h],
+                histogram[b, h, :, c],
+                score_offset,
+                score_shift,
+                most_score,
+            )
             if zero_norms[b]:
                 bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
             if barred_counts[b] > 0:

@@ -87,21 +87,22 @@ def pair_tables(block, levels, out):
 
 
 @njit(cache=True)
-def scan(signs, bonus, start, end, coarse, histogram):
-    """coarse[j, i] = 1 + bonus sum (the group's largest unless it has one set per head)."""
+def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most):
+    """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set."""
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
     for i in range(start, end):
         best = 0
         for g in range(group):
-            total = 1
+            total = offset
             for s in range(blocks):
                 total += bonus[g, s, signs[i, s]]
+            score = 1 + min(max(total >> shift, 0), most)
             if sets == 1:
-                best = max(best, total)
+                best = max(best, score)
             else:
-                coarse[g, i] = total
-                histogram[g, total] += 1
+                coarse[g, i] = score
+                histogram[g, score] += 1
         if sets == 1:
             coarse[0, i] = best
             histogram[0, best] += 1

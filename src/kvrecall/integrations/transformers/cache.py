@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,9 @@ from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import CacheModelError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import attached
 from kvrecall.integrations.transformers.layer import RetrievalLayer
+from kvrecall.integrations.transformers.memory import check_device
 from kvrecall.methods.base import Method
+from kvrecall.methods.files import load_method
 from kvrecall.stats import CacheStats
 
 _CHECKED_TOKENS = 256
@@ -63,6 +66,10 @@ class RetrievalCache(Cache):
             raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
         self.signature = ModelSignature.of(config)
+        for number, _ in method.per_layer:
+            if number >= self.signature.layers:
+                expected = f"layers of the model, 0 to {self.signature.layers - 1}"
+                raise ParameterError("per_layer", expected, number, "The method may have been tuned for another model.")
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
         self.reserved_tokens = 0
         self.prefilling = False
@@ -77,6 +84,15 @@ class RetrievalCache(Cache):
         """Sliding layers as they were before the running forward pass: what has slid out of a window cannot be cropped back."""
         if not self.retrieval_layers:
             raise CacheModelError("a model with full-attention layers", str(self.signature))
+
+    @classmethod
+    def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
+        """A cache under the method that a JSON or TOML file names, such as `kvrecall tune` writes.
+
+        options: the other parameters of the class. Raises InputFileError for a file that cannot be read, holds no valid
+        method, or was made for a model with another number of layers.
+        """
+        return cls(config, load_method(path, ModelSignature.of(config).layers), **options)
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
@@ -105,10 +121,11 @@ class RetrievalCache(Cache):
     def reserve(self, tokens: int, sequences: int = 1) -> None:
         """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
 
-        Raises HostMemoryError, with the bytes, when the host cannot hold it; the cache is unchanged then.
+        Raises HostMemoryError or DeviceMemoryError, with the bytes, when host or GPU cannot hold it; the cache is unchanged.
         """
         present = self.get_seq_length()
         self._check_host(max(0, tokens - present), sequences, None)
+        check_device([layer.state for layer in self.retrieval_layers if layer.state is not None], tokens)
         self.reserved_tokens = tokens
         for layer in self.retrieval_layers:
             if layer.state is not None:

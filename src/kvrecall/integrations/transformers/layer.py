@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvrecall.errors import CacheModelError, DeviceError, NotAttachedError, ParameterError, ShapeError
+from kvrecall.errors import (
+    CacheModelError,
+    DeviceError,
+    DeviceMemoryError,
+    HostMemoryError,
+    NotAttachedError,
+    ParameterError,
+    ShapeError,
+)  # fmt: skip
 from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
+from kvrecall.integrations.transformers.memory import all_or_nothing, check_device, explained
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -19,6 +29,9 @@ from kvrecall.structs import AttentionParams
 
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers.cache import RetrievalCache
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What the kernels of every device read."""
 
 LAYER_TAG = "_kvrecall_layer"
 """Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
@@ -50,11 +63,15 @@ class RetrievalLayer(CacheLayerMixin):
             raise ShapeError(
                 "head_dim", f"one of {sizes}, the same for K and V", f"{dim} and {value_states.shape[-1]}", "Use another model."
             )
+        if key_states.dtype not in DTYPES:
+            raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), key_states.dtype)
         query_heads = self.cache.signature.query_heads
         shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
-        self.state = LayerState(self.number, shape, self.cache.method, self.cache.profile, self.cache.observe_queries)
-        if self.cache.reserved_tokens:
-            self._reserve(self.cache.reserved_tokens)
+        cache = self.cache
+        with explained(self.number, shape, cache.method, max(cache.reserved_tokens, key_states.shape[2])):
+            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries)
+        if cache.reserved_tokens:
+            self._reserve(cache.reserved_tokens)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -91,7 +108,7 @@ class RetrievalLayer(CacheLayerMixin):
         valid = self._new_validity(mask, new)
         if self.cache.on_queries is not None:
             self.cache.on_queries(self.number, queries)
-        with deferred_interrupt():
+        with deferred_interrupt(), self._all_layers_or_none(), all_or_nothing(self._ready(), new):
             if new == 1 and not self.cache.prefilling:
                 flags = None if valid is None else valid[:, 0].tolist()
                 out = decode_step(self._ready(), queries, keys, values, flags, params)
@@ -100,6 +117,15 @@ class RetrievalLayer(CacheLayerMixin):
             self._advance(valid, new)
             self.cache.layer_done(self.number)
         return out
+
+    @contextmanager
+    def _all_layers_or_none(self) -> Iterator[None]:
+        """Where memory runs out, the layers before this one give the tokens of this pass back too."""
+        try:
+            yield
+        except (DeviceMemoryError, HostMemoryError):
+            self.cache.align()
+            raise
 
     def count_captured(self) -> None:
         """Counts a token that a captured decode has added."""
@@ -173,12 +199,14 @@ class RetrievalLayer(CacheLayerMixin):
 
     def _reserve(self, tokens: int) -> None:
         state = self._ready()
+        check_device([state], tokens)
         sizes = state.store.sizes
         retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
         for pool in state.store.host:
             pool.reserve(retrieved)
         if state.index is not None:
-            state.index.reserve(retrieved)
+            with explained(self.number, state.shape, state.method, tokens):
+                state.index.reserve(retrieved)
 
     def _select(self, sequences: list[int]) -> None:
         if self.state is None or sequences == list(range(self.state.shape.sequences)):

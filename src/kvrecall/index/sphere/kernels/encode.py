@@ -58,24 +58,24 @@ def encode_kernel(
 
 @triton.jit
 def encode_one(
-    b_key, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token, HIGHEST, MIN_ALPHA,
+    b_key, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token, first, HIGHEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Encodes one key fp32 `[BD]` into row `token` of the tables, ROWS coordinates at a time; returns whether it is zero."""
-    o_d = tl.arange(0, BD)
+    """Encodes ROWS coordinates, from `first` on, of one key fp32 `[BD]` into row `token` of the tables.
+
+    Returns whether the key is zero.
+    """
+    o_d, o_r = tl.arange(0, BD), first + tl.arange(0, ROWS)
     # A power of two near the largest coordinate goes out first: squares of huge keys would overflow, of tiny ones vanish.
     exponent = (tl.max(tl.abs(b_key), 0).to(tl.int32, bitcast=True) >> 23) - 126
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)
     b_x = b_key * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     b_scale = tl.full([1], 1.0, tl.float32) * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    for i_r in range(0, D, ROWS):
-        o_r = i_r + tl.arange(0, ROWS)
-        m_r = (o_r < D)[:, None] & (o_d < D)[None, :]
-        b_turned = tl.sum(tl.load(p_rotation + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0) * b_x[None, :], 1)
-        o_s = i_r // 8 + tl.arange(0, ROWS // 8)
-        o_code = (token * S + o_s)[None, :]
-        encode_blocks(tl.reshape(b_turned, [1, ROWS // 8, 8]), b_scale, p_levels, p_thresholds, p_signs, p_magnitudes,
-                      p_weights, o_code, (o_s < S)[None, :], HIGHEST, MIN_ALPHA)  # fmt: skip
+    m_r = (o_r < D)[:, None] & (o_d < D)[None, :]
+    b_turned = tl.sum(tl.load(p_rotation + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0) * b_x[None, :], 1)
+    o_s = first // 8 + tl.arange(0, ROWS // 8)
+    encode_blocks(tl.reshape(b_turned, [1, ROWS // 8, 8]), b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
+                  (token * S + o_s)[None, :], (o_s < S)[None, :], HIGHEST, MIN_ALPHA)  # fmt: skip
     return tl.max(tl.abs(b_key), 0) == 0.0
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.overlap import begin, end
+
 
 @triton.jit
 def compact_kernel(
     p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, CAPACITY, TILES, ROOM,
-    T: tl.constexpr, SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
+    T: tl.constexpr, SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32."""
+    """Program (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32.
+
+    Most tiles take all or none of the keys of the least score; only one has to count which come first.
+    """
+    begin(PDL)
     i_tile, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     tokens = tl.load(p_plan + i_b * FIELDS)
@@ -24,90 +30,121 @@ def compact_kernel(
         o_bin = tl.arange(0, BINS)
         b_total = tl.load(p_total + i_bh * BINS + o_bin)
         least = tl.max(tl.where(b_total >= wanted, o_bin, 0), 0)
-        above = tl.sum(tl.where(o_bin == least + 1, b_total, 0), 0)
+        room = wanted - tl.sum(tl.where(o_bin == least + 1, b_total, 0), 0)  # for keys of the least score
         o_tile = tl.arange(0, BT)
-        p_before = p_reach + (i_bh * TILES + o_tile) * BINS + least
-        above_before = tl.sum(tl.load(p_before + 1, mask=o_tile < i_tile, other=0), 0)
-        equal_before = tl.sum(tl.load(p_before, mask=o_tile < i_tile, other=0), 0) - above_before
-        p_out = p_ids + i_bh.to(tl.int64) * ROOM + above_before + tl.minimum(equal_before, wanted - above)
+        p_least = p_reach + (i_bh * BINS + least) * TILES
+        b_reach = tl.load(p_least + o_tile, mask=o_tile <= i_tile, other=0)
+        b_above = tl.load(p_least + TILES + o_tile, mask=(o_tile <= i_tile) & (least + 1 < BINS), other=0)
+        above_before = tl.sum(tl.where(o_tile < i_tile, b_above, 0), 0)
+        equal_before = tl.sum(tl.where(o_tile < i_tile, b_reach, 0), 0) - above_before
+        equal_here = tl.sum(tl.where(o_tile == i_tile, b_reach - b_above, 0), 0)
+        p_out = p_ids + i_bh.to(tl.int64) * ROOM + above_before + tl.minimum(equal_before, room)
         p_score = p_scores + i_bh.to(tl.int64) * CAPACITY
+        divided = (equal_before < room) & (equal_before + equal_here > room)
+        cut = tl.where(equal_before + equal_here <= room, least, least + 1)
         for i_sub in range(SUB):
             o_t = i_tile * (SUB * T) + i_sub * T + tl.arange(0, T)
             b_score = tl.load(p_score + o_t, mask=o_t < tokens, other=0).to(tl.int32)
-            b_equal = ((b_score == least) & (o_t < tokens)).to(tl.int32)
-            b_above = ((b_score > least) & (o_t < tokens)).to(tl.int32)
-            b_both = tl.cumsum(b_equal + (b_above << 16), 0)  # both ranks in one pass: T is below 2^15
-            b_rank = equal_before + (b_both & 0xFFFF) - b_equal
-            m_keep = (b_above == 1) | ((b_equal == 1) & (b_rank < wanted - above))
-            # Of the equal ones before a token in this block, so many were kept.
-            b_kept = tl.minimum(tl.maximum(wanted - above - equal_before, 0), (b_both & 0xFFFF) - b_equal)
-            tl.store(p_out + (b_both >> 16) - b_above + b_kept, o_t, mask=m_keep)
-            p_out += tl.sum(m_keep.to(tl.int32), 0)
-            equal_before += tl.sum(b_equal, 0)
+            b_keep = (b_score >= cut).to(tl.int32)
+            if divided:
+                b_equal = (b_score == least).to(tl.int32)
+                b_rank = equal_before + tl.cumsum(b_equal, 0) - b_equal
+                b_keep += b_equal * (b_rank < room).to(tl.int32)
+                equal_before += tl.sum(b_equal, 0)
+            b_place = tl.cumsum(b_keep, 0)
+            tl.store(p_out + b_place - 1, o_t, mask=b_keep == 1)
+            p_out += tl.max(b_place, 0)
+    end(PDL)
 
 
 @triton.jit
-def coordinate(b_sign, b_level, p_levels, j: tl.constexpr):
-    """Coordinate j of coded blocks, without the block's weight: 16 levels, the negative ones first."""
-    return tl.load(p_levels + (((b_level >> (3 * j)) & 7) | (((b_sign >> j) & 1) << 3)))
+def block_level(b_low, b_mid, b_top, U: tl.constexpr, u: tl.constexpr):
+    """The 24 bits of levels of block u, from bit 0 on; three words hold those of four blocks, three bytes those of one."""
+    if U == 1:
+        b_level = b_low | (b_mid << 8) | (b_top << 16)
+    elif u == 0:
+        b_level = b_low
+    elif u == 1:
+        b_level = ((b_low >> 24) & 255) | (b_mid << 8)
+    elif u == 2:
+        b_level = ((b_mid >> 16) & 65535) | (b_top << 16)
+    else:
+        b_level = b_top >> 8
+    return b_level
+
+
+@triton.jit
+def in_rows(p_x, o_x):
+    """p_x + o_x `[R, BU]`, and tells the compiler that neighbouring threads are to read neighbouring columns.
+
+    It would choose otherwise for every load that is not contiguous, and shuffle codes from one order to the other.
+    """
+    return tl.multiple_of(tl.max_contiguous(p_x + o_x, (1, o_x.shape[1])), (1, 1))
 
 
 @triton.jit
 def rerank_kernel(
-    p_signs, p_magnitudes, p_weights, p_levels, p_places, p_rotated, p_plan, p_fire, p_ids, p_estimates, HEADS, CAPACITY, ROOM,
-    D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr, FIELDS: tl.constexpr,
-    LARGEST: tl.constexpr,
+    p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, scaling,
+    HEADS, CAPACITY, ROOM, PARTS, UNITS,
+    D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
+    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
 
     The id of a key of zero norm becomes -1 - id: it ranks behind all others. LARGEST: keeps only the group's largest estimate,
-    in lane 0. levels: fp32 `[16]`, negative magnitudes, then positive ones. places: 0, 1, 2, …; read from memory, so that the
-    compiler takes no load for a wide one: bytes, weights and triples of bytes would then lie in registers in three ways, and be
-    shuffled from one to the other.
+    in lane 0. SOFTMAX: also writes peak and mass `[bh, lane, part]` of a softmax over the candidates. A key has UNITS units of
+    U blocks, which one thread reads: 4 blocks as one word of signs and three of levels, or 1 as bytes. levels: fp32 `[16]`,
+    negative magnitudes, then positive ones.
     """
+    begin(PDL)
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     wanted = tl.load(p_plan + i_b * FIELDS + 1)
     if (tl.load(p_fire + i_b) != 0) & (i_part * R < wanted):
-        o_s = tl.load(p_places + tl.arange(0, BS))
-        o_c = i_part * R + tl.arange(0, R)
-        m_c, m_q = o_c < wanted, o_s < S
+        o_u, o_c = tl.arange(0, BU), i_part * R + tl.arange(0, R)
+        m_c, m_q = o_c < wanted, o_u < S // U
         p_id = p_ids + i_bh.to(tl.int64) * ROOM + o_c
         b_id = tl.load(p_id, mask=m_c, other=0)
-        m_s = m_c[:, None] & m_q[None, :]
-        o_row = i_bh.to(tl.int64) * CAPACITY * S
-        o_code = b_id[:, None] * S + o_s[None, :]
-        b_sign = tl.load(p_signs + o_row + o_code, mask=m_s, other=0).to(tl.int32)
-        b_weight = tl.load(p_weights + o_row + o_code, mask=m_s, other=0.0).to(tl.float32)
-        p_level = p_magnitudes + o_row * 3
-        b_level = tl.load(p_level + o_code * 3, mask=m_s, other=0).to(tl.int32)
-        b_level += tl.load(p_level + o_code * 3 + 1, mask=m_s, other=0).to(tl.int32) << 8
-        b_level += tl.load(p_level + o_code * 3 + 2, mask=m_s, other=0).to(tl.int32) << 16
-        b_0 = coordinate(b_sign, b_level, p_levels, 0)
-        b_1 = coordinate(b_sign, b_level, p_levels, 1)
-        b_2 = coordinate(b_sign, b_level, p_levels, 2)
-        b_3 = coordinate(b_sign, b_level, p_levels, 3)
-        b_4 = coordinate(b_sign, b_level, p_levels, 4)
-        b_5 = coordinate(b_sign, b_level, p_levels, 5)
-        b_6 = coordinate(b_sign, b_level, p_levels, 6)
-        b_7 = coordinate(b_sign, b_level, p_levels, 7)
-        m_zero = tl.sum(b_weight, 1) == 0.0
-        tl.store(p_id, -1 - b_id, mask=m_c & m_zero)
+        m_u = m_c[:, None] & m_q[None, :]
+        o_unit = (i_bh.to(tl.int64) * CAPACITY + b_id)[:, None] * UNITS + o_u[None, :]
+        b_sign = tl.load(in_rows(p_signs, o_unit), mask=m_u, other=0).to(tl.int32)
+        b_low = tl.load(in_rows(p_magnitudes, o_unit * 3), mask=m_u, other=0).to(tl.int32)
+        b_mid = tl.load(in_rows(p_magnitudes, o_unit * 3 + 1), mask=m_u, other=0).to(tl.int32)
+        b_top = tl.load(in_rows(p_magnitudes, o_unit * 3 + 2), mask=m_u, other=0).to(tl.int32)
+        b_norm = tl.zeros([R, BU], tl.float32)
+        b_dots = ()
+        for _ in tl.static_range(LANES):
+            b_dots = b_dots + (b_norm,)
+        for u in tl.static_range(U):
+            b_weight = tl.load(in_rows(p_weights, o_unit * U + u), mask=m_u, other=0.0).to(tl.float32)
+            b_norm += b_weight
+            b_level = block_level(b_low, b_mid, b_top, U, u)
+            b_xs = ()
+            for j in tl.static_range(8):
+                b_index = ((b_level >> (3 * j)) & 7) | (((b_sign >> (8 * u + j)) & 1) << 3)
+                b_xs = b_xs + (tl.load(in_rows(p_levels, b_index)),)
+            b_sums = ()
+            for lane in tl.static_range(LANES):
+                p_query = p_rotated + (i_bh * LANES + lane) * D + (o_u * U + u) * 8
+                b_dot = b_xs[0] * tl.load(p_query, mask=m_q, other=0.0)[None, :]
+                for j in tl.static_range(1, 8):
+                    b_dot += b_xs[j] * tl.load(p_query + j, mask=m_q, other=0.0)[None, :]
+                b_sums = b_sums + (b_dots[lane] + b_weight * b_dot,)
+            b_dots = b_sums
+        tl.store(p_id, -1 - b_id, mask=m_c & (tl.sum(b_norm, 1) == 0.0))
         b_best = tl.full([R], float("-inf"), tl.float32)
+        p_estimate = p_estimates + i_bh.to(tl.int64) * (ROOM if LARGEST else LANES * ROOM) + o_c
         for lane in tl.static_range(LANES):
-            p_lane = p_rotated + (i_bh * LANES + lane) * D + o_s * 8
-            b_dot = b_0 * tl.load(p_lane, mask=m_q, other=0.0)[None, :]
-            b_dot += b_1 * tl.load(p_lane + 1, mask=m_q, other=0.0)[None, :]
-            b_dot += b_2 * tl.load(p_lane + 2, mask=m_q, other=0.0)[None, :]
-            b_dot += b_3 * tl.load(p_lane + 3, mask=m_q, other=0.0)[None, :]
-            b_dot += b_4 * tl.load(p_lane + 4, mask=m_q, other=0.0)[None, :]
-            b_dot += b_5 * tl.load(p_lane + 5, mask=m_q, other=0.0)[None, :]
-            b_dot += b_6 * tl.load(p_lane + 6, mask=m_q, other=0.0)[None, :]
-            b_dot += b_7 * tl.load(p_lane + 7, mask=m_q, other=0.0)[None, :]
-            b_estimate = tl.sum(b_dot * b_weight, 1)
+            b_estimate = tl.sum(b_dots[lane], 1)
             if LARGEST:
                 b_best = tl.maximum(b_best, b_estimate)
             else:
-                tl.store(p_estimates + (i_bh * LANES + lane).to(tl.int64) * ROOM + o_c, b_estimate, mask=m_c)
+                tl.store(p_estimate + lane * ROOM, b_estimate, mask=m_c)
+            if SOFTMAX:
+                b_x = tl.where(m_c, b_estimate * scaling, float("-inf"))
+                peak = tl.max(b_x, 0)
+                tl.store(p_peak + (i_bh * LANES + lane) * PARTS + i_part, peak)
+                tl.store(p_mass + (i_bh * LANES + lane) * PARTS + i_part, tl.sum(tl.exp(b_x - peak), 0))
         if LARGEST:
-            tl.store(p_estimates + i_bh.to(tl.int64) * ROOM + o_c, b_best, mask=m_c)
+            tl.store(p_estimate, b_best, mask=m_c)
+    end(PDL)

@@ -1,7 +1,7 @@
-"""Stage I over all keys: scores by table look-ups, and how many keys of each tile reach each score.
+"""Stage I over all keys: a score for each, and how many keys of each tile reach each score.
 
-A score is one byte: 0 for keys that must not be found, 1 for keys of zero norm, else 2 + the sum of the entries (the group's
-largest). Bytes per token and KV head: S sign bytes read, 1 written; the tables stay in L1.
+A score is one byte: 0 for keys that must not be found, 1 for keys of zero norm, else 2 + the first stage's (the group's
+largest). Bytes per token and KV head: S sign bytes read, 1 written and read again from cache.
 """
 
 from __future__ import annotations
@@ -9,30 +9,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.overlap import begin, end
+
 
 @triton.jit
-def scan_kernel(
+def tally(
+    p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_tile, CAPACITY, TILES,
+    S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Puts keys that have no direction or are barred in their places, and counts the scores that this program has written.
+
+    reach[bh, s, tile] = tokens of the tile whose score is >= s; total[bh, s] = their sum over the tiles.
+    """
+    tl.debug_barrier()
+    any_zero = tl.load(p_zero_norms + i_bh)
+    o_row = i_bh.to(tl.int64) * CAPACITY
+    b_counts = tl.zeros([BINS], tl.int32)
+    for i_sub in range(SUB):
+        o_t = i_first + i_sub * T + tl.arange(0, T)
+        m_t = o_t < tokens
+        b_score = tl.load(p_score + o_t, mask=m_t, other=0).to(tl.int32)
+        if any_zero != 0:
+            b_norm = tl.zeros([T], tl.float32)
+            for s in range(S):
+                b_norm += tl.load(p_weights + (o_row + o_t) * S + s, mask=m_t, other=1.0).to(tl.float32)
+            b_score = tl.where(b_norm == 0.0, 1, b_score)
+            tl.store(p_score + o_t, b_score.to(tl.uint8), mask=m_t)
+        if HAS_BARRED:
+            b_score = tl.where(tl.load(p_barred + o_row + o_t, mask=m_t, other=1) != 0, 0, b_score)
+            tl.store(p_score + o_t, b_score.to(tl.uint8), mask=m_t)
+        b_counts += tl.histogram(b_score, BINS)
+    b_reach = tl.sum(b_counts, 0) - tl.cumsum(b_counts, 0) + b_counts
+    o_bin = tl.arange(0, BINS)
+    tl.store(p_reach + (i_bh * BINS + o_bin) * TILES + i_tile, b_reach)
+    tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
+
+
+@triton.jit
+def collision_kernel(
     p_signs, p_weights, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, CAPACITY, TILES,
     S: tl.constexpr, BYTES: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
     T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of SUB x T tokens, sequence and KV head). Sign bytes are read BYTES at a time.
-
-    reach[bh, tile, s] = tokens of the tile whose score is >= s; total[bh, s] = their sum over the tiles.
-    """
+    """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read BYTES at a time."""
+    begin(PDL)
     i_tile, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     tokens = tl.load(p_plan + i_b * FIELDS)
     if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
         o_w = tl.arange(0, BW)
-        b_counts = tl.zeros([BINS], tl.int32)
-        any_zero = tl.load(p_zero_norms + i_bh)
         o_row = i_bh.to(tl.int64) * CAPACITY
         p_sign, p_score, p_table = p_signs + o_row * NW, p_scores + o_row, p_tables + i_bh * (WORDS * S * 256)
         for i_sub in range(SUB):
             o_t = i_tile * (SUB * T) + i_sub * T + tl.arange(0, T)
-            m_t = o_t < tokens
-            m_w = m_t[:, None] & (o_w < NW)[None, :]
+            m_w = (o_t < tokens)[:, None] & (o_w < NW)[None, :]
             b_codes = tl.load(p_sign + o_t[:, None] * NW + o_w[None, :], mask=m_w, other=0).to(tl.int32)
             b_score = tl.zeros([T], tl.int32)
             for w in tl.static_range(WORDS):
@@ -45,18 +76,7 @@ def scan_kernel(
                 for lane in tl.static_range(4):
                     if w * 4 + lane < LANES:
                         b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
-            b_score += 2
-            if any_zero != 0:
-                b_norm = tl.zeros([T], tl.float32)
-                for s in range(S):
-                    b_norm += tl.load(p_weights + o_row * S + o_t * S + s, mask=m_t, other=0.0).to(tl.float32)
-                b_score = tl.where(b_norm == 0.0, 1, b_score)
-            if HAS_BARRED:
-                b_score = tl.where(tl.load(p_barred + o_row + o_t, mask=m_t, other=1) != 0, 0, b_score)
-            b_score = tl.where(m_t, b_score, 0)
-            tl.store(p_score + o_t, b_score.to(tl.uint8), mask=m_t)
-            b_counts += tl.histogram(b_score, BINS)
-        b_reach = tl.sum(b_counts, 0) - tl.cumsum(b_counts, 0) + b_counts
-        o_bin = tl.arange(0, BINS)
-        tl.store(p_reach + (i_bh * TILES + i_tile) * BINS + o_bin, b_reach)
-        tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
+            tl.store(p_score + o_t, (b_score + 2).to(tl.uint8), mask=o_t < tokens)
+        tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, i_tile * (SUB * T), tokens, i_bh, i_tile, CAPACITY,
+              TILES, S, T, SUB, HAS_BARRED, BINS)  # fmt: skip
+    end(PDL)

@@ -1,8 +1,8 @@
 """The search of the sphere index on a GPU: a chain of kernels, no host synchronisation, scratch memory allocated once.
 
-rotate -> tables -> scan -> compact -> rerank -> (lse) -> top, top. Lengths and sizes are read from device memory (`plan`), so a
-captured graph replays the search while the zone grows, up to the capacity it was made for; `fire` says which sequences search
-at all.
+rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read from device memory (`plan`),
+so a captured graph replays the search while the zone grows, up to the capacity it was made for; `fire` says which sequences
+search at all.
 """
 
 # A launch takes what only Triton knows.
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from kvrecall.index.sphere.codes import BLOCK, magnitude_levels
+from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import compact_kernel, rerank_kernel
-from kvrecall.index.sphere.kernels.scan import scan_kernel
+from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
-from kvrecall.index.sphere.reference import PEAK_SCORE
+from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, PRODUCT_TOP, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
-from kvrecall.launch import cdiv, next_power_of_2
-from kvrecall.select.kernels import lse_kernel, top_kernel
+from kvrecall.launch import INTERPRETED, cdiv, next_power_of_2, overlapping
+from kvrecall.select.kernels import top_kernel
 
 FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
@@ -30,12 +31,19 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
 _MAX_TILES = 256
-_BINS = 256
+_DOT_TOKENS, _DOT_STAGES, _DOT_WARPS = 512, 3, 4
+"""Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
+_COMPACT_WARPS = 4
+_BINS, _MANY_BINS = 128, 256
+"""Scores that are told apart: enough for products and for collisions in up to 20 blocks, and enough for more."""
 _ROTATED_ROWS = 16
-_RERANKED, _RERANK_WARPS = 32, 4
-_LSE_CANDIDATES = 256
-_CHUNK = 1024
-"""Candidates whose best are found by one program; more than four times the budget, or nothing would be won."""
+_RERANKED, _RERANK_WARPS = 32, 1
+_CHUNKS = ((8192, 1024), (None, 2048))
+"""Candidates whose best are found by one program, for up to so many candidates; more than four times the budget, or nothing
+would be won."""
+
+_TOP_ELEMENTS = 4
+"""Candidates per thread of the selection, which is a chain of short steps: few, so that each is short."""
 
 
 def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
@@ -81,19 +89,28 @@ class GpuSearch:
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self._parts = cdiv(candidates, _LSE_CANDIDATES)
-        self._chunk = max(_CHUNK, next_power_of_2(4 * top_k))
-        self._chunks = cdiv(candidates, self._chunk) if candidates > self._chunk else 0
+        self._parts = cdiv(candidates, _RERANKED)
+        chunk = next(size for most, size in _CHUNKS if most is None or candidates <= most)
+        self._chunk = max(chunk, next_power_of_2(4 * top_k))
+        self._chunks = cdiv(candidates, self._chunk)
+        if self._chunks == 1:
+            self._chunk = max(256, next_power_of_2(candidates))
         kept = 1 if mode == "max" else self._lanes
         self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
-        self._tables = scratch(pairs, self._words, self._blocks, 256)
-        self._reach = scratch(pairs, self._tiles, _BINS)
-        self._total = scratch(pairs, _BINS)
+        self._quantised = scratch(pairs, self._lanes, dim, dtype=torch.int8)
+        self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
+        most = PRODUCT_TOP if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
+        self._bins = _BINS if most + 2 < _BINS else _MANY_BINS
+        self._reach = scratch(pairs, self._bins, self._tiles)
+        self._total = scratch(pairs, self._bins)
         self._ids = scratch(pairs, candidates)
         self._estimates = scratch(pairs, kept, candidates, dtype=torch.float32)
-        self._chunk_ids, self._chunk_keys = (scratch(pairs, max(1, self._chunks) * top_k) for _ in range(2))
+        self._slots = next_power_of_2(top_k)
+        self._chunk_ids, self._chunk_keys = (scratch(pairs, self._chunks, self._slots) for _ in range(2))
+        self._kept = scratch(pairs, self._chunks)
+        self._arrived = scratch(pairs)
+        self._options = overlapping(device)
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
-        self._places = torch.arange(next_power_of_2(self._blocks), dtype=torch.int32, device=device)
         levels = magnitude_levels(device)
         self._levels = torch.cat([-levels, levels])
         self._scores: Tensor | None = None
@@ -110,39 +127,52 @@ class GpuSearch:
         self.make_tables(queries, tables, plan, fire)
         self.scan(tables, plan, fire)
         self.compact(tables, plan, fire)
-        self.rerank(tables, plan, fire)
+        self.rerank(tables, plan, fire, scaling)
         self.pick(plan, fire, scaling)
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor) -> None:
-        """Rotated queries and look-up tables; empties the histogram."""
-        pairs, lanes = self._total.shape[0], 1 if self._lanes == 1 else 4
+        """Rotated queries and, for collisions, look-up tables; empties the histogram."""
+        pairs = self._total.shape[0]
         rotate_kernel[(pairs, self._lanes, cdiv(self._dim, _ROTATED_ROWS))](
-            queries, self._rotation, fire, self._rotated, self._heads,
+            queries, self._rotation, fire, self._rotated, self._quantised, self._total,
+            PRODUCT_RMS * self._dim**0.5, self._heads,
             D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
-            MEAN=self.mode == "mean_q", num_warps=4,
+            MEAN=self.mode == "mean_q", BINS=self._bins, PEAK=PRODUCT_PEAK, num_warps=4, **self._options,
         )  # fmt: skip
-        tables_kernel[(pairs, self._blocks)](
-            self._rotated, tables.counts, plan, fire, self._tables, self._total, self._heads,
-            D=self._dim, BD=next_power_of_2(self._dim), S=self._blocks, LANES=self._lanes, WORDS=self._words, L=lanes,
-            C=64, COLLISION=self.stage1 == "collision", FIELDS=self._stride, TARGETS=2,
-            TIERS=len(TIER_PERCENTILES), BINS=_BINS, PEAK=PEAK_SCORE,
-            num_warps=8 if self.stage1 == "collision" else 4,
-        )  # fmt: skip
+        if self.stage1 == "collision":
+            tables_kernel[(pairs, self._blocks)](
+                self._rotated, tables.counts, plan, fire, self._tables, self._heads,
+                D=self._dim, S=self._blocks, LANES=self._lanes, WORDS=self._words, L=1 if self._lanes == 1 else 4, C=64,
+                FIELDS=self._stride, TARGETS=2, TIERS=len(TIER_PERCENTILES), num_warps=8, **self._options,
+            )  # fmt: skip
 
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
         """Scores of all tokens and their histogram."""
         capacity, width = tables.signs.shape[2:]
-        read = 4 if width % 4 == 0 else 1
         if self._scores is None or self._scores.shape[1] != capacity:
             self._scores = torch.empty(self._total.shape[0], capacity, dtype=torch.uint8, device=self._total.device)
-        signs = tables.signs.view(torch.int32) if read == 4 else tables.signs
+        barred = tables.signs if tables.barred is None else tables.barred
+        shared = (plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles)
+        if self.stage1 == "product":
+            padded = max(8, next_power_of_2(width))
+            offset, shift = product_scale(self._dim)
+            product_kernel[(self._tiles, self._total.shape[0])](
+                tables.signs, tables.weights, tables.zero_norms, barred, self._quantised, *shared,
+                D=self._dim, S=width, BS=padded, LANES=self._lanes,
+                BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
+                SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
+                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=PRODUCT_TOP,
+                NATIVE=not INTERPRETED, num_warps=_DOT_WARPS, **self._options,
+            )  # fmt: skip
+            return
+        read = 4 if width % 4 == 0 else 1
         words = width // read
-        scan_kernel[(self._tiles, self._total.shape[0])](
-            signs, tables.weights, tables.zero_norms, tables.signs if tables.barred is None else tables.barred, self._tables,
-            plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles,
+        collision_kernel[(self._tiles, self._total.shape[0])](
+            tables.signs.view(torch.int32) if read == 4 else tables.signs, tables.weights, tables.zero_norms, barred,
+            self._tables, *shared,
             S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
-            T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=_BINS,
-            num_warps=4,
+            T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
+            num_warps=4, **self._options,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
@@ -151,40 +181,33 @@ class GpuSearch:
         compact_kernel[(self._tiles, self._total.shape[0])](
             plan, fire, self._scores, self._reach, self._total, self._ids, self._heads, tables.signs.shape[2], self._tiles,
             self.candidates,
-            T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=_BINS, num_warps=4,
+            T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
+            num_warps=_COMPACT_WARPS, **self._options,
         )  # fmt: skip
 
-    def rerank(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
-        """Estimates of the candidates."""
-        rerank_kernel[(cdiv(self.candidates, _RERANKED), self._total.shape[0])](
-            tables.signs, tables.magnitudes, tables.weights, self._levels, self._places, self._rotated, plan, fire, self._ids,
-            self._estimates, self._heads, tables.signs.shape[2], self.candidates,
-            D=self._dim, S=self._blocks, BS=next_power_of_2(self._blocks), LANES=self._lanes, R=_RERANKED,
-            FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"), num_warps=_RERANK_WARPS,
+    def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:
+        """Estimates of the candidates, and the parts of their softmax where the mode has one."""
+        unit = 4 if self._blocks % 4 == 0 else 1
+        words = torch.int32 if unit == 4 else torch.uint8
+        rerank_kernel[(self._parts, self._total.shape[0])](
+            tables.signs.view(words), tables.magnitudes.view(words), tables.weights, self._levels, self._rotated, plan,
+            fire, self._ids, self._estimates, self._peak, self._mass, scaling, self._heads, tables.signs.shape[2],
+            self.candidates, self._parts, self._blocks // unit,
+            D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes, R=_RERANKED,
+            FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode,
+            num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 
     def pick(self, plan: Tensor, fire: Tensor, scaling: float) -> None:
-        """The best of the candidates: in chunks, then of what the chunks left."""
-        pairs, softmax = self._total.shape[0], "softmax" in self.mode
-        if softmax:
-            lse_kernel[(self._parts, self._lanes, pairs)](
-                self._estimates, plan, fire, self._peak, self._mass, scaling, self._heads, self.candidates, self._parts,
-                LANES=self._lanes, N=_LSE_CANDIDATES, FIELDS=self._stride, num_warps=2,
-            )  # fmt: skip
-
-        def top(ids: Tensor, scores: Tensor, out: Tensor, room: int, grid: int, chunks: int, block: int, last: bool) -> None:
-            top_kernel[(grid, pairs)](
-                ids, scores, self._peak, self._mass, plan, fire, out, self._chunk_keys, self.counts, scaling, self.top_k,
-                self._heads, room, chunks, self._parts,
-                LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
-                BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=_LSE_CANDIDATES, N=self._chunk,
-                BC=block, LAST=last, CHUNKED=last and chunks > 0, FIELDS=self._stride, num_warps=max(4, min(32, block // 256)),
-            )  # fmt: skip
-
-        chunks, room = self._chunks, self.candidates
-        if not chunks:
-            top(self._ids, self._estimates, self.ids, room, 1, 0, max(256, next_power_of_2(room)), True)
-            return
-        left = chunks * self.top_k
-        top(self._ids, self._estimates, self._chunk_ids, room, chunks, chunks, self._chunk, False)
-        top(self._chunk_ids, self._chunk_keys, self.ids, left, 1, chunks, max(256, next_power_of_2(left)), True)
+        """The best of the candidates."""
+        softmax = "softmax" in self.mode
+        left = next_power_of_2(self._chunks * self._slots)
+        block = max(self._chunk, left)
+        top_kernel[(self._chunks, self._total.shape[0])](
+            self._ids, self._estimates, self._peak, self._mass, plan, fire, self.ids, self.counts, self._chunk_ids,
+            self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, self._heads, self.candidates, self._chunks,
+            self._parts,
+            LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
+            BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=_RERANKED, N=self._chunk, SLOTS=self._slots,
+            M=max(256, left), FIELDS=self._stride, num_warps=max(4, min(32, block // _TOP_ELEMENTS // 32)), **self._options,
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """From queries to look-up tables: rotation, then 256 entries per block of 8 coordinates, four query heads to a word.
 
-Stage I scores a key by one look-up per block. The entries of up to four query heads lie in the four bytes of an int32, so that
-one look-up and one addition serve them all; no byte overflows, since a key's entries add up to at most 250.
+Collisions score a key by one look-up per block. The entries of up to four query heads lie in the four bytes of an int32, so
+that one look-up and one addition serve them all; no byte overflows, since a key's entries add up to at most 6 S.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.overlap import begin, end
+
 
 @triton.jit
-def rotate_kernel(p_queries, p_rotation, p_fire, p_rotated, HEADS, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
-                  LANES: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr):  # fmt: skip
-    """Program (sequence and KV head, lane, ROWS coordinates) of the rotated queries, fp32 `[BH, LANES, D]`.
+def rotate_kernel(p_queries, p_rotation, p_fire, p_rotated, p_quantised, p_total, scale, HEADS, D: tl.constexpr,
+                  BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, MEAN: tl.constexpr,
+                  BINS: tl.constexpr, PEAK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (sequence and KV head, lane, ROWS coordinates) of the rotated queries, fp32 and quantised `[BH, LANES, D]`.
 
-    A lane is a query head of the group, or (MEAN) their mean.
+    A lane is a query head of the group, or (MEAN) their mean. scale: of quantised queries of norm 1, cut off at PEAK. One
+    program per head also clears the histogram of the scores.
     """
+    begin(PDL)
     i_bh, i_lane, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(p_fire + i_bh // HEADS) != 0:
+        if (i_lane == 0) & (i_r == 0):
+            tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
         o_d, o_r = tl.arange(0, BD), i_r * ROWS + tl.arange(0, ROWS)
         m_d = o_d < D
         m_r = (o_r < D)[:, None] & m_d[None, :]
@@ -31,7 +38,13 @@ def rotate_kernel(p_queries, p_rotation, p_fire, p_rotated, HEADS, D: tl.constex
             b_q = b_q / G
         else:
             b_q = tl.load(p_group + i_lane * D, mask=m_d, other=0.0).to(tl.float32)
-        tl.store(p_rotated + (i_bh * LANES + i_lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
+        b_x = tl.sum(b_r * b_q[None, :], 1)
+        norm = tl.sqrt(tl.sum(b_q * b_q, 0))  # as long before the rotation as after it
+        b_small = tl.floor(b_x * tl.where(norm > 0, scale / norm, 0.0) + 0.5)
+        o_out = (i_bh * LANES + i_lane) * D + o_r
+        tl.store(p_rotated + o_out, b_x, mask=o_r < D)
+        tl.store(p_quantised + o_out, tl.minimum(tl.maximum(b_small, -PEAK), PEAK).to(tl.int8), mask=o_r < D)
+    end(PDL)
 
 
 @triton.jit
@@ -72,45 +85,26 @@ def collision_entries(b_own, p_counts, p_targets, C: tl.constexpr, TIERS: tl.con
 
 
 @triton.jit
-def product_entries(b_own, b_scale):
-    """scale * (products of blocks `[8, L]` with the 256 sign patterns, from the smallest on), rounded: int32 `[256, L]`."""
-    o_p = tl.arange(0, 256)
-    b_sum = tl.zeros([256, b_own.shape[1]], tl.float32)
-    for j in tl.static_range(8):
-        q_j = coordinate(b_own, j)
-        m_agrees = ((o_p >> j) & 1)[:, None] == (q_j >= 0).to(tl.int32)[None, :]
-        b_sum += tl.where(m_agrees, tl.abs(q_j)[None, :], 0.0)
-    return (b_sum * b_scale[None, :] + 0.5).to(tl.int32)
-
-
-@triton.jit
 def tables_kernel(
-    p_rotated, p_counts, p_plan, p_fire, p_tables, p_total, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, L: tl.constexpr,
-    C: tl.constexpr, COLLISION: tl.constexpr, FIELDS: tl.constexpr, TARGETS: tl.constexpr, TIERS: tl.constexpr,
-    BINS: tl.constexpr, PEAK: tl.constexpr,
+    p_rotated, p_counts, p_plan, p_fire, p_tables, HEADS,
+    D: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    FIELDS: tl.constexpr, TARGETS: tl.constexpr, TIERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, block): the tables of one block; the first block's program clears the histogram.
+    """Program (sequence and KV head, block): the tables of one block.
 
     L: lanes side by side, 1 or 4. C: patterns that are compared at once.
     """
+    begin(PDL)
     i_bh, i_s = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     if tl.load(p_fire + i_b) != 0:
-        o_8, o_d, o_l, o_p = tl.arange(0, 8), tl.arange(0, BD), tl.arange(0, L), tl.arange(0, 256)
-        if i_s == 0:
-            tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        o_8, o_l, o_p = tl.arange(0, 8), tl.arange(0, L), tl.arange(0, 256)
         for w in tl.static_range(WORDS):
             m_l = w * 4 + o_l < LANES
             p_lane = p_rotated + (i_bh * LANES + w * 4 + o_l) * D
             b_own = tl.load(p_lane[None, :] + i_s * 8 + o_8[:, None], mask=(o_8 >= 0)[:, None] & m_l[None, :], other=0.0)
-            if COLLISION:
-                p_own = p_counts + (i_bh * S + i_s).to(tl.int64) * 256
-                b_entries = collision_entries(b_own, p_own, p_plan + i_b * FIELDS + TARGETS, C, TIERS)
-            else:
-                b_all = tl.load(p_lane[None, :] + o_d[:, None], mask=(o_d < D)[:, None] & m_l[None, :], other=0.0)
-                b_total = tl.sum(tl.abs(b_all), 0)
-                b_entries = product_entries(b_own, tl.where(b_total > 0, PEAK / b_total, 0.0))
-            b_entries = tl.where(m_l[None, :], b_entries, 0)
-            b_word = tl.sum(b_entries << (8 * o_l)[None, :], 1)
+            p_own = p_counts + (i_bh * S + i_s).to(tl.int64) * 256
+            b_entries = collision_entries(b_own, p_own, p_plan + i_b * FIELDS + TARGETS, C, TIERS)
+            b_word = tl.sum(tl.where(m_l[None, :], b_entries, 0) << (8 * o_l)[None, :], 1)
             tl.store(p_tables + ((i_bh * WORDS + w) * S + i_s) * 256 + o_p, b_word)
+    end(PDL)

@@ -1,0 +1,107 @@
+"""Decode attention over a set of rows on a GPU: split over rows, wherever they lie, and merged by their log-sum-exp.
+
+Rows on the device and rows in page-locked host memory are each attended where they are: nothing is gathered or concatenated.
+All sums are fp32. Bytes: 2 D numbers per row and KV head, once, for all query heads of a group, and for every 16 rows and query
+head D fp32 numbers out and in again.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrecall.attend.kernels import attend_block
+from kvrecall.launch import cdiv, next_power_of_2
+from kvrecall.merge.cuda import merge_splits
+from kvrecall.structs import HostRows, Partial, Rows
+
+_PART_ROWS = 16
+"""Rows per program."""
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def rows_kernel(
+    p_queries, p_rows, p_lengths, p_out, p_lse, scaling, softcap, HEADS, T, LENGTH_B, LENGTH_H,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, part): R of the T rows `[BH, T, 2, D]`, those before the head's length.
+
+    lengths int32 by strides LENGTH_B, LENGTH_H. Writes part number i_p of out fp32 `[BH, G, PARTS, D]`, lse `[BH, G, PARTS]`.
+    """
+    i_bh, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(p_lengths + (i_bh // HEADS) * LENGTH_B + (i_bh % HEADS) * LENGTH_H)
+    o_r, o_d = i_p * R + tl.arange(0, R), tl.arange(0, BD)
+    m_r = (o_r < length) & (o_r < T)
+    m_row = m_r[:, None] & (o_d < D)[None, :]
+    p_row = p_rows + i_bh * T * (2 * D) + o_r.to(tl.int64)[:, None] * (2 * D) + o_d[None, :]
+    b_k = tl.load(p_row, mask=m_row, other=0.0)  # [R, BD]
+    b_v = tl.load(p_row + D, mask=m_row, other=0.0)
+    attend_block(p_queries + i_bh * G * D, p_out + i_bh * G * PARTS * D, p_lse + i_bh * G * PARTS, i_p, b_k, b_v, m_r,
+                 scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
+
+
+@triton.jit
+def host_rows_kernel(
+    p_queries, p_ids, p_table, p_out, p_lse, scaling, softcap, HEADS, K, SEGMENTS, TYPE: tl.constexpr, BYTES: tl.constexpr,
+    BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """As `rows_kernel`, for the rows of ids int32 `[BH, K]` (-1: none), which lie in segments of host memory.
+
+    table int64 `[B, SEGMENTS, 3]`, ascending: first id, address and held tokens of each segment `[HEADS, held, 2, D]` of TYPE.
+    """
+    i_bh, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_kv = i_bh % HEADS
+    p_segment = p_table + (i_bh // HEADS) * SEGMENTS * 3
+    o_k, o_s, o_d = i_p * R + tl.arange(0, R), tl.arange(0, BS), tl.arange(0, BD)
+    b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1).to(tl.int64)  # [R]
+    m_r = b_id >= 0
+    m_s = o_s < SEGMENTS
+    b_first = tl.load(p_segment + o_s * 3, mask=m_s, other=0)  # [BS]
+    b_behind = (b_id[:, None] >= b_first[None, :]) & m_s[None, :]
+    p_own = p_segment + (tl.maximum(tl.sum(b_behind.to(tl.int32), 1), 1) - 1) * 3
+    b_row = i_kv * tl.load(p_own + 2) + b_id - tl.load(p_own)
+    # Rows start at multiples of 16 bytes, which an address out of memory does not show.
+    p_row = tl.multiple_of((tl.load(p_own + 1) + b_row * (2 * D * BYTES)).to(tl.pointer_type(TYPE)), 16)
+    m_row = m_r[:, None] & (o_d < D)[None, :]
+    b_k = tl.load(p_row[:, None] + o_d[None, :], mask=m_row, other=0.0)  # [R, BD]
+    b_v = tl.load(p_row[:, None] + D + o_d[None, :], mask=m_row, other=0.0)
+    attend_block(p_queries + i_bh * G * D, p_out + i_bh * G * PARTS * D, p_lse + i_bh * G * PARTS, i_p, b_k, b_v, m_r,
+                 scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
+
+
+def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
+    """As `reference.attend_rows`, for T_q = 1; queries `[B, H_q, 1, D]` on the device that the rows lie on, or are read by."""
+    with torch.cuda.device_of(queries):  # Triton launches on the current device, which need not be that of this layer
+        return _attend_rows(queries, rows, scaling, softcap)
+
+
+def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float) -> Partial:
+    b, heads, _, dim = queries.shape
+    kv_heads = rows.kv.shape[1] if isinstance(rows, Rows) else rows.ids.shape[1]
+    # A power of two, so that few sizes are ever compiled; parts without rows merge as empty ones.
+    parts = next_power_of_2(max(1, cdiv(rows.width, _PART_ROWS)))
+    out = queries.new_empty(b * heads, parts, dim, dtype=torch.float32)
+    lse = queries.new_empty(b * heads, parts, dtype=torch.float32)
+    sizes = {
+        "D": dim, "BD": next_power_of_2(dim), "G": heads // kv_heads, "R": _PART_ROWS, "PARTS": parts, "CAP": softcap != 0,
+        "num_warps": 4,
+    }  # fmt: skip
+    queries, grid = queries.contiguous(), (b * kv_heads, parts)
+    if isinstance(rows, Rows):
+        lengths = rows.lengths
+        rows_kernel[grid](
+            queries, rows.kv.contiguous(), lengths, out, lse, scaling, softcap, kv_heads, rows.width, *lengths.stride(), **sizes
+        )
+    else:
+        segments = rows.table.shape[1]
+        host_rows_kernel[grid](
+            queries, rows.ids.contiguous(), rows.table, out, lse, scaling, softcap, kv_heads, rows.width, segments,
+            TYPE=_TYPES[rows.dtype], BYTES=rows.dtype.itemsize, BS=next_power_of_2(segments), **sizes,
+        )  # fmt: skip
+    merged, total = merge_splits(out, lse)
+    return Partial(merged.view(b, heads, 1, dim), total.view(b, heads, 1))

@@ -1,0 +1,283 @@
+"""PRKV, LouisKV and CTkvr: one attention layer, one decode step, on a GPU, against full attention in device memory.
+
+    kvrecall bench methods --context 64k,128k [--systems prkv,louiskv-every-5] [--out FILE]
+
+Rows by name: `prkv` (searches at every step), `louiskv-search`, `louiskv-held` (a step between two searches), `louiskv-every-5`
+(the mean at one search in five steps, which the paper's threshold aims at for long inputs), each captured as a CUDA graph over
+several layers, together several times the L2 cache; `…-uncaptured`: the same layers through `pipeline.decode_step`, where
+launches and the host's waiting decide; `ctkvr`, whose rerank and attention to the selection are the CPU's, so it is never
+captured: `host_threads` and `host_us` say how much of it the CPU does. Each has its own default budget (PRKV 1,024 tokens, a
+quarter of them static, LouisKV 512, CTkvr 512). Full attention as in `gpu_layer`.
+
+Data: keys, values and queries are standard normal in bf16; queries turn between steps, to a cosine of 0.93 with those before.
+PRKV's static tokens are drawn at random, since what a step costs depends on how many there are; LouisKV's clusters are k-means
+of those keys, which have no structure, so sizes spread as they do for noise. CTkvr's observed queries are a chain of turning
+queries of which the decode steps are the continuation. What happens once in many steps is not in a captured row: making volumes
+or segments of tokens that leave the window, choosing static sets anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvrecall.attend.reference import attend_rows
+from kvrecall.bench.gpu_layer import SHAPES, full_attention, timed
+from kvrecall.bench.gpu_ops import layers_for
+from kvrecall.bench.gpu_unit_step import UnitStep
+from kvrecall.index.base import LayerShape
+from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
+from kvrecall.index.units import UnitIndex
+from kvrecall.launch import kernels_available
+from kvrecall.layer_state import LayerState
+from kvrecall.methods.base import Method
+from kvrecall.methods.ctkvr import CTKVR
+from kvrecall.methods.louiskv import LouisKV
+from kvrecall.methods.prkv import PRKV
+from kvrecall.pipeline import decode_step
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.static import ObservationWindow, StaticSet
+from kvrecall.structs import AttentionParams, Budget, Rows
+
+_COSINE = 0.93
+_STRIDE = 5
+_STEPS = 50
+"""Uncaptured steps that are timed."""
+_BEHIND_DENSE = 2
+"""Number of the layer in its model: LouisKV's first two are dense."""
+METHODS: dict[str, Callable[[], Method]] = {
+    "prkv": lambda: PRKV(full_attention_threshold=0),
+    "louiskv": lambda: LouisKV(full_attention_threshold=0),
+    "ctkvr": lambda: CTKVR(full_attention_threshold=0),
+}
+SYSTEMS = ("prkv", "prkv-uncaptured", "louiskv-search", "louiskv-held", f"louiskv-every-{_STRIDE}", "louiskv-search-uncaptured",
+           "louiskv-held-uncaptured", "ctkvr")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; times in microseconds per layer. host_threads, host_us: of CTkvr's search, attention and learning, which
+    are the CPU's but for the comparison with the centroids; 0 for the others. units: pages or clusters per KV head."""
+
+    shape: str
+    tokens: int
+    system: str
+    captured: bool
+    layers: int
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    full_p50_us: float
+    full_backend: str
+    speedup: float
+    attended_tokens: int
+    fetched_rows: int
+    units: int
+    host_threads: int
+    host_us: float
+
+
+class DeviceRows:
+    """Rows of one sequence that still lie on the device, for indexes that look at them while they are built."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows, self.length = rows, rows.shape[1]
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """See `RowSource`."""
+        return torch.stack([rows[of.to(rows.device)] for rows, of in zip(self._rows, ids.long(), strict=True)]).cpu()
+
+    def blocks(self, start: int = 0) -> Iterator[Tensor]:
+        """See `RowSource`; on the device."""
+        yield self._rows[:, start:]
+
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """See `RowSource`; on the device."""
+        return [(0, self._rows)]
+
+
+class Layers:
+    """Layers of one length under one method, ready to step."""
+
+    def __init__(self, shape: str, tokens: int, name: str) -> None:
+        self.query_heads, self.heads, self.dim = SHAPES[shape]
+        self.tokens, self.method, self.params = tokens, METHODS[name](), AttentionParams(self.dim**-0.5)
+        self._generator = torch.Generator("cuda").manual_seed(7)
+        self.new = [self._random(h, 1) for h in (self.query_heads, self.heads, self.heads)]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.states: list[LayerState] = []
+        # Summaries take 2 D numbers per 32 tokens or D per 16; CTkvr's pipeline is bound by the host, one layer shows it.
+        count = 1 if name == "ctkvr" else layers_for(tokens * self.heads * self.dim // 8)
+        for _ in range(count):
+            self._add_layer()
+        self.layers = [] if name == "ctkvr" else [UnitStep(state) for state in self.states]
+        index = self.states[0].index
+        self.units = index.units(0).reps.shape[1] if isinstance(index, UnitIndex) else 0
+        self.resident = self.states[0].store.resident.lengths[0] + 1
+
+    def _random(self, heads: int, count: int) -> Tensor:
+        return torch.randn(1, heads, count, self.dim, generator=self._generator, device="cuda", dtype=torch.bfloat16)
+
+    def _add_layer(self) -> None:
+        keys, values = self._random(self.heads, self.tokens), self._random(self.heads, self.tokens)
+        shape = LayerShape(1, self.query_heads, self.heads, self.dim, torch.bfloat16, keys.device)
+        state, index_of = LayerState(_BEHIND_DENSE, shape, self.method), self.method.index_config()
+        index, sizes = state.index, self.method.zone_sizes()
+        assert index is not None and index_of is not None
+        state.store.host[0].reserve(self.tokens - sizes.sink_tokens - sizes.local_tokens)
+        moved = state.store.append_chunk(0, keys[0], values[0])
+        assert moved is not None
+        index.bind([DeviceRows(moved)])
+        index.append(0, moved[:, :, 0])
+        index.end_of_prompt(0, self._observed(keys) if isinstance(index_of, CentroidConfig) else None, sizes.sink_tokens)
+        static = self.method.static_config()
+        if isinstance(static, ObservationWindow):
+            of_static, zone = static.tokens(state.top_k, 0.0), moved.shape[1]
+            drawn = torch.rand(self.heads, zone, generator=self._generator, device="cuda").argsort(1)[:, :of_static]
+            ids = drawn.sort(1).values.to(torch.int32)
+            index.exclude(0, ids)
+            state.static[0] = StaticSet(ids, state.store.host[0].gather(ids.cpu()).cuda())
+        index.bind(state.store.host)
+        self.keys.append(keys)
+        self.values.append(values)
+        self.states.append(state)
+
+    def _observed(self, keys: Tensor) -> ObservedQueries:
+        """The prompt's last queries: a chain that ends at the first decode step's."""
+        config = self.method.index_config()
+        assert isinstance(config, CentroidConfig)
+        count = config.centroids(self.tokens)
+        chain = [self.new[0]]
+        for _ in range(count - 1):
+            chain.append(_COSINE * chain[-1] + (1 - _COSINE**2) ** 0.5 * self._random(self.query_heads, 1))
+        queries = torch.cat(chain[::-1], 2)[0]
+        group, wide, lse = self.query_heads // self.heads, keys[0].float(), []
+        for some in queries.float().unflatten(0, (self.heads, group)).split(8, 2):
+            logits = some.flatten(1, 2) @ wide.transpose(1, 2) * self.params.scaling  # [H_kv, G * W, n]
+            lse.append(logits.logsumexp(-1).unflatten(1, (group, -1)))
+        return ObservedQueries(queries, torch.cat(lse, 2).flatten(0, 1), self.tokens - count)
+
+    def turn(self) -> None:
+        """Moves the queries on to the next step's."""
+        self.new[0].copy_(_COSINE * self.new[0] + (1 - _COSINE**2) ** 0.5 * torch.randn_like(self.new[0]))
+
+    def full(self) -> None:
+        """Full attention of every layer."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            F.scaled_dot_product_attention(self.new[0], keys, values, enable_gqa=True)
+
+    def step(self, searching: bool) -> None:
+        """One decode step of every layer, by the kernels."""
+        queries, keys, values = (x[:, :, 0] for x in self.new)
+        for layer in self.layers:
+            layer.decode(queries, keys, values, self.params.scaling, searching)
+
+    def captured(self, searching: bool) -> tuple[float, float, float]:
+        """(p20, p50, p80) microseconds per layer, checked first."""
+        queries, keys, values = (x[:, :, 0] for x in self.new)
+        self.layers[-1].check(queries, keys, values, self.params.scaling)
+        self.step(True)  # rows for the steps that hold them
+        return timed(lambda: self.step(searching), len(self.layers), between=self.turn)
+
+    def check_uncaptured(self) -> None:
+        """Raises unless one step selects what the search by torch operations does, but for a tenth whose scores may differ by
+        rounding, and is fp32 attention to that selection, the static tokens and the resident ones."""
+        state, static = self.states[0], self.states[0].static[0]
+        state.held.pop(0, None)
+        budget = Budget(state.top_k - (0 if static is None else static.ids.shape[1]), self.params.scaling)
+        expected = self._reference_ids(state, budget)
+        queries, keys, values = self.new
+        out, group = decode_step(state, queries, keys, values, None, self.params), self.query_heads // self.heads
+        held = state.held[0]
+        for h in range(self.heads):
+            ids, wanted = held.ids[h].long().cpu(), expected[h].tolist()
+            assert len(set(ids.tolist()) & set(wanted)) >= 0.9 * len(ids), f"head {h}: other ids than the reference"
+            parts = [state.store.host[0].take(torch.full_like(ids, h), ids).cuda(), state.store.resident.view(0)[h]]
+            kv = torch.cat(parts if static is None else [*parts, static.rows[h]])[None, None]
+            rows = Rows(kv, torch.tensor([[kv.shape[2]]], dtype=torch.int32, device="cuda"))
+            of = slice(h * group, (h + 1) * group)
+            right = attend_rows(queries[:, of], rows, self.params.scaling).out
+            error = float((out[:, of].float() - right).norm() / right.norm())
+            assert error < 1e-2, f"head {h}: relative error {error}"
+
+    def _reference_ids(self, state: LayerState, budget: Budget) -> Tensor:
+        """Ids `[H_kv, K]` without the kernels, or with CTkvr's rerank by torch operations on the device."""
+        index, queries = state.index, self.new[0][:, :, 0]
+        if isinstance(index, CentroidIndex):
+            config = index._config
+            index._config = replace(config, rerank="device")
+            found = index.search(queries, budget, [0])
+            index._config = config
+        else:
+            assert isinstance(index, UnitIndex)
+            index._kernels = False
+            found = index.search(queries, budget, [0])
+            index._kernels = kernels_available(queries.device)
+        return found.ids[0]
+
+    def uncaptured(self, searching: bool) -> tuple[float, float, float, float]:
+        """(p20, p50, p80) microseconds of one layer's step through the pipeline, checked first; and microseconds of its search,
+        attention and learning, as an extra pass with a synchronisation around each stage measures them."""
+        self.check_uncaptured()
+        state, times, before = self.states[0], [], {}
+        queries, keys, values = self.new
+        for number in range(2 * _STEPS + 10):
+            if number == _STEPS + 10:
+                state.counters.timed, before = True, dict(state.stats.stage_seconds)
+            self.turn()
+            if searching:
+                state.held.pop(0, None)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            decode_step(state, queries, keys, values, None, self.params)
+            torch.cuda.synchronize()
+            if 10 <= number < _STEPS + 10:
+                times.append((time.perf_counter() - start) * 1e6)
+        state.counters.timed = False
+        spent = {stage: seconds - before.get(stage, 0.0) for stage, seconds in state.stats.stage_seconds.items()}
+        host = sum(spent.get(stage, 0.0) for stage in ("search", "attend", "learn")) / _STEPS * 1e6
+        times.sort()
+        return times[_STEPS // 5], times[_STEPS // 2], times[4 * _STEPS // 5], host
+
+
+@lru_cache(maxsize=1)
+def _layers(shape: str, tokens: int, name: str) -> Layers:
+    return Layers(shape, tokens, name)
+
+
+@lru_cache(maxsize=8)
+def _full(shape: str, tokens: int, name: str) -> tuple[float, str]:
+    return full_attention(cast(Any, _layers(shape, tokens, name)))
+
+
+def measure(shape: str, tokens: int, system: str) -> Row:
+    """Builds, checks and times one system."""
+    name, captured = system.split("-")[0], not system.endswith("uncaptured") and system != "ctkvr"
+    layers, host = _layers(shape, tokens, name), 0.0
+    if not captured:
+        *found, host = layers.uncaptured("held" not in system)
+    elif "every" in system:
+        pairs = zip(layers.captured(True), layers.captured(False), strict=True)
+        found = [(search + (_STRIDE - 1) * held) / _STRIDE for search, held in pairs]
+    else:
+        found = layers.captured("held" not in system)
+    p20, p50, p80 = found
+    full, backend = _full(shape, tokens, name)
+    state, static = layers.states[0], layers.states[0].static[0]
+    fetched = state.top_k - (0 if static is None else static.ids.shape[1])
+    row = Row(
+        shape, tokens, system, captured, len(layers.layers) if captured else 1, p20, p50, p80, full, backend, full / p50,
+        attended_tokens=layers.resident + state.top_k, fetched_rows=0 if "held" in system else fetched, units=layers.units,
+        host_threads=torch.get_num_threads() if name == "ctkvr" else 0, host_us=host if name == "ctkvr" else 0.0,
+    )  # fmt: skip
+    if not captured:
+        _layers.cache_clear()  # their windows have moved on, and graphs would search units of before
+    return row

@@ -1,0 +1,239 @@
+"""Every kernel alone, on a GPU: its time against the time that its bytes must take.
+
+    kvrecall bench ops --context 128k [--ops scan,rerank] [--out FILE]
+
+An operation is captured as a CUDA graph that calls it once for each of several layers with data of their own, together several
+times the L2 cache, and the graph is replayed (encoding, which no graph can hold, is launched as it is). Nothing is timed before
+it has been compared with its reference. The roofline is the larger of two times: bytes moved in device memory at the bandwidth
+of a large device copy, and bytes that cross the bus at the bandwidth of a large copy from page-locked memory; both are measured
+in the same process. Bytes are counted from the algorithm: what must be read and written once, whatever a kernel reads again.
+
+Keys, values and queries are standard normal; see `gpu_unit_ops` for pages and clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from kvrecall.bench.gpu_layer import CONFIGS, SHAPES, Bench, timed
+from kvrecall.cache.host_pool import HostPool
+from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES
+
+CACHE_BYTES = 50 << 20
+_COPIED = 1 << 30
+_ENCODED = 8192
+_POOL_TOKENS = 131_072
+
+
+@dataclass(frozen=True)
+class Op:
+    """What is timed: `work` does `calls` calls. check: raises unless the work is right. Bytes are those of one call."""
+
+    calls: int
+    work: Callable[[], object]
+    check: Callable[[], None]
+    device_bytes: float
+    host_bytes: float = 0.0
+    prepare: Callable[[], object] = lambda: None
+    """Done once before the timing, for work that needs what another operation leaves."""
+    captured: bool = True
+    """False for work that copies from ordinary host memory on its way, which no graph can hold."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation; times in microseconds per call, bandwidths in 10^9 bytes per second."""
+
+    shape: str
+    tokens: int
+    op: str
+    captured: bool
+    calls: int
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    device_bytes: float
+    host_bytes: float
+    gb_per_s: float
+    roofline_us: float
+    roofline_share: float
+    device_copy_gb_per_s: float
+    bus_copy_gb_per_s: float
+
+
+def timed_of(work: Callable[[], object], calls: int, replays: int = 40, captured: bool = True) -> tuple[float, float, float]:
+    """As `timed`, for work whose result nobody needs; also without a graph."""
+
+    def run() -> None:
+        work()
+
+    if captured:
+        return timed(run, calls, replays)
+    times = []
+    for _ in range(replays + 5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    times = sorted(times[5:])
+    return times[len(times) // 5], times[len(times) // 2], times[4 * len(times) // 5]
+
+
+@cache
+def bandwidths() -> tuple[float, float]:
+    """Bytes per microsecond of a large copy in device memory (read and write count) and from page-locked memory."""
+    source = torch.zeros(_COPIED, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    host = torch.zeros(_COPIED // 4, dtype=torch.uint8, pin_memory=True)
+    device = 2 * _COPIED / timed_of(lambda: target.copy_(source), 1, 10)[1]
+    bus = len(host) / timed_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 1, 10)[1]
+    return device, bus
+
+
+def layers_for(bytes_each: float) -> int:
+    """Layers whose data together are several times the L2 cache."""
+    return max(1, min(32, -(-5 * CACHE_BYTES // max(1, int(bytes_each)))))
+
+
+@lru_cache(maxsize=1)
+def _sphere(shape: str, tokens: int) -> Bench:
+    """Layers under ParisKV; checked: one step is fp32 attention over the ids of the reference search."""
+    heads, dim = SHAPES[shape][1:]
+    bench = Bench(shape, tokens, CONFIGS["product"](tokens), layers_for(tokens * heads * dim // BLOCK))
+    bench.check()
+    return bench
+
+
+def _stage(name: str) -> Callable[[str, int], Op]:
+    def build(shape: str, tokens: int) -> Op:
+        bench = _sphere(shape, tokens)
+        (queries, keys, values), params, rows = bench.new, bench.params, bench.rows
+        calls: dict[str, Callable] = {
+            "tables": lambda x: x._search.make_tables(queries, x._tables(), rows, x._fire),
+            "scan": lambda x: x._search.scan(x._tables(), rows, x._fire),
+            "compact": lambda x: x._search.compact(x._tables(), rows, x._fire),
+            "rerank": lambda x: x._search.rerank(x._tables(), rows, x._fire, params.scaling),
+            "top-k": lambda x: x._search.pick(rows, x._fire, params.scaling),
+            "attend": lambda x: x._attend(queries, keys, values, rows, bench.parity, params),
+            "merge": lambda x: x._merge(queries, params),
+        }
+        asked = ["attend", "merge"] if name == "attend+merge" else [name]
+
+        def work() -> None:
+            for layer in bench.layers:
+                for part in asked:
+                    calls[part](layer)
+
+        device, host = _stage_bytes(bench)[name]
+        # A scan that is repeated alone leaves a histogram that no candidates fit.
+        return Op(len(bench.layers), work, bench.check, device, host, prepare=bench.step)
+
+    return build
+
+
+def _stage_bytes(bench: Bench) -> dict[str, tuple[float, float]]:
+    """Bytes per layer of each stage: (device, bus)."""
+    zones, heads, dim, group = bench.plan.zones[0], bench.heads, bench.dim, bench.query_heads // bench.heads
+    blocks, candidates = dim // BLOCK, bench.plan.stage(zones.retrieval).candidates
+    weight, row = 2, 4 * dim
+    resident = zones.sink + zones.local + zones.buffer + 1
+    return {
+        "tables": (4 * dim * dim + 2 * group * heads * dim + heads * -(-group // 4) * blocks * 256 * 4, 0),
+        "scan": (heads * zones.retrieval * (blocks + 1), 0),
+        "compact": (heads * (zones.retrieval + 4 * candidates), 0),
+        "rerank": (heads * candidates * (blocks * (1 + MAGNITUDE_BYTES + weight) + 4 + 4 * group), 0),
+        "top-k": (heads * candidates * (8 * group + 4), 0),
+        "attend+merge": (heads * resident * row, heads * 100 * row),
+    }
+
+
+def _encode(shape: str, tokens: int) -> Op:
+    """Summaries of `_ENCODED` keys."""
+    from kvrecall.index.sphere.codes import encode as reference
+    from kvrecall.index.sphere.kernels.encode import encode
+    from kvrecall.index.sphere.rotation import rotation_matrix
+
+    heads, dim = SHAPES[shape][1:]
+    rotation = rotation_matrix(dim, 42).cuda()
+    keys = [torch.randn(heads, _ENCODED, dim, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
+
+    def check() -> None:
+        made, expected = encode(keys[0], rotation), reference(keys[0], rotation)
+        for part in ("signs", "magnitudes"):
+            wrong = float((getattr(made, part) != getattr(expected, part)).float().mean())
+            assert wrong < 2e-4, f"{part}: {wrong} of the bytes differ"
+
+    summary = dim // BLOCK * (1 + MAGNITUDE_BYTES + 2)
+    moved = heads * _ENCODED * (2 * dim + summary)
+    return Op(len(keys), lambda: [encode(k, rotation) for k in keys], check, moved, captured=False)
+
+
+def _gather(rows: int) -> Callable[[str, int], Op]:
+    """Random rows of a pool of `_POOL_TOKENS` tokens, all KV heads together."""
+
+    def build(shape: str, tokens: int) -> Op:
+        from kvrecall.fetch.kernels import gather_rows
+
+        heads, dim = SHAPES[shape][1:]
+        pool = HostPool(heads, dim, torch.bfloat16, pin=True)
+        pool.append(torch.randn(heads, _POOL_TOKENS, 2, dim, dtype=torch.bfloat16, device="cuda"))
+        torch.cuda.synchronize()
+        per_head = rows // heads
+        sets, of_head = [], torch.arange(heads, device="cuda").repeat_interleave(per_head)
+        for _ in range(16):
+            ids = torch.stack([torch.randperm(_POOL_TOKENS, device="cuda")[:per_head].sort().values for _ in range(heads)])
+            sets.append(ids.flatten())
+        slots = torch.arange(heads * per_head, device="cuda")
+        out = torch.empty(len(sets), heads * per_head, 2, dim, dtype=torch.bfloat16, device="cuda")
+
+        def work() -> None:
+            for ids, into in zip(sets, out, strict=True):
+                gather_rows(pool.segments(), of_head, ids, slots, into)
+
+        def check() -> None:
+            work()
+            assert torch.equal(out[3].cpu(), pool.take(of_head.cpu(), sets[3].cpu())), "rows differ from those of the pool"
+
+        return Op(len(sets), work, check, 0.0, heads * per_head * 4.0 * dim)
+
+    return build
+
+
+def _unit_op(name: str) -> Callable[[str, int], Op]:
+    def build(shape: str, tokens: int) -> Op:
+        from kvrecall.bench import gpu_unit_ops
+
+        return gpu_unit_ops.build(name, shape, tokens)
+
+    return build
+
+
+OPS: dict[str, Callable[[str, int], Op]] = {
+    "encode": _encode,
+    **{name: _stage(name) for name in ("tables", "scan", "compact", "rerank", "top-k", "attend+merge")},
+    "gather-800": _gather(800),
+    "gather-8192": _gather(8192),
+    **{name: _unit_op(name) for name in ("page-scores", "page-fill", "cluster-scores", "cluster-fill")},
+}
+
+
+def measure(shape: str, tokens: int, name: str) -> Row:
+    """Builds, checks and times one operation."""
+    op = OPS[name](shape, tokens)
+    op.check()
+    op.prepare()
+    torch.cuda.synchronize()
+    p20, p50, p80 = timed_of(op.work, op.calls, captured=op.captured)
+    device, bus = bandwidths()
+    roofline = max(op.device_bytes / device, op.host_bytes / bus)
+    return Row(
+        shape, tokens, name, op.captured, op.calls, p20, p50, p80, op.device_bytes, op.host_bytes,
+        gb_per_s=(op.device_bytes + op.host_bytes) / p50 / 1e3, roofline_us=roofline, roofline_share=roofline / p50,
+        device_copy_gb_per_s=device / 1e3, bus_copy_gb_per_s=bus / 1e3,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Rows between device and host. Towards the host they travel on a stream of their own, and the host waits for none of them.
+
+Who reads rows that may still be on their way waits first: a GPU's stream for the copy's event, the CPU for the same event.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_memory import staging
+
+
+class Pending:
+    """The last copy towards one pool. Never changed once made, so forks of a pool may share it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device, self._done = stream.device, torch.cuda.Event()
+        self._done.record(stream)
+
+    def wait_on_device(self) -> None:
+        """What the current stream of the GPU does from now on comes after the copy; the host goes on."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def wait_on_host(self) -> None:
+        """Returns when the rows have arrived."""
+        self._done.synchronize()
+
+    def arrived(self) -> bool:
+        """Whether nobody has to wait any more."""
+        return self._done.query()
+
+
+def send(rows: Tensor, target: Tensor) -> Pending:
+    """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape, after what its stream does already.
+
+    The rows must not be written to afterwards; their memory is kept until they have arrived.
+    """
+    stream = _stream(rows.device)
+    # Not only the rows must be there: what the stream still reads of the target's place (before a crop) must be read.
+    stream.wait_stream(torch.cuda.current_stream(rows.device))
+    with torch.cuda.stream(stream):
+        for head, own in zip(target, rows, strict=True):  # each is one run of bytes, where all heads together are not
+            head.copy_(own, non_blocking=True)
+    rows.record_stream(stream)
+    return Pending(stream)
+
+
+def bring(block: Tensor, device: torch.device) -> Tensor:
+    """Rows `[H_kv, n, 2, D]` on the device; from the host by one copy per head, with no contiguous copy there in between."""
+    if block.device == device or device.type != "cuda":
+        return block.to(device)
+    near = torch.empty(block.shape, dtype=block.dtype, device=device)
+    for head, own in zip(near, block, strict=True):
+        head.copy_(own, non_blocking=True)
+    return near
+
+
+class Question:
+    """A small tensor of a GPU, asked for now; the answer is looked at when it has come, so the host waits for nothing."""
+
+    def __init__(self, asked: Tensor) -> None:
+        self._near = staging(tuple(asked.shape), asked.dtype)
+        self._near.copy_(asked, non_blocking=True)
+        self._come = torch.cuda.Event()
+        self._come.record(torch.cuda.current_stream(asked.device))
+
+    def answer(self) -> Tensor | None:
+        """The tensor as it was, on the CPU; None while it has not come."""
+        return self._near if self._come.query() else None
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,177 @@
+"""`kvrecall eval`: methods under budgets on tasks that need no network, beside full attention."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvrecall.cli import options
+from kvrecall.cli.report import plain_table
+from kvrecall.cli.session import open_session
+from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrecall.evaluate.summary import Row
+
+
+_FILE_COLUMNS = 200
+
+
+@verb
+def evaluate(
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas; `--tasks list` lists them.")] = "niah,niah-multikey",
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas: a name, name:key=value;key=value, or a method file.")
+    ] = options.DEFAULT_METHOD,
+    budgets: Annotated[
+        str | None, typer.Option(help="Tokens per KV head and step, such as 128,512; the methods' own if left out.")
+    ] = None,
+    context: Annotated[str, typer.Option("--context", help="Tokens, one or more: 4096 or 4k,8k.")] = "4k",
+    samples: Annotated[int, typer.Option(min=1, help="Samples per task and context (and per depth).")] = 5,
+    depths: Annotated[str, typer.Option(help="Depths of the single needle, in percent.")] = "0,25,50,75,100",
+    attempts: Annotated[int, typer.Option(min=1, help="Attempts per problem, for pass@k.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="For sets of problems; tasks with one answer are greedy.")] = 0.6,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="For sets of problems.")] = 0.95,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a problem's solution at most.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Generated tokens of drift.")] = 1024,
+    window: Annotated[int, typer.Option(min=1, help="Steps per row of drift.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of all texts and draws.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for results; a run that is in it already goes on.")] = Path("eval"),
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    chunk_tokens: options.ChunkTokens = 1024,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Evaluate methods under budgets on generated tasks and local problem sets, beside full attention."""
+    if tasks == "list":
+        return _list(as_json)
+
+    from kvrecall.evaluate.conditions import conditions
+    from kvrecall.evaluate.suite import Plan
+
+    # What is cheap to get wrong is checked before the weights are loaded.
+    plan = Plan(
+        tuple(_listed(tasks)), tuple(options.token_count(c) for c in _listed(context)), samples, tuple(_depths(depths)), seed,
+        attempts, temperature, top_p, max_new_tokens, steps, window,
+    )  # fmt: skip
+    specs, counts = _listed(methods), [_budget(b) for b in _listed(budgets or "")]
+    conditions(specs, counts)
+    settings = plan.to_dict()
+
+    from kvrecall import __version__
+    from kvrecall.evaluate.asking import Asker
+    from kvrecall.evaluate.conditions import described
+    from kvrecall.evaluate.runs import RunFolder
+    from kvrecall.evaluate.suite import Suite
+    from kvrecall.evaluate.summary import summarise
+
+    session = open_session(model, dtype, device, quiet=as_json)
+    found = conditions(specs, counts, session.model.config.get_text_config(decoder=True).num_hidden_layers)
+    suite = Suite(plan, Asker(session.model, session.tokenizer, chunk_tokens), found)
+    about = {"kvrecall": __version__, "model": session.name, "dtype": str(session.model.dtype).removeprefix("torch.")}
+    about |= {"device": session.model.device.type, "chunk_tokens": chunk_tokens, "conditions": described(found)}
+    folder = RunFolder(out, about | settings)
+    said = suite.notes()
+    for note in said:
+        notes().print(f"note: {note}", markup=False, soft_wrap=True)
+    resumed = len(folder.records)
+    if resumed:
+        notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
+    with _bar(as_json) as on_progress:
+        suite.run(folder, on_progress)
+    rows = summarise(folder.records)
+    if not as_json:
+        show(rows)
+    told = {"folder": str(out), "model": session.name, "samples": len(folder.records), "resumed": resumed, "notes": said}
+    return told | {"rows": [row.to_dict() for row in rows]}
+
+
+def show(rows: list[Row]) -> None:
+    """The summary as a table on standard output."""
+    from kvrecall.evaluate.intervals import RESAMPLES
+
+    headings = ["task", "context", "method", "budget", "score", "95% interval", "− full", "n", "attended", "ms/token"]
+    table = plain_table(None, *headings)
+    for row in rows:
+        inside = "–" if row.low is None else f"{row.low:.3f} … {row.high:.3f} {row.interval[:1]}"
+        difference = "–" if row.difference is None or row.method == "full" else f"{row.difference:+.3f}"
+        passes = "".join(f"  pass@{k} {value:.3f}" for k, value in row.pass_at_k.items() if k > 1)
+        context, budget = (_or_dash(value, ",") for value in (row.context, row.budget))
+        table.add_row(
+            row.task, context, row.method, budget, f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
+            _or_dash(row.attended_tokens, ",.0f"), _or_dash(row.decode_ms, ".1f"),
+        )  # fmt: skip
+    # A file has no width to keep to.
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+    console.print(table)
+    kinds = {"wilson": "w: Wilson's interval", "bootstrap": f"b: percentiles of {RESAMPLES:,} bootstrap means"}
+    used = [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]
+    if used:
+        console.print("; ".join(used), style="dim")
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+@contextmanager
+def _bar(quiet: bool) -> Iterator[Any]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    console = notes()
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda done, total, where: progress.update(bar, completed=done, total=total, description=where)
+
+
+def _list(as_json: bool) -> Result:
+    from kvrecall.evaluate.drift import NAME
+    from kvrecall.evaluate.problems import FORMATS
+    from kvrecall.evaluate.tasks.registry import KNOWN
+
+    found = [
+        (f"{name}:N" if k.meaning else name, f"{k.summary}" + (f" (N {k.meaning}: {k.argument})" if k.meaning else ""))
+        for name, k in KNOWN.items()
+    ]
+    found.append((f"{NAME} or {NAME}:FILE", "long generation: agreement, divergence and recall along the tokens"))
+    found += [(f"{name}:FILE", "problems from a local file of JSON lines; pass@k with --attempts") for name in FORMATS]
+    if not as_json:
+        table = plain_table()
+        for name, summary in found:
+            table.add_row(name, summary)
+        Console(file=sys.stdout, highlight=False).print(table)
+    return {"tasks": [{"name": name, "summary": summary} for name, summary in found]}
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _depths(text: str) -> list[float]:
+    try:
+        return [float(part) / 100 for part in _listed(text)]
+    except ValueError:
+        raise ParameterError(
+            "--depths", "percentages such as 0,50,100", text, "0 is the start of the text, 100 its end."
+        ) from None
+
+
+def _budget(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise ParameterError("--budgets", "numbers of tokens such as 128,512", text, "They count tokens per KV head and step.")
+    return int(text)

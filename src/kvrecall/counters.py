@@ -1,0 +1,105 @@
+"""What a layer counts about its steps. On a GPU, numbers that only the device knows are added up there until somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvrecall.structs import StepStats
+
+
+class Counters:
+    """Counters of one layer. `row_bytes`: K and V of one token and KV head. timed: take wall times, by synchronising a GPU."""
+
+    def __init__(self, device: torch.device, row_bytes: int, timed: bool) -> None:
+        self._device, self._row_bytes, self.timed = device, row_bytes, timed
+        self._stats = StepStats()
+        self._selected: Tensor | int = 0  # not in the statistics yet
+        self._read: Tensor | int = 0
+        self._estimated: Tensor | int = 0
+
+    @property
+    def stats(self) -> StepStats:
+        """The counters so far; synchronises if some are still on a GPU."""
+        selected, read = int(self._selected), int(self._read)
+        self._stats.estimated_units += int(self._estimated)
+        self._selected = self._read = self._estimated = 0
+        self._stats.retrieved_tokens += selected
+        self._stats.attended_tokens += selected
+        self._fetched(read)
+        return self._stats
+
+    def fresh(self) -> Counters:
+        """The same at zero."""
+        return Counters(self._device, self._row_bytes, self.timed)
+
+    def step(self, sequences: int, heads: int, resident: int, whole: int) -> None:
+        """One decode step: so many resident tokens, and tokens of zones that were attended whole, over all sequences."""
+        self._stats.steps += 1
+        self._stats.attended_rows += sequences * heads
+        self._stats.attended_tokens += heads * (resident + whole)
+
+    def searched(self, sequences: int) -> None:
+        """One search for each of so many sequences."""
+        self._stats.searches += sequences
+
+    def attended(self, static: int, selected: Tensor, in_place: bool) -> None:
+        """One sequence's static tokens, and those of its selection per KV head, int32 `[H_kv]`; were they read in place?"""
+        self._stats.static_tokens += static
+        self._stats.attended_tokens += static
+        count = _total(selected)
+        self._selected = self._selected + count
+        if in_place:
+            self._read = self._read + count
+
+    def estimated(self, units: Tensor) -> None:
+        """Groups of tokens whose attention was estimated, int32 of any shape."""
+        self._estimated = self._estimated + _total(units)
+
+    def fetched(self, read: int, reused: int) -> None:
+        """Rows that were read from the host, and those that were still resident."""
+        self._stats.reused_rows += reused
+        self._stats.bytes_saved += reused * self._row_bytes
+        self._fetched(read)
+
+    def sent(self, rows: Tensor) -> None:
+        """Rows of the host that a GPU was given as they lie."""
+        if rows.device.type != self._device.type:
+            self._stats.bytes_to_device += rows.numel() * rows.element_size()
+
+    def offloaded(self, rows: Tensor) -> None:
+        """Rows that left a GPU for the host."""
+        if self._device.type != "cpu":
+            self._stats.bytes_to_host += rows.numel() * rows.element_size()
+
+    @contextmanager
+    def clock(self, stage: str) -> Iterator[None]:
+        """Adds the wall time of the block to a stage."""
+        if not self.timed:
+            yield
+            return
+        self._wait()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            self._stats.add_time(stage, time.perf_counter() - start)
+
+    def _fetched(self, read: int) -> None:
+        self._stats.bytes_fetched += read * self._row_bytes
+        if self._device.type != "cpu":
+            self._stats.bytes_to_device += read * self._row_bytes
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _total(counts: Tensor) -> Tensor | int:
+    """The sum, on a GPU for which the host does not wait."""
+    return counts.sum() if counts.is_cuda else int(counts.sum())

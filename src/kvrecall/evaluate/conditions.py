@@ -1,0 +1,86 @@
+"""What is compared: methods under budgets, beside full attention."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvrecall import methods
+from kvrecall.errors import ParameterError
+from kvrecall.methods.base import Method
+from kvrecall.methods.files import from_settings, load_method, settings_of
+
+FULL = "full"
+_SUFFIXES = (".json", ".toml")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention and for
+    methods from files, whose layers may have budgets of their own."""
+
+    name: str
+    method: Method
+    budget: int | None
+
+    @property
+    def label(self) -> str:
+        """Unique among the conditions of a run."""
+        return self.name if self.budget is None else f"{self.name}@{self.budget}"
+
+    def covers(self, context_tokens: int) -> bool:
+        """Whether the method attends to everything at that length, so that it is full attention there."""
+        zones = self.method.zone_sizes()
+        retrieved = context_tokens - zones.sink_tokens - zones.local_tokens
+        return context_tokens < self.method.full_attention_below() or retrieved <= (self.budget or 0)
+
+
+def conditions(specs: list[str], budgets: list[int], layers: int | None = None) -> list[Condition]:
+    """Full attention first, then every method under every budget.
+
+    specs: names, `name:key=value;key=value`, or method files (.json, .toml; for a model with `layers` layers). budgets: tokens;
+    if there are none, the method's own; method files have theirs. Short contexts are searched too
+    (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
+    """
+    found = [Condition(FULL, methods.get(FULL), None)]
+    for spec in specs:
+        method = _method(spec, layers)
+        if method.top_k is None:
+            continue  # full attention is there already
+        if method.per_layer or spec.endswith(_SUFFIXES):
+            found.append(Condition(spec, method, None))
+            continue
+        for budget in budgets or [method.top_k]:
+            found.append(Condition(spec, replace(method, top_k=budget), budget))
+    labels = [condition.label for condition in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ParameterError("--methods", "each method and budget once", label, "Remove the repetition.")
+    return found
+
+
+def described(found: list[Condition]) -> dict[str, Any]:
+    """Label -> class and settings of the method, for a run's configuration."""
+    return {c.label: {"method": type(c.method).__name__, **settings_of(c.method)} for c in found}
+
+
+def _method(spec: str, layers: int | None) -> Method:
+    if spec.endswith(_SUFFIXES):
+        return load_method(Path(spec), layers)
+    name, _, text = spec.partition(":")
+    settings: dict[str, Any] = {}
+    for setting in filter(None, text.split(";")):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ParameterError("--methods", "name:key=value;key=value", spec, "For example pariskv:stage1=product.")
+        settings[key.strip().replace("-", "_")] = _value(value)
+    return from_settings(name, {"full_attention_threshold": 0} | settings)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text  # a bare word is a string

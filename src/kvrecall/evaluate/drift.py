@@ -1,0 +1,178 @@
+"""Long generation: how far a method is from full attention after hundreds or thousands of generated tokens.
+
+Full attention and every method decode the same tokens in step, so their next-token distributions can be compared at every
+step, and what a method attends to can be compared with its true top-k. The tokens are those that full attention chooses
+(`drift`), or the rest of a text (`drift:FILE`): a small model's own text soon goes round in circles, which is easy to retrieve.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.engine.prompts import plain_ids, raw_prompt
+from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.evaluate.asking import Asker, costs
+from kvrecall.evaluate.conditions import FULL, Condition
+from kvrecall.evaluate.recall import top_k_recall
+from kvrecall.evaluate.tasks.text import haystack
+from kvrecall.integrations.transformers import RetrievalCache, attach
+from kvrecall.methods.full import Full
+
+NAME = "drift"
+TRUTH_K = 100
+STRIDE = 8
+"""Recall is measured at every eighth step: the true top-k costs as much as the attention itself."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Means over consecutive steps.
+
+    agreement: share of steps whose likeliest token is that of full attention. kl: Kullback-Leibler divergence of the method's
+    next-token distribution from that of full attention, in nats. recall: share of each query head's true top-100 of the
+    retrieval zone that is attended to, over layers that search; None where nothing is searched.
+    """
+
+    first_step: int
+    steps: int
+    agreement: float
+    kl: float
+    recall: float | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One method along the generated tokens. layers: mean recall of each layer. costs: see `asking.costs`."""
+
+    windows: list[Window]
+    layers: dict[int, float]
+    prompt_tokens: int
+    costs: dict[str, float | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `score` is the agreement over all steps."""
+        steps = sum(w.steps for w in self.windows)
+        score = sum(w.agreement * w.steps for w in self.windows) / steps
+        own = {"score": score, "windows": [asdict(w) for w in self.windows], "layers": self.layers}
+        return own | {"prompt_tokens": self.prompt_tokens, "new_tokens": steps} | self.costs
+
+
+def is_drift(spec: str) -> bool:
+    """Whether a task's spec is this one."""
+    return spec.partition(":")[0] == NAME
+
+
+def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.Random) -> tuple[list[int], list[int] | None]:
+    """Ids of the prompt, and the ids to decode after it (None: those that full attention chooses).
+
+    Without a file the prompt is filler; with one, its first `context` tokens. Raises InputFileError, ParameterError.
+    """
+    file = spec.partition(":")[2]
+    if not file:
+        return raw_prompt(tokenizer, haystack(draw, lambda text: len(plain_ids(tokenizer, text)), context - 1, [])), None
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(file, f"cannot be read as UTF-8 text ({error})") from None
+    ids = raw_prompt(tokenizer, text)
+    if len(ids) < context + steps:
+        remedy = "Lower --context or --steps, or give a longer text."
+        raise ParameterError(spec, f"a text of {context + steps:,} tokens or more", f"{len(ids):,} tokens", remedy)
+    return ids[:context], ids[context : context + steps]
+
+
+@torch.inference_mode()
+def measure(
+    asker: Asker, prompt: list[int], found: list[Condition], *, steps: int, window: int, forced: list[int] | None = None
+) -> dict[str, Drift]:
+    """Drift of each condition, by label. forced: ids to decode, `steps` of them."""
+    reference = Condition(FULL, Full(), None)
+    readings = asker.read(prompt[:-1], [reference, *found], len(prompt) + steps)
+    full = readings.fork(reference)
+    # What is full attention itself need not be computed twice.
+    watched = {c.label: _Watched(full if c.method == reference.method else readings.fork(c)) for c in found}
+    token = asker.tensor(prompt[-1:])
+    with attach(asker.model):
+        for step in range(steps):
+            truth = _step(asker, full, token)
+            for each in watched.values():
+                each.compare(step, truth, truth if each.cache is full else each.step(asker, token, step))
+            token = truth.argmax()[None, None] if forced is None else asker.tensor([forced[step]])
+    return {label: each.result(window, len(prompt)) for label, each in watched.items()}
+
+
+def _step(asker: Asker, cache: RetrievalCache, token: Tensor) -> Tensor:
+    """Log-probabilities fp64 `[vocabulary]` of the next token: divergences are differences of near-equal numbers."""
+    out = asker.model(input_ids=token, past_key_values=cache, use_cache=True)
+    return out.logits[0, -1].double().log_softmax(-1)
+
+
+@dataclass
+class _Watched:
+    """A method's cache, and what was measured on it, step by step."""
+
+    cache: RetrievalCache
+    agreed: list[bool] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    recalled: list[tuple[int, int, float]] = field(default_factory=list)
+    """(step, layer, recall)"""
+
+    def step(self, asker: Asker, token: Tensor, step: int) -> Tensor:
+        if step % STRIDE:
+            return _step(asker, self.cache, token)
+        with _queries(self.cache) as queries:
+            logits = _step(asker, self.cache, token)
+        for number, (query, zone) in queries.items():
+            state = self.cache.retrieval_layers[number].state
+            assert state is not None
+            if state.index is None or not zone or not (state.held or state.static[0] is not None):
+                continue
+            keys = torch.cat([block[:, :, 0] for block in state.store.host[0].blocks()], 1)[:, :zone]
+            recall = top_k_recall(query, keys, state.attended_ids(0).cpu(), TRUTH_K)
+            self.recalled.append((step, state.layer, recall.mean().item()))
+        return logits
+
+    def compare(self, step: int, truth: Tensor, own: Tensor) -> None:
+        assert step == len(self.kl)
+        self.agreed.append(bool(truth.argmax() == own.argmax()))
+        self.kl.append(max(0.0, float((truth.exp() * (truth - own)).sum())))
+
+    def result(self, window: int, prompt_tokens: int) -> Drift:
+        windows = []
+        for first in range(0, len(self.kl), window):
+            agreed, kl = self.agreed[first : first + window], self.kl[first : first + window]
+            recalls = [r for step, _, r in self.recalled if first <= step < first + window]
+            windows.append(Window(first, len(kl), _mean(agreed), _mean(kl), _mean(recalls) if recalls else None))
+        numbers = sorted({layer for _, layer, _ in self.recalled})
+        layers = {n: _mean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
+        return Drift(windows, layers, prompt_tokens, costs(self.cache))
+
+
+@contextmanager
+def _queries(cache: RetrievalCache) -> Iterator[dict[int, tuple[Tensor, int]]]:
+    """Fills in, by position among the retrieval layers, the queries `[H_q, D]` of a step and the zone that they search."""
+    places = {layer.number: place for place, layer in enumerate(cache.retrieval_layers)}
+    seen: dict[int, tuple[Tensor, int]] = {}
+
+    def watch(number: int, queries: Tensor) -> None:
+        state = cache.retrieval_layers[places[number]].state
+        assert state is not None
+        seen[places[number]] = queries[0, :, -1].cpu().clone(), state.store.zones(0).retrieval
+
+    cache.on_queries = watch
+    try:
+        yield seen
+    finally:
+        cache.on_queries = None
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,109 @@
+"""Reasoning sets as local files, one JSON object per line: AIME, MATH-500 and GPQA in the forms in which they are published."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrecall.errors import InputFileError, ParameterError, UnknownNameError
+from kvrecall.evaluate.answers import final_choice, final_number, same_answer
+
+_BOX = "Please reason step by step, and put your final answer within \\boxed{}."
+_CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."
+_WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem as it is put to the model, and its answer: a number, an expression, or a letter (choice)."""
+
+    prompt: str
+    answer: str
+    choice: bool = False
+
+    def extract(self, text: str) -> str | None:
+        """The answer that a text gives."""
+        return final_choice(text) if self.choice else final_number(text)
+
+    def right(self, text: str) -> bool:
+        """Whether a text ends in the right answer."""
+        given = self.extract(text)
+        return given == self.answer if self.choice else same_answer(given, self.answer)
+
+
+def _aime(row: dict[str, Any], _: random.Random) -> Problem:
+    """AIME: `problem` (or `question`) and `answer`, an integer from 0 to 999."""
+    answer = str(_field(row, "answer", "Answer")).strip()
+    if not answer.isdigit() or int(answer) > 999:
+        raise ValueError(f"answer: expected an integer from 0 to 999, got {answer!r}")
+    return Problem(f"{_field(row, 'problem', 'question', 'Problem', 'Question')}\n{_BOX}", str(int(answer)))
+
+
+def _math(row: dict[str, Any], _: random.Random) -> Problem:
+    """MATH-500: `problem` and `answer`, LaTeX."""
+    return Problem(f"{_field(row, 'problem', 'question')}\n{_BOX}", str(_field(row, "answer")))
+
+
+def _gpqa(row: dict[str, Any], draw: random.Random) -> Problem:
+    """GPQA: `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`, in an order that the seed decides."""
+    options = [(str(_field(row, "Correct Answer")).strip(), True)]
+    options += [(str(_field(row, name)).strip(), False) for name in _WRONG]
+    draw.shuffle(options)
+    listed = "\n".join(f"({letter}) {text}" for letter, (text, _) in zip("ABCD", options, strict=True))
+    right = next(letter for letter, (_, true) in zip("ABCD", options, strict=True) if true)
+    return Problem(f"{_field(row, 'Question', 'question')}\n\n{listed}\n\n{_CHOOSE}", right, choice=True)
+
+
+FORMATS: dict[str, Callable[[dict[str, Any], random.Random], Problem]] = {"aime": _aime, "math500": _math, "gpqa": _gpqa}
+
+
+def read_problems(spec: str, seed: int) -> list[Problem]:
+    """The problems of `format:file`; raises UnknownNameError, ParameterError, InputFileError with the number of a bad line."""
+    name, colon, file = spec.partition(":")
+    if name not in FORMATS:
+        raise UnknownNameError("format", name, FORMATS)
+    if not colon or not file:
+        raise ParameterError(f"task {name}", f"a file of problems, as {name}:FILE.jsonl", spec, "Nothing is downloaded.")
+    found = []
+    for number, line in enumerate(_lines(Path(file)), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"expected a JSON object, got {line[:40]!r}")
+            found.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))
+        except ValueError as error:
+            remedy = f"docs/evaluation.md shows a line of {name}."
+            raise InputFileError(file, f"line {number:,}: {error}", remedy) from None
+    if not found:
+        raise InputFileError(file, "holds no problem", "Give one JSON object per line.")
+    return found
+
+
+def digest(spec: str) -> str:
+    """SHA-256 of the file of a spec: a run must not go on with another file of the same name."""
+    return hashlib.sha256("\n".join(_lines(Path(spec.partition(":")[2]))).encode()).hexdigest()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read ({error.strerror})", "Give a file with one JSON object per line.") from None
+    except UnicodeDecodeError as error:
+        raise InputFileError(path, f"is not UTF-8 text (byte {error.start:,})", "Give JSON lines.") from None
+
+
+def _field(row: dict[str, Any], *names: str) -> Any:
+    for name in names:
+        if name in row:
+            if not str(row[name]).strip():
+                raise ValueError(f"{name}: expected some text, got nothing")
+            return row[name]
+    raise ValueError(f"expected a field {' or '.join(repr(name) for name in names)}, got {', '.join(map(repr, row)) or 'none'}")

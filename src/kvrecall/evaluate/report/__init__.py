@@ -1,0 +1,1 @@
+"""A run as one HTML page: tables and plots, everything inside the file."""

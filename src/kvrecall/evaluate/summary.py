@@ -1,0 +1,128 @@
+"""From samples to tables: means with intervals per task, context and condition; rounds, depths, windows, pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrecall.evaluate.conditions import FULL
+from kvrecall.evaluate.intervals import interval, pass_at_k
+from kvrecall.evaluate.runs import Record
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary.
+
+    samples: independent ones (problems, not attempts). score: mean in [0, 1]; low, high: 95% interval, of the kind `interval`
+    ("wilson", "bootstrap", "" for one sample). difference: score minus full attention's on the same samples, None without it.
+    attended_tokens: per KV head and step. decode_ms: per generated token. Both None where no step was made or timed.
+    pass_at_k: for sets of problems, by k.
+    """
+
+    task: str
+    context: int | None
+    condition: str
+    method: str
+    budget: int | None
+    samples: int
+    score: float
+    low: float | None
+    high: float | None
+    interval: str
+    difference: float | None
+    attended_tokens: float | None
+    decode_ms: float | None
+    pass_at_k: dict[int, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, rounded to 4 decimals."""
+        return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
+    """Records by the values of some fields, in the order in which they first come."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(tuple(record.get(name) for name in names), []).append(record)
+    return found
+
+
+def summarise(records: list[Record]) -> list[Row]:
+    """One row per task, context and condition."""
+    found = groups(records, "task", "context", "condition")
+    rows = []
+    for (task, context, _), members in found.items():
+        full = {_sample(r): r["score"] for r in found.get((task, context, FULL), ())}
+        rows.append(_row(members, full))
+    return rows
+
+
+def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
+    first = members[0]
+    attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
+    found = interval([_mean(scores) for scores in attempts])
+    both = [(r["score"], full[_sample(r)]) for r in members if _sample(r) in full]
+    attended = [r["attended_tokens"] for r in members if r["attended_tokens"] is not None]
+    most = min(map(len, attempts))
+    passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
+    timed = [r for r in members if r.get("seconds") and r["new_tokens"] > 1]
+    # The first token of an answer belongs to prefill; a conversation has one such token per turn.
+    steps = sum(r["new_tokens"] - len(r["answers"]) for r in timed)
+    seconds = sum(r["seconds"]["decode"] for r in timed)
+    return Row(
+        first["task"], first.get("context"), first["condition"], first["method"], first["budget"], len(attempts),
+        *found, _mean([own - other for own, other in both]) if both else None,
+        _mean(attended) if attended else None, 1e3 * seconds / steps if steps > 0 else None, passes,
+    )  # fmt: skip
+
+
+def heat_map(records: list[Record], task: str, condition: str) -> dict[tuple[float, int], float]:
+    """Mean score by (depth, context)."""
+    kept = [r for r in records if (r["task"], r["condition"]) == (task, condition) and r.get("depth") is not None]
+    return {key: _mean([r["score"] for r in group]) for key, group in groups(kept, "depth", "context").items()}
+
+
+def rounds(records: list[Record]) -> dict[tuple[str, int, str], list[float]]:
+    """Mean score of each turn, by (task, context, condition), for tasks with several turns (CTkvr, Table 5)."""
+    kept = [r for r in records if len(r.get("scores", ())) > 1]
+    return {
+        key: [_mean(list(turn)) for turn in zip(*(r["scores"] for r in group), strict=True)]
+        for key, group in groups(kept, "task", "context", "condition").items()
+    }  # type: ignore[return-value]
+
+
+def windows(records: list[Record]) -> dict[tuple[str, int, str], list[dict[str, Any]]]:
+    """Means of each window of a long generation over its samples, by (task, context, condition)."""
+    found = {}
+    for key, group in groups([r for r in records if "windows" in r], "task", "context", "condition").items():
+        joined = []
+        for same in zip(*(r["windows"] for r in group), strict=True):
+            recalls = [w["recall"] for w in same if w["recall"] is not None]
+            means = {name: _mean([w[name] for w in same]) for name in ("agreement", "kl")}
+            joined.append({"first_step": same[0]["first_step"], **means, "recall": _mean(recalls) if recalls else None})
+        found[key] = joined
+    return found
+
+
+def layer_recall(records: list[Record]) -> dict[str, dict[int, float]]:
+    """Mean recall of each layer over the samples that have it, by condition."""
+    found = {}
+    for (condition,), group in groups([r for r in records if r.get("layers")], "condition").items():
+        numbers = sorted({int(n) for r in group for n in r["layers"]})
+        found[condition] = {n: _mean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
+    return found
+
+
+def _sample(record: Record) -> tuple[Any, ...]:
+    return record["sample"], record["attempt"]
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, … and the number of attempts itself."""
+    return sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,111 @@
+"""RULER's tasks that are not needles (Hsieh et al. 2024, section 3): variable tracking, common words, frequent words.
+
+`variable-tracking:HOPS`: a chain of assignments; name every variable that holds the value. `common-words:C`: the C words that
+stand often in a list where the others stand seldom. `frequent-words:W`: the W most frequent invented words of a Zipf text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from string import ascii_lowercase, ascii_uppercase
+
+from kvrecall.errors import ParameterError
+from kvrecall.evaluate.scoring import string_match_all
+from kvrecall.evaluate.tasks.base import Room, Task, Turn
+from kvrecall.evaluate.tasks.text import haystack, numbers, vocabulary
+
+_FREQUENCIES = ((30, 3), (20, 2), (10, 1))
+"""Of common and of uncommon words: RULER's, then smaller ones of the same ratio for contexts too short for it."""
+_ZIPF = 2.0  # RULER's exponent
+
+
+def variable_tracking(spec: str, hops: int) -> Task:
+    """One chain of `hops` copies of a number: VAR A = 12345, VAR B = VAR A, …"""
+
+    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+        called: list[str] = []
+        while len(called) <= hops:
+            name = "".join(draw.choices(ascii_uppercase, k=5))
+            called += [name] if name not in called else []
+        (value,) = numbers(draw, 1, digits=5)
+        lines = [f"VAR {called[0]} = {value}."]
+        lines += [f"VAR {new} = VAR {old}." for old, new in pairwise(called)]
+        depths = sorted(draw.random() for _ in lines)  # a copy never comes before its source
+        document = haystack(draw, room.count, room.document_tokens, list(zip(depths, lines, strict=True)))
+        question = f"Find all variables that are assigned the value {value} in the text above, directly or through others."
+        opening = f" The {hops + 1} variables that are assigned the value {value} are"
+        return document, (Turn(question, tuple(called), opening),)
+
+    instruction = "The text above hides chains of variable assignments. Answer with the names of the variables alone."
+    return Task(spec, make, string_match_all, 16 + 10 * hops, instruction)
+
+
+def common_words(spec: str, common: int) -> Task:
+    """A numbered list of words; the common ones stand 30 times in it, the others 3 times, as many as there is room for."""
+
+    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+        words = draw.sample(vocabulary(), len(vocabulary()))
+        often, others = words[:common], words[common:]
+
+        def listed(uncommon: int, frequencies: tuple[int, int]) -> str:
+            every = often * frequencies[0] + others[:uncommon] * frequencies[1]
+            random.Random(uncommon).shuffle(every)
+            return " ".join(f"{i}. {word}" for i, word in enumerate(every, 1))
+
+        for chosen in _FREQUENCIES:
+            most = _largest(lambda n, chosen=chosen: room.count(listed(n, chosen)), room.document_tokens, len(others))
+            if most >= common:
+                break
+        else:
+            expected = f"room for {common} common words and as many others"
+            raise ParameterError("context", expected, room.document_tokens, "Give --context more tokens.")
+        while room.count(listed(most, chosen)) > room.document_tokens:  # another order may have a token or two more
+            most -= 1
+        text = listed(most, chosen)
+        question = f"What are the {common} most common words in the list above?"
+        return text, (Turn(question, tuple(often), f" The {common} most common words in the list are:"),)
+
+    instruction = "The text above is a numbered list of words. Some of them stand in it often, most of them seldom."
+    return Task(spec, make, string_match_all, 16 + 10 * common, instruction)
+
+
+def frequent_words(spec: str, wanted: int) -> Task:
+    """Invented words with Zipf frequencies, the first of which is noise ("...."), as in RULER."""
+
+    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+        invented: list[str] = []
+        while len(invented) < 200:
+            word = "".join(draw.choices(ascii_lowercase, k=6))
+            invented += [word] if word not in invented else []
+        weights = [rank**-_ZIPF for rank in range(1, len(invented) + 1)]
+        drawn = draw.choices(invented, weights, k=2 * room.document_tokens)
+
+        def text(words: int) -> str:
+            return " ".join("...." if word == invented[0] else word for word in drawn[:words])
+
+        most = _largest(lambda n: room.count(text(n)), room.document_tokens, len(drawn))
+        counted = Counter(word for word in drawn[:most] if word != invented[0])
+        ranked = sorted(counted, key=lambda word: (-counted[word], word))
+        if len(ranked) <= wanted:
+            raise ParameterError("context", f"room for {wanted + 1} kinds of words", room.document_tokens, "Give it more.")
+        question = f"Do not count dots. What are the {wanted} most frequent words in the coded text above?"
+        opening = f" The {wanted} most frequent words are:"
+        return text(most), (Turn(question, tuple(ranked[:wanted]), opening),)
+
+    instruction = "The text above is coded. Track how often each coded word appears in it."
+    return Task(spec, make, string_match_all, 16 + 10 * wanted, instruction)
+
+
+def _largest(tokens: Callable[[int], int], room: int, limit: int) -> int:
+    """The largest n in [0, limit] whose text still fits, by bisection over a count that grows with n."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens(middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low

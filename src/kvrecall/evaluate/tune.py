@@ -1,0 +1,232 @@
+"""Budgets for a wanted attention mass: how few bytes per step catch, say, 95% of the attention on a given text?
+
+1. Every layer of a trace is replayed under a ladder of budgets (and of candidate ratios, where the method has them), which
+   gives its attention mass and its bytes per step for each; attending to the whole zone is always one of the options.
+2. Of every layer one option is taken, none below the floor, so that their mean reaches the target for the fewest bytes: a
+   knapsack, solved by dynamic programming.
+3. The finished method is replayed as a whole: the mass that is reported is measured, not added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.evaluate.calibrate import calibrate
+from kvrecall.evaluate.recall import replay
+from kvrecall.evaluate.trace import LayerTrace, Trace
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig
+from kvrecall.index.sphere.schedule import stage_sizes
+from kvrecall.methods.base import Method
+from kvrecall.trigger import SemanticBoundary
+
+LADDER = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Budgets that are tried, in tokens."""
+_UNITS = 5000
+RATIOS = (0.05, 0.1, 0.2, 0.5)
+"""Candidate ratios (beta) that are tried."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a layer. settings: fields of the method; None attends to the whole zone.
+
+    mass: share of the whole attention that is caught, mean over steps and query heads. step_bytes: rows fetched, and summaries
+    of the candidates that are reranked, per decode step.
+    """
+
+    settings: tuple[tuple[str, Any], ...] | None
+    mass: float
+    step_bytes: float
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What was chosen for a layer. head_tokens: for each query head, retrieved tokens (its true best) that would do."""
+
+    layer: int
+    settings: dict[str, Any] | None
+    mass: float
+    step_bytes: float
+    head_tokens: list[float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A method and what it does on the text: mass and bytes per step, mean and sum over layers. uniform: the cheapest settings
+    of those tried that reach the target when all layers share them (None: none do), and what they cost."""
+
+    method: Method
+    mass: float
+    step_bytes: float
+    full_bytes: float
+    uniform: dict[str, Any] | None
+    uniform_bytes: float | None
+    layers: list[LayerChoice]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, without the method."""
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "layers")}
+        told = {name: round(value, 4) if isinstance(value, float) else value for name, value in told.items()}
+        return told | {"layers": [asdict(layer) for layer in self.layers]}
+
+
+def tune(
+    trace: Trace, method: Method, mass: float = 0.95, *, floor: float | None = None, stride: float | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Tuned:  # fmt: skip
+    """The method with a budget for each layer that catches `mass` of the attention on a trace, in the mean over its layers.
+
+    floor: least mass of any single layer, 0.8 x `mass` if None: a mean alone may give up a layer whose attention is wide.
+    stride: for methods with a similarity threshold, the wanted mean steps per search; thresholds are found first.
+    Layers that the method keeps dense stay dense. Raises ParameterError.
+    """
+    if not 0 < mass <= 1:
+        raise ParameterError("mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
+    floor = 0.8 * mass if floor is None else floor
+    if not 0 <= floor <= mass:
+        raise ParameterError("floor", f"a share in [0, {mass:g}]", floor, "No layer catches less; the mean is at least mass.")
+    if method.top_k is None:
+        raise ParameterError("method", "one that retrieves", method.name, "Full attention has no budget.")
+    if stride is not None:
+        method = _with_thresholds(trace, method, stride)
+    options: dict[int, list[Option]] = {}
+    for done, number in enumerate(trace.info.layers):
+        if on_progress:
+            on_progress(done, len(trace.info.layers))
+        options[number] = list(_options(trace, number, method))
+    options = {n: [o for o in each if o.mass >= floor] for n, each in options.items()}
+    chosen = choose(options, mass)
+    uniform = _uniform(options, mass)
+    # What is dense in the method is dense already; a layer without a replay is left as it was.
+    dense = tuple(sorted({*method.dense_layers, *(n for n, o in chosen.items() if o.settings is None)}))
+    layers = {n: dict(o.settings) for n, o in chosen.items() if o.settings is not None}
+    tuned = replace(method, dense_layers=dense, per_layer={**dict(method.per_layer), **layers})
+    found = replay(trace, tuned)
+    if on_progress:
+        on_progress(len(options), len(options))
+    choices = [
+        LayerChoice(n, _settings(o), round(r.mass, 4), o.step_bytes, _needs(trace, n, tuned, mass))
+        for (n, o), r in zip(chosen.items(), found, strict=False)
+    ]
+    full = sum(_zone_bytes(trace, n, method) for n in chosen)
+    return Tuned(tuned, found[-1].mass, sum(o.step_bytes for o in chosen.values()), full, *uniform, choices)
+
+
+def _settings(option: Option) -> dict[str, Any] | None:
+    return None if option.settings is None else dict(option.settings)
+
+
+def choose(options: dict[int, list[Option]], mass: float) -> dict[int, Option]:
+    """The options, one per layer, with the least bytes whose mean mass is at least `mass`; one of each layer's has mass 1.
+
+    Exact, but that masses count in units of 1/5000, rounded down; `cost[m]` is the least for m units from the layers so far.
+    """
+    units = np.arange(math.ceil(mass * len(options) * _UNITS - 1e-6) + 1)
+    cost = np.where(units == 0, 0.0, np.inf)
+    taken = []
+    for each in options.values():
+        tried = np.stack([cost[np.maximum(units - _units(o), 0)] + o.step_bytes for o in each])
+        taken.append(tried.argmin(0))
+        cost = tried.min(0)
+    left, chosen = units[-1], {}
+    for (number, each), picks in zip(reversed(options.items()), reversed(taken), strict=True):
+        chosen[number] = each[picks[left]]
+        left = max(left - _units(chosen[number]), 0)
+    return dict(sorted(chosen.items()))
+
+
+def _units(option: Option) -> int:
+    return math.floor(option.mass * _UNITS + 1e-6)
+
+
+def _options(trace: Trace, number: int, method: Method) -> Iterator[Option]:
+    """What a layer may do: the whole zone, and every budget and ratio that leaves part of it out."""
+    zone = _zone_tokens(trace, method)
+    yield Option(None, 1.0, _zone_bytes(trace, number, method))
+    if number in method.dense_layers:
+        return
+    ratios = RATIOS if any(f.name == "candidate_ratio" for f in fields(method)) else (None,)
+    # Where twice the budget covers the zone, a layer attends to all of it, and that is an option already.
+    for top_k in (k for k in LADDER if 2 * k <= zone):
+        for ratio in ratios:
+            settings: dict[str, Any] = {"top_k": top_k} | ({} if ratio is None else {"candidate_ratio": ratio})
+            try:
+                tried = replace(method, per_layer=(), **{**dict(dict(method.per_layer).get(number, ())), **settings})
+            except ParameterError:
+                continue  # a budget that the method cannot have, such as less than a page
+            report = replay(trace, tried, (number,))[0]
+            reranked = _candidates(tried, zone) / zone * tried.summary_bytes(_shape(trace, number), zone)
+            yield Option(tuple(sorted(settings.items())), report.mass, report.bytes_moved + reranked)
+
+
+def _candidates(method: Method, zone: int) -> int:
+    """Keys that a search reranks from their summaries; 0 for indexes that rerank none of theirs."""
+    config = method.index_config()
+    if not isinstance(config, SphereConfig) or method.top_k is None:
+        return 0
+    return stage_sizes(config.steps, zone, method.top_k, config.min_candidates_per_k).candidates
+
+
+def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
+    trigger = method.trigger_config()
+    if not isinstance(trigger, SemanticBoundary) or not hasattr(method, "threshold"):
+        raise ParameterError("stride", "a method with a similarity threshold, such as louiskv", method.name, "Leave it out.")
+    queries = {n: torch.cat([x.prompt_queries.transpose(0, 1), x.queries]) for n, x in trace.layers.items()}
+    found = calibrate(queries, stride, trigger, dense_layers=method.dense_layers, per_layer=True)
+    return replace(method, threshold=found.threshold)  # type: ignore[call-arg]
+
+
+def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, Any] | None, float | None]:
+    """The cheapest settings that all layers may share, and their cost; a layer that cannot have them attends to everything."""
+    best: tuple[dict[str, Any] | None, float | None] = None, None
+    for settings in sorted({o.settings for each in options.values() for o in each if o.settings}):
+        picked = [next((o for o in each if o.settings == settings), each[0]) for each in options.values()]
+        cost = sum(o.step_bytes for o in picked)
+        if sum(o.mass for o in picked) >= mass * len(picked) and (best[1] is None or cost < best[1]):
+            best = dict(settings), cost
+    return best
+
+
+def _needs(trace: Trace, number: int, method: Method, mass: float) -> list[float]:
+    """Tokens of the retrieval zone that each query head's attention needs beside the resident ones, mean over steps."""
+    layer, zones, prompt = trace.layers[number], method.zone_sizes(), trace.info.prompt_tokens
+    start, end = zones.sink_tokens, prompt - zones.local_tokens
+    needed = torch.stack([_tokens_for(layer, q, prompt + s + 1, (start, end), mass, trace.info.scaling)
+                          for s, q in enumerate(layer.queries)])  # fmt: skip
+    return [round(x, 1) for x in needed.mean(0).tolist()]
+
+
+def _tokens_for(layer: LayerTrace, query: Tensor, tokens: int, zone: tuple[int, int], mass: float, scaling: float) -> Tensor:
+    """fp32 `[H_q]`: how many of the zone's best tokens, with all others outside it, hold `mass` of a head's attention."""
+    heads = layer.keys.shape[0]
+    logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (heads, -1)), layer.keys[:, :tokens].float()) * scaling
+    share = logits.softmax(-1)
+    inside = share[..., zone[0] : zone[1]]
+    best = inside.sort(-1, descending=True).values.cumsum(-1)
+    resident = 1 - inside.sum(-1, keepdim=True)
+    return ((best + resident < mass - 1e-6).sum(-1) + (resident[..., 0] < mass)).clamp_max(inside.shape[-1]).flatten().float()
+
+
+def _zone_tokens(trace: Trace, method: Method) -> int:
+    return max(0, trace.info.prompt_tokens - method.sink_tokens - method.local_tokens)
+
+
+def _zone_bytes(trace: Trace, number: int, method: Method) -> float:
+    """Bytes of the zone's rows of a layer: what a dense step reads."""
+    keys = trace.layers[number].keys
+    return float(2 * keys.shape[0] * keys.shape[2] * keys.element_size() * _zone_tokens(trace, method))
+
+
+def _shape(trace: Trace, number: int) -> LayerShape:
+    layer = trace.layers[number]
+    heads, _, dim = layer.keys.shape
+    return LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device)

@@ -1,0 +1,100 @@
+"""CTkvr's recall and rerank on a GPU: nearest centroids, and exact scores of keys that lie in page-locked host memory.
+
+Bytes per search and KV head: the centroids of its query heads, C D numbers each, in device memory; the recalled keys, R D
+numbers, over the bus.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
+from kvrecall.launch import cdiv, next_power_of_2
+
+_KEYS = 16
+"""Keys per program of the exact scores."""
+
+
+class NearestCentroids:
+    """Scratch of `lists.nearest` by kernels, for one sequence: every centroid is a unit of one token."""
+
+    def __init__(self, centroids: Tensor, kv_heads: int, count: int) -> None:
+        """centroids: `[H_q, C, D]` of norm 1, which may be written to but must not move. count: centroids to find, C'."""
+        self.centroids, self.count = centroids, count
+        heads, number, dim = centroids.shape
+        ints = {"dtype": torch.int32, "device": centroids.device}
+        self._each = torch.arange(number + 1, **ints)  # members and offsets of units of one token
+        kind = UnitKind(volume=False, ordered=True, per_query_head=True)
+        self._search = GpuUnitSearch(1, kv_heads, heads // kv_heads, dim, "max", kind, count, number, centroids)
+        row = plan_row(centroids, self._each[:number].expand(heads, -1), self._each.expand(heads, -1))
+        self._plan = torch.tensor([row], dtype=torch.int64, device=centroids.device)
+        self._fire = torch.ones(1, **ints)
+
+    def find(self, queries: Tensor) -> Tensor:
+        """As `lists.nearest`, for queries `[H_q, D]`: ascending int64 `[H_kv, min(C', C)]`."""
+        unit = torch.nn.functional.normalize(queries.float(), dim=-1).unsqueeze(0)
+        self._search.launch(unit, self._plan, self._fire, 1.0, self.count)
+        return self._search.ids[0, :, : min(self.count, self.centroids.shape[1])].long()
+
+
+@triton.jit
+def score_rows_kernel(
+    p_queries, p_rows, p_ids, p_scores, start, HELD, COUNT, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Program (R ids, KV head): scores fp32 `[H_kv, G, COUNT]` of those ids `[H_kv, COUNT]` that the segment holds.
+
+    rows `[H_kv, HELD, 2, D]`: the tokens from `start` on; only their keys are read. queries fp32 `[H_kv, G, D]`.
+    """
+    i_part, i_kv = tl.program_id(0), tl.program_id(1)
+    o_r, o_d = i_part * R + tl.arange(0, R), tl.arange(0, BD)
+    b_id = tl.load(p_ids + i_kv * COUNT + o_r, mask=o_r < COUNT, other=-1)
+    b_at = b_id - start
+    m_r = (b_id >= 0) & (b_at >= 0) & (b_at < HELD)
+    m_d = o_d < D
+    p_key = p_rows + (i_kv.to(tl.int64) * HELD + b_at)[:, None] * (2 * D) + o_d[None, :]
+    b_key = tl.load(p_key, mask=m_r[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [R, BD]
+    for g in tl.static_range(G):
+        b_q = tl.load(p_queries + (i_kv * G + g) * D + o_d, mask=m_d, other=0.0)
+        p_score = p_scores + (i_kv * G + g).to(tl.int64) * COUNT + o_r
+        tl.store(p_score, tl.sum(b_key * b_q[None, :], 1), mask=m_r)
+
+
+def score_rows(queries: Tensor, segments: list[tuple[int, Tensor]], ids: Tensor) -> Tensor:
+    """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the keys of `ids` int32 `[H_kv, R]`.
+
+    segments: (first id, whole segment `[H_kv, held, 2, D]`), page-locked. Entries of ids -1 are -inf. Asks nothing of the host.
+    """
+    heads, group, dim = queries.shape
+    count = ids.shape[1]
+    out = torch.full((heads, group, count), float("-inf"), device=queries.device)
+    for start, rows in segments:
+        score_rows_kernel[(cdiv(count, _KEYS), heads)](
+            queries.contiguous(), rows, ids.contiguous(), out, start, rows.shape[1], count,
+            D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `compiled.distinct` on the device and without asking how many there are: as many columns as there can be."""
+    heads, device = lists.shape[0], lists.device
+    most = min(tokens, lists[0].numel() + tokens - first_always)
+    wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)
+    flat = lists.flatten(1).long()
+    wanted.scatter_(1, torch.where(flat < 0, tokens, flat), True)
+    wanted[:, first_always:] = True
+    if barred is not None:
+        wanted.scatter_(1, barred.long(), False)
+    wanted[:, tokens] = False
+    place = wanted.cumsum(1, dtype=torch.int32)
+    counts = place[:, -1].contiguous()
+    ids = torch.full((heads, most + 1), -1, dtype=torch.int32, device=device)
+    every = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(heads, -1)
+    ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # those not wanted all go to one column too many
+    return ids[:, :most].contiguous(), counts

@@ -1,0 +1,90 @@
+"""Stage I by one-bit inner products: on tensor cores, small integer query coordinates against the bits of the keys' sign bytes.
+
+The bits stay where they are. Bit j of every byte of a key is one row of an 8-bit matrix product, whose other side holds the
+query coordinates 8 s + j; eight bits make eight products. A row has 32 columns, so keys of 8 or 16 bytes lie in it four or two
+at a time, and the other side is zero where one key's bytes meet another one's results. Four bytes lie in a register, and one
+instruction takes a bit out of each: it then counts 1, 2, 4 or 8, which the query makes up for, all products counting 8 times.
+Bytes: S per token and KV head, for all query heads of the group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.index.sphere.kernels.scan import tally
+from kvrecall.overlap import begin, end
+
+
+@triton.constexpr_function
+def masking(j):
+    """The instruction that takes bit j out of four bytes."""
+    return f"and.b32 $0, $1, {0x01010101 << j};"
+
+
+@triton.jit
+def bits(b_codes, j: tl.constexpr, NATIVE: tl.constexpr):
+    """Bit j < 4 of every byte, in its place. NATIVE: four bytes at a time."""
+    if NATIVE:
+        b_codes = tl.inline_asm_elementwise(masking(j), "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        b_codes = b_codes & (1 << j)
+    return b_codes
+
+
+@triton.jit
+def upper(b_codes, NATIVE: tl.constexpr):
+    """The upper four bits of every byte in the place of the lower ones; what is above them is never looked at."""
+    if NATIVE:
+        b_codes = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        b_codes = b_codes >> 4
+    return b_codes
+
+
+@triton.jit
+def product_kernel(
+    p_signs, p_weights, p_zero_norms, p_barred, p_quantised, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, CAPACITY, TILES,
+    D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
+    SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
+    BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once."""
+    begin(PDL)
+    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b = i_bh // HEADS
+    KEYS: tl.constexpr = 32 // BS  # in a row
+    tokens = tl.load(p_plan + i_b * FIELDS)
+    first = i_tile * (SUB * T)
+    if (tl.load(p_fire + i_b) != 0) & (first < tokens):
+        o_k, o_n = tl.arange(0, 32), tl.arange(0, KEYS * BL)
+        o_lane = o_n % BL
+        m_query = ((o_k // BS)[:, None] == (o_n // BL)[None, :]) & (o_k % BS < S)[:, None] & (o_lane < LANES)[None, :]
+        p_query = p_quantised + (i_bh * LANES + o_lane[None, :]) * D + (o_k % BS * 8)[:, None]
+        b_all = tl.zeros([32, KEYS * BL], tl.int32)
+        b_queries = ()
+        for j in tl.static_range(8):
+            b_q = tl.load(p_query + j, mask=m_query, other=0)
+            b_all += b_q.to(tl.int32)
+            b_queries = b_queries + (b_q * (8 >> (j % 4)),)
+        # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
+        b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) >> 1 << 3, -(1 << 24))[None, :]
+        o_row = i_bh.to(tl.int64) * CAPACITY
+        p_sign, p_score = p_signs + o_row * S, p_scores + o_row
+        for i_sub in tl.range(0, SUB, num_stages=STAGES):
+            o_key = (first + i_sub * T + tl.arange(0, T // KEYS) * KEYS)[:, None] + (o_k // BS)[None, :]
+            m_code = (o_key < tokens) & (o_k % BS < S)[None, :]
+            b_codes = tl.load(p_sign + o_key * S + (o_k % BS)[None, :], mask=m_code, other=0).to(tl.int8, bitcast=True)
+            b_product = tl.zeros([T // KEYS, KEYS * BL], tl.int32) + b_start
+            for j in tl.static_range(4):
+                b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[j], b_product, out_dtype=tl.int32)
+            b_codes = upper(b_codes, NATIVE)
+            for j in tl.static_range(4):
+                b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[4 + j], b_product, out_dtype=tl.int32)
+            b_best = tl.max(tl.reshape(b_product, [T // KEYS, KEYS, BL]), 2)
+            b_score = tl.minimum(tl.maximum(b_best >> (SHIFT + 2), 0), TOP) + 2
+            o_t = (first + i_sub * T + tl.arange(0, T // KEYS) * KEYS)[:, None] + tl.arange(0, KEYS)[None, :]
+            tl.store(p_score + o_t, b_score.to(tl.uint8), mask=o_t < tokens)
+        tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_tile, CAPACITY, TILES,
+              S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS)  # fmt: skip
+    end(PDL)

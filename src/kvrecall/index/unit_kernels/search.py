@@ -1,0 +1,158 @@
+"""The search over units on a GPU: score -> fill (in chunks, then of what they left) -> expand -> ascend. No host in between.
+
+Scratch memory is allocated once. Numbers of units and tokens are read from device memory, so a captured graph replays the
+search while units are added, up to the number it was made for.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.unit_kernels import UNIT_FIELDS
+from kvrecall.index.unit_kernels.fill import ascend_kernel, expand_kernel, fill_kernel
+from kvrecall.index.unit_kernels.score import score_kernel
+from kvrecall.launch import cdiv, next_power_of_2
+
+FIELDS = len(UNIT_FIELDS)
+_DOT_UNITS, _SUM_UNITS = 64, 32
+"""Units per program of the scores, by tensor cores and without."""
+_DOT_LANES = 16
+_ONE_LEVEL = 4096
+"""Up to so many units one program per KV head ranks them all."""
+_LEAST_CHUNK, _MOST_CHUNK, _LEAST_BLOCK = 2048, 16_384, 128
+_TOKENS, _COMPARED = 64, 128
+
+
+def plan_row(reps: Tensor, members: Tensor, offsets: Tensor) -> list[int]:
+    """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`.
+
+    The tensors must stay where they are while the plan is in use; only their distance between KV heads is free.
+    """
+    assert reps.stride(2) == 1 and (reps.stride(1) == reps.shape[2] or reps.shape[1] < 2), reps.stride()
+    assert reps.data_ptr() % 16 == 0 and reps.shape[2] * reps.element_size() % 16 == 0, "rows of whole 16 bytes"
+    row = [reps.shape[1], members.shape[1]]
+    for tensor in (reps, members, offsets):
+        row += [tensor.data_ptr(), tensor.stride(0)]
+    return row
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """What units are like. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to the logits.
+
+    ordered: the members of one unit all come before those of the next. least_tokens: of all units but one per sequence.
+    per_query_head: representations `[H_q, U, R]`, each query head's own; a unit has the largest score of its group ("max").
+    """
+
+    volume: bool
+    sized: bool = False
+    ordered: bool = False
+    least_tokens: int = 1
+    per_query_head: bool = False
+
+
+class GpuUnitSearch:
+    """Scratch and launches for up to `units` units per sequence and budgets of up to `top_k` tokens."""
+
+    def __init__(
+        self, sequences: int, heads: int, group: int, dim: int, mode: str, kind: UnitKind, top_k: int, units: int, like: Tensor
+    ) -> None:
+        """like: any tensor of the representations' dtype on the device."""
+        self.sequences, self.mode, self.kind, self.top_k, self.units = sequences, mode, kind, top_k, units
+        self._heads, self._group, self._dim = heads, group, dim
+        self._lanes = 1 if mode == "mean_q" else group
+        self._like, device = like, like.device
+        assert not kind.per_query_head or mode == "max"
+        self._stored = 1 if mode == "max" and not kind.per_query_head else self._lanes
+        self._slots = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))
+        self._chunk = min(max(_LEAST_CHUNK, next_power_of_2(8 * self._slots)), _MOST_CHUNK)
+        self._chunks = cdiv(units, self._chunk) if units > _ONE_LEVEL else 0
+        pairs = sequences * heads
+
+        def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._parts = cdiv(units, _SUM_UNITS)
+        self._scores = scratch(pairs, self._stored, units, dtype=torch.float32)
+        self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
+        self._left, self._keys = (scratch(pairs, max(1, self._chunks) * self._slots) for _ in range(2))
+        self._kept = scratch(pairs, self._chunks + 1)
+        self._firsts, self._starts = scratch(pairs, self._slots), scratch(pairs, self._slots)
+        self._unordered = scratch(1 if kind.ordered else pairs, top_k)
+        self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
+        """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
+        self.counts = scratch(sequences, heads)
+        """How many of each are real."""
+
+    def serves(self, sequences: int, top_k: int, units: int) -> bool:
+        """Whether it is large enough."""
+        return self.sequences >= sequences and self.top_k >= top_k and self.units >= units
+
+    def launch(self, queries: Tensor, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
+        """Searches for queries `[B, H_q, D]` (contiguous) in the sequences whose int32 `fire[b]` is not 0.
+
+        Fills `ids[:B]` and `counts[:B]` with at most `top_k` tokens each; the results of other sequences stay as they are.
+        plan: int64 `[B, FIELDS]`, see `plan_row`.
+        """
+        self.score(queries, plan, fire, scaling)
+        self.fill(queries.dtype, plan, fire, scaling, top_k)
+        self.expand(plan, fire)
+
+    def score(self, queries: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
+        """Scores of all units."""
+        dot = self._dots(queries.dtype)
+        rows = _DOT_UNITS if dot else _SUM_UNITS
+        heads, group, lanes = self._heads, self._group, self._lanes
+        if self.kind.per_query_head:
+            heads, group, lanes = heads * group, 1, 1
+        score_kernel[(cdiv(self.units, rows), plan.shape[0] * heads)](
+            queries, self._like, plan, fire, self._scores, self._peak, self._mass, scaling, heads, self.units, self._parts,
+            D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
+            BL=max(_DOT_LANES if dot else 1, next_power_of_2(lanes)), R=rows,
+            WIDTH=self._dim * (2 if self.kind.volume else 1), DOT=dot, LARGEST=self.mode == "max",
+            SOFTMAX="softmax" in self.mode, SIZED=self.kind.sized, FIELDS=FIELDS, num_warps=4 if dot else 8,
+        )  # fmt: skip
+
+    def fill(self, dtype: torch.dtype, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
+        """The units that fill the budget; dtype: of the queries that were scored."""
+        rows = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS
+
+        def level(grid: int, block: int, last: bool) -> None:
+            fill_kernel[(grid, self._pairs(plan))](
+                self._scores, self._peak, self._mass, plan, fire, self._left, self._keys, self._kept, self._firsts,
+                self._starts, self.counts, scaling, top_k, self._heads, self.units, self._chunks, self._parts, self._slots,
+                LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
+                BL=next_power_of_2(self._stored), BT=next_power_of_2(cdiv(self.units, rows)), R=rows, BC=block, LAST=last,
+                CHUNKED=last and self._chunks > 0, FIELDS=FIELDS, num_warps=max(4, min(32, block // 256)),
+            )  # fmt: skip
+
+        if not self._chunks:
+            return level(1, max(_LEAST_BLOCK, next_power_of_2(self.units)), True)
+        level(self._chunks, self._chunk, False)
+        level(1, max(_LEAST_BLOCK, next_power_of_2(self._chunks * self._slots)), True)
+
+    def expand(self, plan: Tensor, fire: Tensor) -> None:
+        """Token ids of those units."""
+        grid = (cdiv(self.top_k, _TOKENS), self._pairs(plan))
+        compared = min(_COMPARED, next_power_of_2(self._slots))
+        expand_kernel[grid](
+            plan, fire, self._kept, self._firsts, self._starts, self.counts, self.ids if self.kind.ordered else self._unordered,
+            self._heads, self._chunks, self._slots, self.top_k, T=_TOKENS, BS=compared, FIELDS=FIELDS, num_warps=4,
+        )  # fmt: skip
+        if not self.kind.ordered:
+            ascend_kernel[grid](
+                fire, self.counts, self._unordered, self.ids, self._heads, self.top_k, T=_TOKENS, BS=_COMPARED, num_warps=4
+            )
+
+    def _pairs(self, plan: Tensor) -> int:
+        return plan.shape[0] * self._heads
+
+    def _dots(self, dtype: torch.dtype) -> bool:
+        """Whether tensor cores score: they take both sides as they are, so a mean of queries would be rounded."""
+        return dtype == self._like.dtype and dtype in (torch.float16, torch.bfloat16) and self.mode != "mean_q"

@@ -1,0 +1,109 @@
+"""kvrecall eval, report and tune on a tiny model: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kvrecall
+from kvrecall.evaluate.tasks.registry import KNOWN
+from tests.cli.conftest import Cli
+
+SMALL = ("--tasks", "niah,drift", "--methods", "exact", "--budgets", "32,900", "--context", "600", "--samples", 1,
+         "--depths", "50", "--steps", 6, "--window", 4, "--dtype", "float32")  # fmt: skip
+
+
+def test_eval_report_and_resumption(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    told = cli.json("eval", "-m", tiny, *SMALL, "--out", out)
+    assert told["samples"] == 6 and told["resumed"] == 0
+    assert told["notes"] == ["exact@900: covers contexts of 600 tokens whole, so it is full attention there"]
+    rows = {(row["task"], row["condition"]): row for row in told["rows"]}
+    assert set(rows) == {(t, c) for t in ("niah", "drift") for c in ("full", "exact@32", "exact@900")}
+    assert rows["drift", "exact@900"]["score"] == 1 and rows["drift", "full"]["score"] == 1
+    before = (out / "samples.jsonl").read_bytes()
+    again = cli.json("eval", "-m", tiny, *SMALL, "--out", out)
+    assert again["resumed"] == 6 and again["rows"] == told["rows"] and (out / "samples.jsonl").read_bytes() == before
+    plain = cli("eval", "-m", tiny, *SMALL, "--out", out)
+    assert "exact" in plain.stdout and "95% interval" in plain.stdout and plain.stderr.count("covers contexts") == 1
+    assert "goes on from there" in plain.stderr
+    refused = cli.error("eval", "-m", tiny, *SMALL, "--out", out, "--seed", 1)
+    assert "expected the folder's seed = 0, got 1. Give --out a new folder" in refused
+
+    page = cli.json("report", out)
+    assert page["file"] == str(out / "report.html") and page["rows"] == 6 and page["samples"] == 6
+    text = Path(page["file"]).read_text()
+    assert "exact@900" in text and text.count("<svg") == page["plots"] > 3
+    assert "wrote" in cli("report", out, "--out", tmp_path / "other.html").stderr and (tmp_path / "other.html").exists()
+
+
+def test_tasks_are_listed(cli: Cli) -> None:
+    listed = [task["name"].partition(":")[0] for task in cli.json("eval", "--tasks", "list")["tasks"]]
+    assert set(KNOWN) <= set(listed) and "aime" in listed and "drift or drift" in listed
+    assert "needles in the text: 8" in cli("eval", "--tasks", "list").stdout
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--tasks", "niax"), "unknown task 'niax': expected one of aime, common-words"),
+        (("--tasks", "aime:none.jsonl"), "none.jsonl: cannot be read"),
+        (("--methods", "pariskw"), "unknown method 'pariskw'"),
+        (("--methods", "none.json"), "none.json: cannot be read"),
+        (("--budgets", "many"), "--budgets: expected numbers of tokens such as 128,512, got 'many'"),
+        (("--budgets", "0"), "--budgets: expected numbers of tokens"),
+        (("--depths", "top"), "--depths: expected percentages"),
+        (("--depths", "150"), "depths: expected shares in [0, 1], got 1.5"),
+        (("--context", "32k"), "--context for niah: expected at most 16,384 tokens, got 32,768"),
+        (("--context", "100"), "--context: expected at least"),
+    ],
+)
+def test_mistakes(cli: Cli, tiny: Path, tmp_path: Path, options: tuple[str, str], said: str) -> None:
+    assert said in cli.error("eval", "-m", tiny, "--tasks", "niah", "--samples", 1, "--out", tmp_path / "run", *options)
+
+
+def test_a_malformed_line_is_named(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"problem": "the red boat", "answer": "7"}\n{"problem": 3\n')
+    assert f"{file}: line 2:" in cli.error("eval", "-m", tiny, "--tasks", f"aime:{file}", "--out", tmp_path / "run")
+
+
+def test_reports_of_nothing(cli: Cli, tmp_path: Path) -> None:
+    assert "holds no run" in cli.error("report", tmp_path)
+
+
+def test_tune_writes_a_method_file_that_eval_and_caches_read(cli: Cli, tiny: Path, document: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tuned.json"
+    told = cli.json("tune", "-m", tiny, "--text", document, "--tokens", "900", "--steps", 3, "--mass", 0.7, "--out", out)
+    assert told["mass"] >= 0.7 and told["file"] == str(out) and len(told["layers"]) == 1
+    held = json.loads(out.read_text())
+    assert held["method"] == "pariskv" and held["layers"] == 1 and held["about"]["wanted_mass"] == 0.7
+
+    from transformers import AutoConfig
+
+    cache = kvrecall.RetrievalCache.from_file(AutoConfig.from_pretrained(tiny), out)
+    assert isinstance(cache.method, kvrecall.ParisKV) and (cache.method.per_layer or cache.method.dense_layers)
+    short = ("--tasks", "niah", "--context", "600", "--samples", 1, "--depths", "50", "--budgets", "64")
+    ran = cli.json("eval", "-m", tiny, *short, "--methods", out, "--out", tmp_path / "run")
+    assert [row["condition"] for row in ran["rows"]] == ["full", str(out)]
+    shown = cli("tune", "-m", tiny, "--text", document, "--tokens", "900", "--steps", 3, "--out", out, "--mass", 0.7).stdout
+    assert "of full attention on this text" in shown and "the same for all layers" in shown
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--mass", 1.5), "--mass: expected a share in (0, 1], got 1.5"),
+        (("--floor", 0.99), "--floor: expected a share in [0, 0.95], got 0.99"),
+        (("--out", "m.toml"), "--out: expected a name ending in .json"),
+        (("--tokens", "200"), "text: expected 338 tokens or more, got '200 tokens'"),
+        (("--method", "full"), "method: expected one that retrieves"),
+        (("--stride", 3), "stride: expected a method with a similarity threshold"),
+    ],
+)
+def test_mistakes_of_tune(cli: Cli, tiny: Path, document: Path, tmp_path: Path, options: tuple[str, object], said: str) -> None:
+    text = ("tune", "-m", tiny, "--text", document, "--tokens", "600", "--out", tmp_path / "m.json")
+    assert said in cli.error(*text, *options)
+    assert not (tmp_path / "m.json").exists()

@@ -1,0 +1,197 @@
+"""Whole runs on a tiny model: reproducible, resumable, compared with full attention on the same samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrecall.engine.prompts import next_turn
+from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
+from kvrecall.evaluate.conditions import conditions, described
+from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
+from kvrecall.evaluate.suite import Plan, Suite
+from kvrecall.evaluate.summary import heat_map, rounds, summarise
+from kvrecall.evaluate.tasks.base import Turn
+from kvrecall.evaluate.tasks.registry import generated
+from tests.evaluate.asked import PARIS, asker, compared, without_times, written
+from tests.tiny import CHAT, tiny_tokenizer
+
+PLAN = Plan(("niah", "multi-turn:2"), (400, 480), samples=1, depths=(0.0, 1.0))
+LABEL = f"{PARIS}@8"
+
+
+def suite(plan: Plan = PLAN, *budgets: int) -> Suite:
+    return Suite(plan, asker(), compared(*(budgets or (8,))))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = RunFolder(tmp_path_factory.mktemp("finished"), PLAN.to_dict())
+    suite().run(folder)
+    return folder.records
+
+
+def test_every_sample_is_answered_under_every_condition(finished: list[dict]) -> None:
+    keys = [key_of(r) for r in finished]
+    assert [c.label for c in compared(8)] == ["full", LABEL]
+    jobs = list(suite().jobs())
+    assert len(jobs) == 2 * (2 + 1) and len(set(keys)) == len(keys) == 2 * len(jobs)
+    for record in finished:
+        task = generated(record["task"])
+        turns = [Turn("", tuple(expected)) for expected in record["expected"]]
+        scores = [task.score(text, turn) for text, turn in zip(record["answers"], turns, strict=True)]
+        assert record["scores"] == scores and record["score"] == sum(scores) / len(scores)
+        assert record["prompt_tokens"] + record["new_tokens"] <= record["context"]
+        assert record["prompt_tokens"] > 0.4 * record["context"]
+        if record["attended_tokens"] is not None and record["condition"] != "full":
+            assert record["attended_tokens"] < 80
+
+
+def test_answers_depend_on_the_method_here(finished: list[dict]) -> None:
+    """Otherwise the tests of reproducibility would compare constants."""
+    full, own = ([r["answers"] for r in finished if r["condition"] == label] for label in ("full", LABEL))
+    assert len({str(answer) for answer in full}) > 1 and full != own
+
+
+def test_the_same_seed_gives_the_same_records_and_another_seed_others(finished: list[dict], tmp_path: Path) -> None:
+    again = RunFolder(tmp_path / "again", PLAN.to_dict())
+    suite().run(again)
+    assert without_times(again.records) == without_times(finished)
+    other = RunFolder(tmp_path / "other", {})
+    suite(Plan(("niah",), (400,), samples=1, depths=(0.0,), seed=1)).run(other)
+    assert other.records[0]["expected"] not in [r["expected"] for r in finished]
+
+
+@pytest.mark.parametrize("after, torn", [(1, b""), (5, b'{"task": "ni')])
+def test_an_interrupted_run_goes_on_without_repeating_or_losing(
+    finished: list[dict], tmp_path: Path, after: int, torn: bytes
+) -> None:
+    def stop(done: int, *_: object) -> None:
+        if done == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        suite().run(RunFolder(tmp_path, PLAN.to_dict()), stop)
+    before = (tmp_path / SAMPLES).read_bytes()
+    assert before.count(b"\n") == after
+    with (tmp_path / SAMPLES).open("ab") as file:
+        file.write(torn)
+    calls: list[tuple[int, int]] = []
+    folder = RunFolder(tmp_path, PLAN.to_dict())
+    suite().run(folder, lambda done, total, _: calls.append((done, total)))
+    assert (tmp_path / SAMPLES).read_bytes().startswith(before)
+    assert without_times(read_records(tmp_path)) == without_times(finished)
+    assert calls[0] == (after, len(finished)) and calls[-1] == (len(finished), len(finished))
+    suite().run(RunFolder(tmp_path, PLAN.to_dict()), lambda *_: pytest.fail("there was nothing left to do"))
+
+
+def test_a_budget_that_covers_the_context_answers_as_full_attention_and_is_said_once(tmp_path: Path) -> None:
+    plan = Plan(("niah", "multi-turn:2"), (400,), samples=1, depths=(0.5,))
+    both = suite(plan, 8, 600)
+    (note,) = both.notes()
+    assert note == f"{PARIS}@600: covers contexts of 400 tokens whole, so it is full attention there"
+    folder = RunFolder(tmp_path, {})
+    both.run(folder)
+    for task in plan.tasks:
+        own = {r["condition"]: r["answers"] for r in folder.records if r["task"] == task}
+        assert own["full"] == own[f"{PARIS}@600"]
+
+
+def test_summary(finished: list[dict]) -> None:
+    rows = summarise(finished)
+    found = [(r.task, r.context, r.condition) for r in rows]
+    assert found == [(t, c, label) for t in PLAN.tasks for c in PLAN.contexts for label in ("full", LABEL)]
+    assert all(r.samples == (2 if r.task == "niah" else 1) for r in rows)
+    assert all(r.difference == 0 for r in rows if r.condition == "full")
+    made = [{**r, "score": float(r["condition"] == "full"), "scores": [1.0, 0.0]} for r in finished]
+    best = summarise(made)
+    assert best[0].score == 1 and best[1].score == 0 and best[1].difference == -1 and best[0].interval == "wilson"
+    assert heat_map(made, "niah", "full") == {(d, c): 1.0 for d in (0.0, 1.0) for c in (400, 480)}
+    assert rounds(made)["multi-turn:2", 400, "full"] == [1.0, 0.0]
+
+
+def test_problem_sets_have_pass_at_k_and_attempts_that_differ(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", *['{"problem": "the red boat", "answer": "7"}'] * 2)
+    plan = Plan((f"aime:{file}",), attempts=4, temperature=1.5, max_new_tokens=12)
+    folder, again = RunFolder(tmp_path / "a", plan.to_dict()), RunFolder(tmp_path / "b", plan.to_dict())
+    for each in (folder, again):
+        suite(plan, 8).run(each)
+    assert without_times(folder.records) == without_times(again.records) and len(folder.records) == 2 * 4 * 2
+    assert len({r["answers"][0] for r in folder.records}) > 4
+    made = [{**r, "score": float(r["attempt"] < 1 + r["sample"])} for r in folder.records]
+    row = summarise(made)[0]
+    assert (row.samples, row.score, row.interval) == (2, 0.375, "bootstrap")  # 1 and 2 of 4 are right
+    assert row.pass_at_k == pytest.approx({1: 0.375, 2: (1 / 2 + 5 / 6) / 2, 4: 1.0})
+    written(tmp_path / "a.jsonl", '{"problem": "another", "answer": "7"}')
+    with pytest.raises(ParameterError, match="the folder's files"):
+        RunFolder(tmp_path / "a", plan.to_dict())
+
+
+@pytest.mark.parametrize(
+    "changes, error, said",
+    [
+        ({"tasks": ("niax",)}, UnknownNameError, "Did you mean 'niah'"),
+        ({"tasks": ("niah", "niah")}, ParameterError, "each once"),
+        ({"contexts": ()}, ParameterError, "contexts: expected one or more"),
+        ({"depths": (1.5,)}, ParameterError, r"shares in \[0, 1\]"),
+        ({"samples": 0}, ParameterError, "samples: expected an integer >= 1"),
+    ],
+)
+def test_plans_that_cannot_be(changes: dict, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Plan(**{"tasks": ("niah",)} | changes)
+
+
+@pytest.mark.parametrize(
+    "plan, said",
+    [
+        (Plan(("niah",), (5000,)), "--context for niah: expected at most 4,096 tokens, got 5,000"),
+        (Plan(("drift",), (4000,), steps=200), "--context for drift: expected at most 4,096 tokens, got 4,200"),
+    ],
+)
+def test_contexts_beyond_the_model_are_refused_at_once(plan: Plan, said: str) -> None:
+    with pytest.raises(ContextLengthError, match=said):
+        suite(plan)
+
+
+def test_solutions_beyond_the_model_and_rooms_too_small(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", '{"problem": "the red boat", "answer": "7"}')
+    with pytest.raises(ContextLengthError, match="problem 1, with --max-new-tokens"):
+        suite(Plan((f"aime:{file}",), max_new_tokens=4096))
+    with pytest.raises(ParameterError, match=r"--context: expected at least .* tokens for niah, got 200"):
+        suite(Plan(("niah",), (200,)))
+    with pytest.raises(InputFileError, match="cannot be read"):
+        Plan(("aime:none.jsonl",)).to_dict()
+
+
+def test_conditions(tmp_path: Path) -> None:
+    spec = "pariskv:stage1=product;gqa=max"
+    found = conditions([spec, "full", "ctkvr"], [64, 128])
+    assert [c.label for c in found] == ["full", f"{spec}@64", f"{spec}@128", "ctkvr@64", "ctkvr@128"]
+    assert found[1].method.top_k == 64 and found[1].method.gqa == "max" and found[1].method.full_attention_threshold == 0
+    assert [c.budget for c in conditions(["prkv"], [])] == [None, 1024]
+    file = written(tmp_path / "m.json", '{"method": "exact", "settings": {"per_layer": {"1": {"top_k": 9}}}}')
+    tuned = conditions([str(file)], [64, 128])[1]
+    assert tuned.label == str(file) and tuned.method.at(1).top_k == 9
+    assert described([tuned])[str(file)]["per_layer"] == {"1": {"top_k": 9}}
+    wrong = {"pariskv,pariskv": "each method and budget once", "pariskv:top_k": "name:key=value", "x": "unknown method"}
+    for specs, said in wrong.items():
+        with pytest.raises(KVRecallError, match=said):
+            conditions(specs.split(","), [64])
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat template", "plain text"])
+def test_a_second_turn_goes_on_where_the_template_would(chat: bool) -> None:
+    tokenizer = tiny_tokenizer(CHAT if chat else None)
+    ids = next_turn(tokenizer, "the red boat")
+    if not chat:
+        assert tokenizer.decode(ids).split() == ["Question", ":", "the", "red", "boat", "Answer", ":"]
+        return
+    said = [("user", "text"), ("assistant", "harbour"), ("user", "the red boat")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rest = whole.split("harbour")[1]
+    assert ids == tokenizer(rest, add_special_tokens=False)["input_ids"]
+    # What looks like a marker in a question stays text.
+    assert tokenizer.convert_tokens_to_ids("<end>") not in next_turn(tokenizer, "the <end> boat")[2:-2]

@@ -1,0 +1,111 @@
+"""The kernels of decode attention against the fp32 reference: rows on the device, rows in segments of host memory, merges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrecall.attend import reference
+from kvrecall.merge import merge
+from kvrecall.structs import HostRows, Partial, Rows
+from tests.strategies import HEAD_DIMS, gaussian, generator, poisoned
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.attend.cuda import attend_rows
+from kvrecall.merge.cuda import merge_parts, merge_splits
+
+HEADS = 2
+
+
+def close(made: Partial, expected: Partial) -> None:
+    assert made.out.shape == expected.out.shape and made.lse.shape == expected.lse.shape
+    torch.testing.assert_close(made.out, expected.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(made.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("width", [1, 16, 111])
+@pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (4, 1, 3, 7, 2, 5), strict=True)))
+def test_resident_rows(dim: int, group: int, width: int, softcap: float) -> None:
+    queries = gaussian(1, 3, HEADS * group, 1, dim)
+    lengths = torch.tensor([width, width // 2, 0], dtype=torch.int32).unsqueeze(1).expand(-1, HEADS)
+    kv = poisoned(3, HEADS, width, 2, dim)
+    for b, length in enumerate(lengths[:, 0].tolist()):
+        kv[b, :, :length] = gaussian(2 + b, HEADS, length, 2, dim)
+    rows = Rows(kv, lengths)
+    expected = reference.attend_rows(queries, Rows(kv.nan_to_num(), lengths), dim**-0.5, softcap)
+    close(attend_rows(queries, rows, dim**-0.5, softcap), expected)
+
+
+def test_sixteen_bits() -> None:
+    """Weights are rounded to 16 bits before they meet the values; sums are fp32. The interpreter has no bfloat16 products."""
+    queries, kv = gaussian(1, 2, 6, 1, 80).half(), gaussian(2, 2, HEADS, 50, 2, 80).half()
+    rows = Rows(kv, torch.tensor([[50, 7], [13, 0]], dtype=torch.int32))
+    made, expected = attend_rows(queries, rows, 80**-0.5), reference.attend_rows(queries, rows, 80**-0.5)
+    torch.testing.assert_close(made.out, expected.out, atol=2**-11, rtol=2**-11)
+    torch.testing.assert_close(made.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_queries_and_rows_that_are_views() -> None:
+    queries, kv = gaussian(1, 2, 1, 4, 64).transpose(1, 2), gaussian(2, HEADS, 2, 33, 2, 64).transpose(0, 1)
+    rows = Rows(kv, torch.full((2, HEADS), 33, dtype=torch.int32))
+    close(attend_rows(queries, rows, 0.125), reference.attend_rows(queries, rows, 0.125))
+
+
+def test_so_many_parts_that_groups_are_merged_first() -> None:
+    queries, kv = gaussian(1, 1, 2, 1, 64), gaussian(2, 1, 1, 1100, 2, 64)
+    rows = Rows(kv, torch.full((1, 1), 1100, dtype=torch.int32))
+    close(attend_rows(queries, rows, 0.125), reference.attend_rows(queries, rows, 0.125))
+
+
+def segment_table(segments: list[list[Tensor]]) -> Tensor:
+    """By hand: first id, address and held tokens of each segment of each sequence."""
+    longest, table = max(map(len, segments)), []
+    for own in segments:
+        first, lines = 0, []
+        for segment in own:
+            lines.append([first, segment.data_ptr(), segment.shape[1]])
+            first += segment.shape[1]
+        table.append(lines + lines[-1:] * (longest - len(lines)))
+    return torch.tensor(table)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.float32), (80, torch.float32), (192, torch.float16), (256, torch.float32)]
+)
+def test_rows_in_segments_of_host_memory(dim: int, dtype: torch.dtype) -> None:
+    stored = [gaussian(b, HEADS, 60, 2, dim).to(dtype) for b in range(2)]
+    held = [[9, 32, 19], [60]]
+    segments = [[piece.contiguous() for piece in rows.split(sizes, 1)] for rows, sizes in zip(stored, held, strict=True)]
+    counts = [[21, 4], [0, 17]]
+    ids = torch.full((2, HEADS, 21), -1, dtype=torch.int32)
+    kv, lengths = torch.zeros(2, HEADS, 21, 2, dim, dtype=dtype), torch.tensor(counts, dtype=torch.int32)
+    for b in range(2):
+        for h in range(HEADS):
+            own = torch.randperm(60, generator=generator(7 * b + h))[: counts[b][h]].sort().values
+            ids[b, h, : len(own)] = own
+            kv[b, h, : len(own)] = stored[b][h, own]
+    queries = gaussian(9, 2, 3 * HEADS, 1, dim).to(dtype)
+    made = attend_rows(queries, HostRows(ids, segment_table(segments), dtype), dim**-0.5, 3.0)
+    expected = reference.attend_rows(queries, Rows(kv, lengths), dim**-0.5, 3.0)
+    near = 1e-5 if dtype == torch.float32 else 2**-10
+    torch.testing.assert_close(made.out, expected.out, atol=near, rtol=near)
+    torch.testing.assert_close(made.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 64])
+def test_merged_parts_are_those_of_the_torch_merge(parts: int) -> None:
+    made = [Partial(gaussian(i, 2, 3, 1, 80), gaussian(100 + i, 2, 3, 1)) for i in range(parts)]
+    made[1] = Partial.empty_like(made[1].out)
+    for part in made:
+        part.lse[1, 2] = float("-inf")  # nothing is attended by this head
+        part.out[1, 2] = 0.0
+    close(Partial(*merge_parts([p.out for p in made], [p.lse for p in made])), merge(made))
+
+
+def test_merging_groups_of_parts() -> None:
+    out, lse = gaussian(1, 5, 256, 64), gaussian(2, 5, 256)
+    parts = [Partial(out[:, p].view(5, 1, 1, 64), lse[:, p].view(5, 1, 1)) for p in range(256)]
+    merged, total = merge_splits(out, lse)
+    close(Partial(merged.view(5, 1, 1, 64), total.view(5, 1, 1)), merge(parts))

@@ -1,0 +1,56 @@
+"""A layer whose attention and merges run as kernels, its selected rows read in place, gives what the CPU path gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall.layer_state import LayerState
+from kvrecall.structs import AttentionParams
+from tests.layers import DIM, ZONES, start, state, step
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+
+METHODS = {
+    "sphere": kvrecall.ParisKV(top_k=6, **ZONES),
+    "per-head": kvrecall.Exact(top_k=6, gqa="per_head", **ZONES),
+    "static": kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, fetch="direct", **ZONES),
+    "kept": kvrecall.ParisKV(top_k=6, trigger="fixed-stride:steps=3", **ZONES),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU were a GPU with page-locked memory."""
+    for module in ("attend", "merge", "layer_state"):
+        monkeypatch.setattr(f"kvrecall.{module}.kernels_available", lambda _: True)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+
+
+def run(method: kvrecall.Method, lengths: list[int], steps: int) -> tuple[LayerState, list[torch.Tensor]]:
+    layer = state(method, len(lengths))
+    layer.store.host[0]._segment_tokens = 8  # several segments
+    history = start(layer, lengths)
+    return layer, [step(layer, history, 100 + number)[1] for number in range(steps)]
+
+
+@pytest.mark.parametrize("lengths", [[90, 61], [90, 25]], ids=["all-search", "one-attends-whole"])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_outputs_and_counters(method: kvrecall.Method, lengths: list[int], request: pytest.FixtureRequest) -> None:
+    plain, expected = run(method, lengths, 10)
+    request.getfixturevalue("kernels")
+    made, outs = run(method, lengths, 10)
+    torch.testing.assert_close(torch.stack(outs), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    assert len(made.store.host[0].segments()) > 1
+    assert bool(made.fetched) == made.keeps_rows == (method.trigger is not None)
+    for name in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens", "bytes_fetched"):
+        assert getattr(made.stats, name) == getattr(plain.stats, name), name
+
+
+def test_softcap_and_sinks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    params = AttentionParams(DIM**-0.5, 4.0, torch.tensor([0.3, -1.0, 2.0, 0.0]))
+    monkeypatch.setattr("tests.layers.PARAMS", params)
+    expected = run(METHODS["sphere"], [90, 61], 5)[1]
+    request.getfixturevalue("kernels")
+    torch.testing.assert_close(torch.stack(run(METHODS["sphere"], [90, 61], 5)[1]), torch.stack(expected), atol=1e-5, rtol=1e-5)

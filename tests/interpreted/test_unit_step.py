@@ -1,0 +1,64 @@
+"""A decode step of PRKV or LouisKV as kernels: what the benchmark times is checked, and its check can fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvrecall
+from kvrecall.layer_state import LayerState
+from kvrecall.pipeline import prefill_layer
+from kvrecall.select.static import StaticSet
+from tests.layers import DIM, PARAMS, ZONES, state, tokens
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.bench.gpu_unit_step import UnitStep
+
+METHODS = {
+    "prkv": kvrecall.PRKV(top_k=24, page_tokens=4, **ZONES),
+    "louiskv": kvrecall.LouisKV(top_k=20, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **ZONES),
+}
+
+
+def filled(name: str) -> LayerState:
+    layer = state(METHODS[name], 1)
+    prefill_layer(layer, *tokens(1, 1, 150), None, PARAMS)
+    assert layer.index is not None
+    layer.index.end_of_prompt(0, None, 4)
+    if name == "prkv":
+        ids = torch.arange(3, 100, 12, dtype=torch.int32).expand(2, -1)
+        layer.index.exclude(0, ids)
+        layer.static[0] = StaticSet(ids, layer.store.host[0].gather(ids))
+    return layer
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_is_attention_over_what_the_reference_finds(name: str) -> None:
+    step = UnitStep(filled(name))
+    step.check(*(x[:, :, 0] for x in tokens(7, 1, 1)), DIM**-0.5)
+
+
+@pytest.mark.parametrize("what", ["search", "fetch", "held"])
+def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = UnitStep(filled("louiskv"))
+    new = [x[:, :, 0] for x in tokens(7, 1, 1)]
+    if what == "search":  # searches for the opposite
+        launch = step.gpu.launch
+        monkeypatch.setattr(step.gpu, "launch", lambda queries, *rest: launch(-queries, *rest))
+    elif what == "fetch":  # reads the rows of other tokens
+        others = step.attention._pools[0].flip(1).contiguous()
+        step.attention._hosts[0, 0] = others.data_ptr()
+    else:  # forgets what the last search fetched
+        inner = step.attention.launch
+
+        def forget(queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, fire: Tensor, *rest: Any) -> None:
+            if not int(fire[0]):
+                step.attention.rows[:, :, :5] = 0
+            inner(queries, keys, values, ids, fire, *rest)
+
+        monkeypatch.setattr(step.attention, "launch", forget)
+    with pytest.raises(AssertionError):
+        step.check(*new, DIM**-0.5)

@@ -1,0 +1,124 @@
+"""Methods in files come back equal; what a file gets wrong is named. Layers with settings of their own use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall.engine import generate, plan
+from kvrecall.engine.captured.check import check_capture
+from kvrecall.errors import CaptureError, InputFileError, ParameterError, UnknownNameError
+from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.methods.base import Method
+from kvrecall.methods.files import load_method, save_method
+from tests.integrations.models import tiny
+
+METHODS = [
+    kvrecall.Full(),
+    kvrecall.ParisKV(top_k=7, per_layer={3: {"top_k": 64, "candidate_ratio": 0.2}, 1: {"top_k": 9}}, dense_layers=(0,)),
+    kvrecall.ParisKV(schedule=(RatioStep(100, 0.5, 0.5), RatioStep(None, 0.1, 0.2))),
+    kvrecall.LouisKV(threshold=(0.5, 0.6)),
+    kvrecall.CTKVR(dynamic_update=False),
+    Method(index="sphere:gqa=max", trigger="semantic-boundary:threshold=0.9", static="observation-window"),
+    kvrecall.ParisKV(per_layer={2: {"trigger": "fixed-stride:steps=4"}}),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_a_method_comes_back_as_it_was_saved(tmp_path: Path, method: Method) -> None:
+    save_method(method, tmp_path / "m.json", layers=24, about={"text": "log.txt"})
+    read = load_method(tmp_path / "m.json", layers=24)
+    assert read == method and type(read) is type(method)
+    assert json.loads((tmp_path / "m.json").read_text())["about"] == {"text": "log.txt"}
+
+
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text('method = "pariskv"\n[settings]\ntop_k = 128\ndense_layers = [0, 1]\n[settings.per_layer.5]\ntop_k = 32\n')
+    assert load_method(path) == kvrecall.ParisKV(top_k=128, dense_layers=(0, 1), per_layer={5: {"top_k": 32}})
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "is not JSON"),
+        ("[]", "should be a valid dictionary"),
+        ('{"settings": {}}', "method: field required"),
+        ('{"method": "pariskv", "budget": 3}', "budget: extra inputs are not permitted"),
+        ('{"method": "pariskw"}', "Did you mean 'pariskv'?"),
+        ('{"method": "pariskv", "settings": {"topk": 3}}', "unknown parameter of pariskv 'topk'"),
+        ('{"method": "pariskv", "settings": {"top_k": "3"}}', "top_k: input should be a valid integer, got '3'"),
+        ('{"method": "pariskv", "settings": {"top_k": -3}}', "top_k: expected an integer > 0, got -3"),
+        (
+            '{"method": "pariskv", "settings": {"per_layer": {"2": {"top_k": 0}}}}',
+            "per_layer[2] top_k: expected an integer > 0",
+        ),
+        ('{"method": "pariskv", "settings": {"per_layer": [3]}}', "per_layer: expected {layer: {field: value}}"),
+        ('{"method": "pariskv", "layers": 3}', "expected a file for the model's 24 layers, got one for 3"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    with pytest.raises(InputFileError) as error:
+        load_method(path, layers=24)
+    assert str(path) in str(error.value) and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, said", [("none.json", "cannot be read"), ("m.yaml", "expected a name ending in .json or .toml")]
+)
+def test_files_that_are_none(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(InputFileError, match=said):
+        load_method(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "layers, error",
+    [({1: {"sink_tokens": 8}}, UnknownNameError), ({-1: {"top_k": 8}}, ParameterError), ({1: {"gqa": "x"}}, UnknownNameError)],
+)
+def test_what_no_layer_can_have(layers: dict[int, dict[str, Any]], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        kvrecall.ParisKV(per_layer=layers)
+
+
+def test_every_layer_fetches_its_own_budget(tmp_path: Path) -> None:
+    model = tiny("llama")
+    zones = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
+    method = kvrecall.Exact(top_k=10, per_layer={1: {"top_k": 25}}, dense_layers=(2,), gqa="mean_q", **zones)
+    save_method(method, tmp_path / "m.json", layers=model.config.num_hidden_layers)
+    cache = kvrecall.RetrievalCache.from_file(model.config, tmp_path / "m.json")
+    assert cache.method == method and method.at(1).top_k == 25 and method.at(0).top_k == 10
+    ids = torch.randint(3, 320, (1, 150), generator=torch.Generator().manual_seed(0))
+    generate(model, None, ids, cache, max_new_tokens=6, eos_token_id=-1)
+    reports = {r.layer: r.counters for r in cache.stats().layers}
+    per_search = {n: c.retrieved_tokens / (c.searches * 2) for n, c in reports.items() if c.searches}  # 2 KV heads
+    assert per_search == {n: 25 if n == 1 else 10 for n in per_search} and set(per_search) == set(reports) - {2}
+    # A fork to the same settings written otherwise keeps its index; one to other settings builds another.
+    same = kvrecall.Exact(top_k=25, dense_layers=(2,), gqa="mean_q", **zones, per_layer={n: {"top_k": 10} for n in (0, 3)})
+    kept = cache.fork(same).retrieval_layers[1].state
+    assert kept is not None and kept.method == method.at(1) and kept.top_k == 25
+
+
+def test_layers_that_the_model_lacks_and_plans_and_graphs() -> None:
+    model = tiny("llama")
+    with pytest.raises(ParameterError, match="per_layer: expected layers of the model"):
+        kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(per_layer={99: {"top_k": 8}}))
+    wide = kvrecall.Method(index="pages", per_layer={0: {"index": "pages:page_tokens=64"}})
+    narrow = kvrecall.Method(index="pages")
+    sizes = [plan(model.config, context_tokens=10_000, method=m).summary_bytes for m in (wide, narrow)]
+    assert sizes[0] < sizes[1]
+
+
+def test_one_graph_cannot_serve_layers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(per_layer={0: {"top_k": 8}}))
+    with pytest.raises(CaptureError, match="settings of their own"):
+        check_capture(model, cache)

@@ -1,0 +1,35 @@
+"""Where kernels run, and where the same work is left to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvrecall.launch import kernels_available
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Answers are kept per device; these are about a device that is not there."""
+    kernels_available.cache_clear()
+    yield
+    kernels_available.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "available"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)])
+def test_by_compute_capability(capability: tuple[int, int], available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is only there on Linux")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert kernels_available(torch.device("cuda", 7)) == available
+
+
+def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("kvrecall.launch.find_spec", lambda _: None)
+    assert not kernels_available(torch.device("cuda", 7))
+
+
+def test_not_on_a_cpu() -> None:
+    assert not kernels_available(torch.device("cpu"))
