@@ -31,7 +31,9 @@ def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
         for b in range(2):
             if b in states[0].held:
                 expected, found = (state.held[b][0].cpu() for state in states)
-                assert torch.equal(found, expected), (step, b)
+                width = min(found.shape[1], expected.shape[1])  # how far a selection is padded is not part of it
+                assert torch.equal(found[:, :width], expected[:, :width]), (step, b)
+                assert (found[:, width:] == -1).all() and (expected[:, width:] == -1).all()
     assert states[0].stats.searches == states[1].stats.searches
     assert states[0].stats.reused_rows == states[1].stats.reused_rows
 

@@ -108,7 +108,7 @@ def step_kernel(
 @triton.jit
 def trigger_kernel(p_queries, p_before, p_since, p_plan, p_fire, p_searches, threshold, most, STRIDE, D: tl.constexpr,
                    BD: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, SEMANTIC: tl.constexpr,
-                   LAST: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   LAST: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Program (sequence): fire[b] = whether to search (LouisKV section 4.1); counts searches.
 
     before `[B, H, D]` fp32: the query to compare with, the previous one or (LAST) that of the last search. since int32 `[B]`:

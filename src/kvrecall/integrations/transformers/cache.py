@@ -18,7 +18,6 @@ from kvrecall.integrations.transformers import attached
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.integrations.transformers.memory import check_device
 from kvrecall.methods.base import Method
-from kvrecall.methods.files import load_method
 from kvrecall.stats import CacheStats
 
 _CHECKED_TOKENS = 256
@@ -92,6 +91,8 @@ class RetrievalCache(Cache):
         options: the other parameters of the class. Raises InputFileError for a file that cannot be read, holds no valid
         method, or was made for a model with another number of layers.
         """
+        from kvrecall.methods.files import load_method  # pydantic takes a while to import, and few caches come from files
+
         return cls(config, load_method(path, ModelSignature.of(config).layers), **options)
 
     @property
