@@ -12,7 +12,8 @@ from torch import Tensor
 from kvrecall import methods
 from kvrecall.errors import CompositionError, ParameterError
 from kvrecall.index.accumulated import AccumulatedIndex
-from kvrecall.methods import Method
+from kvrecall.layer_state import LayerState
+from kvrecall.methods import Full, Method
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.select.static import ObservationWindow
 from tests.methods.baselines import Course, best, small
@@ -259,3 +260,20 @@ def test_attention_is_counted_under_a_pruning_too() -> None:
     for _ in range(6):
         torch.testing.assert_close(plain.step(), pruned.step())
         assert plain.found() == pruned.found()
+
+
+def test_a_fork_knows_the_attention_of_the_queries_that_were_observed() -> None:
+    """A document is read once under full attention; H2O then judges by the remembered queries, as if it had read it itself."""
+    method = small("h2o", top_k=9)
+    full = Full(**{name: getattr(method, name) for name in ("sink_tokens", "local_tokens", "update_interval")})
+    prompt = [normal(h, 90, 64, seed=i)[None] for i, h in enumerate((6, 2, 2))]
+    own, read = layer(method), LayerState(0, layer(method).shape, full, observe_queries=200)
+    for state in (own, read):
+        prefill_layer(state, prompt[0], prompt[1], prompt[2], None, params())
+    fork = read.fork(method)
+    for number in range(12):
+        token = [normal(h, 1, 64, seed=100 + 3 * number + i)[None] for i, h in enumerate((6, 2, 2))]
+        outs = [decode_step(state, token[0], token[1], token[2], None, params()) for state in (own, fork)]
+        torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
+        assert torch.equal(own.attended_ids(0), fork.attended_ids(0))
+    assert own.attended_ids(0).tolist() != [list(range(9))] * 2
