@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trigger": tuple(parts.names("trigger")),
     "static": tuple(parts.names("static")),
     "gqa": GQA_MODES,
+    "prune": tuple(parts.names("prune")),
     "fetch": (*parts.names("fetch"), "direct:reuse=true"),
     "attend": PLACES,
 }
@@ -27,14 +28,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 def systems() -> list[str]:
     """One row per published system: the parts it names."""
-    lines = ["| method | index | trigger | static | GQA | fetch | attends on |", "|---" * 7 + "|"]
+    lines = ["| method | index | trigger | static | GQA | prune | fetch | attends on |", "|---" * 8 + "|"]
     for name in methods.names():
         made = methods.get(name)
         index = made.index_config()
         if index is not None:
             fetch = "–" if made.attends_on_host else made.fetch_config()
             place = "host" if made.attends_on_host else "device"
-            cells = [made.index_config(), made.trigger_config(), made.static_config() or "–", index.gqa, fetch, place]
+            cells = [made.index_config(), made.trigger_config(), made.static_config() or "–", index.gqa]
+            cells += [made.prune_config() or "–", fetch, place]
             lines.append(f"| `{type(made).__name__}` | " + " | ".join(f"`{c}`".replace("`–`", "–") for c in cells) + " |")
     return lines
 

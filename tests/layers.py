@@ -92,5 +92,5 @@ def step(layer: LayerState, history: History, seed: int) -> tuple[Tensor, Tensor
 
 def held_ids(layer: LayerState, b: int) -> list[list[int]]:
     """What the last search of a sequence found, per KV head."""
-    ids, counts, _ = layer.held[b]
+    ids, counts, *_ = layer.held[b]
     return [row[:n] for row, n in zip(ids.tolist(), counts.tolist(), strict=True)]

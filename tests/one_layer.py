@@ -52,11 +52,29 @@ CHOICES = {
 }  # fmt: skip
 
 
-def compositions(top_k: int, count: int = 10) -> dict[str, kvrecall.Method]:
+BASELINE_CHOICES = {
+    **CHOICES,
+    "index": [
+        "sphere", "query-centroids:tokens_per_centroid=3,pool_tokens=5", "pages:page_tokens=3,bounds=mean", "product:bits=3",
+        "soft-hash:bits=6,tables=20", "accumulated", "milestones:page_tokens=3",
+        "estimating-clusters:cluster_tokens=4,stretch_tokens=32",
+    ],
+    "trigger": ["every-step", "speculative:threshold=0.05", "semantic-boundary:threshold=0.2"],
+    "static": [None, "outlier-pages:pages=2,page_tokens=2"],
+    "prune": [None, "top-p:p=1"],
+}  # fmt: skip
+"""With the parts that the baselines brought."""
+
+
+def compositions(top_k: int) -> dict[str, kvrecall.Method]:
     """Random combinations of all parts, the same ones every time; pairs that are refused are drawn again."""
+    return _drawn(top_k, CHOICES, 10) | _drawn(top_k, BASELINE_CHOICES, 8)
+
+
+def _drawn(top_k: int, choices: dict[str, list[Any]], count: int) -> dict[str, kvrecall.Method]:
     draw, found = random.Random(1), {}
     while len(found) < count:
-        parts = {role: draw.choice(choices) for role, choices in CHOICES.items()}
+        parts = {role: draw.choice(choice) for role, choice in choices.items()}
         name = "-".join(str(part).split(":")[0] for part in parts.values() if part)
         try:
             found.setdefault(f"composed-{name}", kvrecall.Method(top_k=top_k, **parts, **ZONES))

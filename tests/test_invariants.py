@@ -12,10 +12,12 @@ from kvrecall.errors import NonFiniteError
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import Budget, Partial
+from tests.methods.baselines import CHOSEN_ONCE, KEEPS_NOTHING, SAMPLES, baselines
 from tests.one_layer import dense, index_keys, layer, methods, normal, params
 
 quick = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-SMALL, COVERING = methods(top_k=7), methods(top_k=10_000)
+SMALL, COVERING = (methods(top_k=k) | baselines(top_k=k) for k in (7, 10_000))
+SEARCHES = [n for n in SMALL if n not in ("full", *KEEPS_NOTHING, *CHOSEN_ONCE, *SAMPLES)]
 LENGTHS = st.lists(st.sampled_from([1, 3, 5, 19, 20, 21, 29, 63, 111]), min_size=1, max_size=3)
 
 
@@ -81,8 +83,11 @@ def test_2_a_token_is_attended_in_the_step_that_appends_it(name: str, length: in
     torch.testing.assert_close(out, value.repeat_interleave(3, 1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("searching", [False, True], ids=["in-place", "searched"])
-@pytest.mark.parametrize("name", COVERING)
+COVERED = [(name, False) for name in COVERING if name not in KEEPS_NOTHING] + [(name, True) for name in ("full", *SEARCHES)]
+"""(method, whether it searches though the budget covers the zone)"""
+
+
+@pytest.mark.parametrize(("name", "searching"), COVERED, ids=lambda x: {False: "in-place", True: "searched"}.get(x, x))
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 @quick
 def test_3_a_covering_budget_is_full_attention(name: str, searching: bool, lengths: list[int], seed: int) -> None:
@@ -126,7 +131,7 @@ def test_3_error_is_at_most_twice_that_of_the_dense_kernel(dtype: torch.dtype) -
     assert (ours[0, :, 0] - truth).abs().max() <= 2 * (theirs[0, :, 0] - truth).abs().max() + step
 
 
-@pytest.mark.parametrize("name", [n for n in SMALL if n != "full"])
+@pytest.mark.parametrize("name", SEARCHES)
 @given(count=st.sampled_from([1, 6, 7, 8, 111, 1000]), top_k=st.sampled_from([1, 7, 64, 2000]), seed=st.integers(0, 99))
 @quick
 def test_4_ids_are_unique_in_range_and_repeatable(name: str, count: int, top_k: int, seed: int) -> None:
@@ -148,7 +153,7 @@ def test_4_ids_are_unique_in_range_and_repeatable(name: str, count: int, top_k: 
             assert min(top_k, tokens) <= n <= min(most, tokens)
 
 
-@pytest.mark.parametrize("name", [n for n in SMALL if n != "full"])
+@pytest.mark.parametrize("name", SEARCHES)
 def test_4_ties_go_to_the_lowest_position(name: str) -> None:
     state = layer(SMALL[name])
     assert state.index is not None

@@ -14,12 +14,18 @@ from kvrecall.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.exact import ExactConfig
+from kvrecall.index.hashing.soft import SoftHashConfig
+from kvrecall.index.nothing import NothingConfig
 from kvrecall.index.pages import PageConfig
+from kvrecall.index.product import ProductConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.select.outliers import OutlierPages
 from kvrecall.select.static import ObservationWindow
+from kvrecall.select.top_p import TopP
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary
+from kvrecall.trigger.speculative import Speculative
 from tests.one_layer import ZONES, layer, normal, params
 
 PARTS: dict[str, parts.Part] = {
@@ -37,6 +43,13 @@ PARTS: dict[str, parts.Part] = {
     "semantic-boundary:threshold=-0.25,compare=retrieval,max_stride=9": SemanticBoundary(-0.25, "retrieval", 9),
     "observation-window:ratio=online": ObservationWindow("online"),
     "observation-window:ratio=0.5,interval=3": ObservationWindow(0.5, interval=3),
+    "speculative:threshold=0.5": Speculative(0.5),
+    "outlier-pages:pages=3": OutlierPages(3),
+    "nothing": NothingConfig(),
+    "product:subspaces=4,bits=3": ProductConfig(subspaces=4, bits=3),
+    "soft-hash:tables=9": SoftHashConfig(tables=9),
+    "top-p:p=0.5,bits=8": TopP(0.5, 8),
+    "pages:gqa=max_softmax,page_tokens=8,bounds=mean": PageConfig("max_softmax", 8, "mean"),
     "direct": Direct(),
     "direct:reuse=true": Direct(reuse=True),
     "staged": Staged(),
@@ -71,10 +84,16 @@ def test_every_part_comes_back_from_its_text_whichever_field_differs(role: str, 
         assert parts.get(role, str(changed)) == changed
 
 
-@pytest.mark.parametrize("name", ["pariskv", "prkv", "ctkvr", "louiskv", "exact"])
+@pytest.mark.parametrize("name", [name for name in kvrecall.methods.names() if name != "full"])
 def test_the_parts_of_the_presets_come_back_from_their_text(name: str) -> None:
     method = kvrecall.methods.get(name)
-    for part in (method.index_config(), method.trigger_config(), method.static_config(), method.fetch_config()):
+    for part in (
+        method.index_config(),
+        method.trigger_config(),
+        method.static_config(),
+        method.prune_config(),
+        method.fetch_config(),
+    ):
         assert part is None or parts.get(part.role, str(part)) == part
 
 

@@ -20,6 +20,7 @@ class Counters:
         self._stats = StepStats()
         self._selected: Tensor | int = 0  # not in the statistics yet
         self._read: Tensor | int = 0
+        self._estimated: Tensor | int = 0
 
     @property
     def stats(self) -> StepStats:
@@ -45,12 +46,16 @@ class Counters:
         """One sequence's static tokens, and those of its selection per KV head, int32 `[H_kv]`; were they read in place?"""
         self._stats.static_tokens += static
         self._stats.attended_tokens += static
-        count = selected.sum() if selected.is_cuda else int(selected.sum())
+        count = _total(selected)
         self._selected = self._selected + count
         if in_place:
             self._read = self._read + count
         if not selected.is_cuda:
             self._settle()
+
+    def estimated(self, units: Tensor) -> None:
+        """Groups of tokens whose attention was estimated, int32 of any shape."""
+        self._estimated = self._estimated + _total(units)
 
     def fetched(self, read: int, reused: int) -> None:
         """Rows that were read from the host, and those that were still resident."""
@@ -85,7 +90,8 @@ class Counters:
     def _settle(self) -> None:
         """Adds what was counted on a GPU to the statistics."""
         selected, read = int(self._selected), int(self._read)
-        self._selected = self._read = 0
+        self._stats.estimated_units += int(self._estimated)
+        self._selected = self._read = self._estimated = 0
         self._stats.retrieved_tokens += selected
         self._stats.attended_tokens += selected
         self._fetched(read)
@@ -98,3 +104,8 @@ class Counters:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _total(counts: Tensor) -> Tensor | int:
+    """The sum, on a GPU for which the host does not wait."""
+    return counts.sum() if counts.is_cuda else int(counts.sum())

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +19,10 @@ from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
 from kvrecall.non_finite import NonFinite
-from kvrecall.select.queries import QueryLog
-from kvrecall.select.static import ObservationWindow, StaticSet, choose
-from kvrecall.structs import Budget, HostRows, Rows, Selection, StepStats, stack_rows
+from kvrecall.select.queries import ObservedQueries, QueryLog
+from kvrecall.select.static import StaticChoice, StaticSet
+from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, stack_rows
 from kvrecall.trigger.segments import SegmentLog
-
-
-class Held(NamedTuple):
-    """What the last search of a sequence found.
-
-    ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
-    """
-
-    ids: Tensor
-    counts: Tensor
-    zone: int
 
 
 class LayerState:
@@ -77,7 +65,7 @@ class LayerState:
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
         config = None if self.index is None else method.index_config()
-        window = self.static_config.window_tokens if self.static_config else 0
+        window = self.static_config.observed_queries if self.static_config else 0
         self._decode_window = window
         window = max(window, config.observed_queries if config else 0, self._observe)
         self.log = QueryLog(sequences, window) if window else None
@@ -109,8 +97,9 @@ class LayerState:
         return zones.retrieval <= self.method.top_k or zones.total < self.method.full_attention_below()
 
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
-        """A chunk of a prompt was attended: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
+        """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.in_prompt[sequence] = True
+        self._watch(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)
 
@@ -135,11 +124,21 @@ class LayerState:
 
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
+        for b in sequences:
+            self._watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1))
         if self.log is None or not self._decode_window:
             return
         for b in sequences:
             self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
             self.log.shrink(b, self._decode_window)
+
+    def _watch(self, sequence: int, observed: ObservedQueries) -> None:
+        """Shows the index who attended to what, if it wants to know."""
+        if self.index is None or not self.index.watches:
+            return
+        with self.clock("watch"):
+            sink = self.store.zones(sequence).sink
+            self.index.watch(sequence, observed, self.store.resident_keys(sequence), sink, self.scaling)
 
     def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
         """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
@@ -147,15 +146,16 @@ class LayerState:
         for top_k, due in self._due(sequences).items():
             if top_k:
                 self.counters.searched(len(due))
+                asked = self.trigger.asks(queries[due], due, self.shape.kv_heads)
                 if self.on_search is not None:
-                    self.on_search(queries[due], Budget(top_k, scaling), due)
-                found = self.index.search(queries[due], Budget(top_k, scaling), due)
+                    self.on_search(asked, Budget(top_k, scaling), due)
+                found = self.index.search(asked, Budget(top_k, scaling), due)
             else:  # the static set is the whole budget
                 shape = (len(due), self.shape.kv_heads)
                 none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
                 found = Selection(none.new_empty(*shape, 0), none)
             for i, b in enumerate(due):
-                self.held[b] = Held(found.ids[i], found.counts[i], self.store.host[b].length)
+                self.held[b] = found.of(i, self.store.host[b].length)
 
     def fetch(self, sequences: list[int]) -> Rows | HostRows:
         """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
@@ -169,7 +169,15 @@ class LayerState:
                 self.fetched[b] = rows
             self.counters.fetched(moved.read, moved.reused)
             fetched.append((rows.rows, found.counts))
-        return stack_rows(fetched)
+        return stack_rows(fetched, [found.bias for found in held])
+
+    def estimated_rows(self, sequences: list[int]) -> list[Rows]:
+        """What stands for tokens that were not selected, as one batch; empty if nothing does."""
+        made = [rows for b in sequences if (rows := self.held[b].estimated) is not None]
+        for rows in made:
+            self.counters.estimated(rows.lengths)
+        biases = [None if rows.bias is None else rows.bias[0] for rows in made]
+        return [stack_rows([(rows.kv[0], rows.lengths[0]) for rows in made], biases)] if made else []
 
     def static_rows(self, sequences: list[int]) -> Rows:
         """The static sets of the sequences."""
@@ -192,8 +200,10 @@ class LayerState:
         return self.method.attends_on_host and self.shape.device.type != "cpu"
 
     def _addresses(self, sequences: list[int]) -> Tensor | None:
-        """Where the rows of the sequences lie, if attention is to read them there."""
-        return self._tables.of([self.store.host[b] for b in sequences], self.shape.device) if self._in_place else None
+        """Where the rows of the sequences lie, if attention is to read their selected ones there: it does not weigh them."""
+        if not self._in_place or any(self.held[b].bias is not None for b in sequences):
+            return None
+        return self._tables.of([self.store.host[b] for b in sequences], self.shape.device)
 
     def _due(self, sequences: list[int]) -> dict[int, list[int]]:
         """Sequences without a selection, by the budget that their static sets leave."""
@@ -317,7 +327,7 @@ class LayerState:
             self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
 
     def reindex(self) -> None:
-        """Fills an empty index from the rows on the host (after the method has changed)."""
+        """Fills an empty index from the rows on the host, and shows it the queries that are remembered."""
         if self.index is None:
             return
         for b, pool in enumerate(self.store.host):
@@ -325,6 +335,9 @@ class LayerState:
             for block in pool.blocks(on_device=True):
                 with self.clock("encode"):
                     self.index.append(b, bring(block, self.shape.device)[:, :, 0])
+            seen = None if self.log is None else self.log.seen(b)
+            if seen is not None:
+                self._watch(b, seen)
 
     def _copy(self, sequences: list[int]) -> LayerState:
         other = copy(self)
@@ -347,10 +360,9 @@ class LayerState:
 
     def end_prompts(self, sequences: list[int]) -> None:
         """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten."""
-        if self.index is not None:
-            for b in sequences:
-                if self.in_prompt[b]:
-                    self._end_prompt(b)
+        for b in sequences:
+            if self.index is not None and self.in_prompt[b]:
+                self._end_prompt(b)
 
     def _end_prompt(self, sequence: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
@@ -359,33 +371,29 @@ class LayerState:
         self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
-        seen = None if self.log is None else self.log.seen(sequence)
         with self.clock("build"), self._building_index():
-            self.index.end_of_prompt(sequence, seen, zones.sink)
+            self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
         self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
         if self.log is not None:
             self.log.shrink(sequence, self._decode_window)
         if self.segments is not None:
             self.segments.cut(sequence, zones.sink + zones.retrieval, zones.total - 1)
 
-    def _refresh_static(self, sequence: int, config: ObservationWindow) -> None:
+    def _refresh_static(self, sequence: int, config: StaticChoice) -> None:
         """Chooses the static set if there is none or it is `interval` steps old, and nothing else attends to everything."""
         before = self.static[sequence]
-        if before is not None and before.age + 1 < config.interval:
+        if before is not None and (config.interval is None or before.age + 1 < config.interval):
             self.static[sequence] = replace(before, age=before.age + 1)
             return
         seen = None if self.log is None else self.log.seen(sequence)
-        if seen is None or self.attends_whole_zone(sequence):
+        if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
             return
         assert self.index is not None
         with self.clock("static"):
-            zones, store = self.store.zones(sequence), self.store
-            pool, device = store.host[sequence], self.shape.device
+            zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
             zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
-            resident = store.resident.view(sequence)[:, :, 0]
-            others = [(resident[:, : zones.sink], 0), (resident[:, zones.sink :], zones.sink + zones.retrieval)]
-            scaling = self.scaling
-            ids = choose(config, seen, zone, others, zones.sink, self.top_k, scaling, self._static_counts[sequence])
+            others = self.store.resident_keys(sequence)
+            ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, self._static_counts[sequence])
             self._static_counts[sequence] = ids.shape[1]
             self.index.exclude(sequence, ids if ids.shape[1] else None)
             self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device))

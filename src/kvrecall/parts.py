@@ -21,13 +21,25 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "query-centroids": ("kvrecall.index.query_centroids", "CentroidConfig"),
         "clusters": ("kvrecall.index.clusters", "ClusterConfig"),
         "exact": ("kvrecall.index.exact", "ExactConfig"),
+        "product": ("kvrecall.index.product", "ProductConfig"),
+        "soft-hash": ("kvrecall.index.hashing.soft", "SoftHashConfig"),
+        "accumulated": ("kvrecall.index.accumulated", "AccumulatedConfig"),
+        "milestones": ("kvrecall.index.milestones", "MilestoneConfig"),
+        "estimating-clusters": ("kvrecall.index.clusters.estimation", "EstimatingConfig"),
+        "hash-sampling": ("kvrecall.index.hashing.sampling", "SamplingConfig"),
+        "nothing": ("kvrecall.index.nothing", "NothingConfig"),
     },
     "trigger": {
         "every-step": ("kvrecall.trigger", "EveryStep"),
         "fixed-stride": ("kvrecall.trigger", "FixedStride"),
         "semantic-boundary": ("kvrecall.trigger", "SemanticBoundary"),
+        "speculative": ("kvrecall.trigger.speculative", "Speculative"),
     },
-    "static": {"observation-window": ("kvrecall.select.static", "ObservationWindow")},
+    "static": {
+        "observation-window": ("kvrecall.select.static", "ObservationWindow"),
+        "outlier-pages": ("kvrecall.select.outliers", "OutlierPages"),
+    },
+    "prune": {"top-p": ("kvrecall.select.top_p", "TopP")},
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }
 

@@ -23,6 +23,7 @@ def prefill_layer(
     queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]`, False for padding (None: all valid).
     Returns `[B, H_q, T, D]` in the queries' dtype; rows of padding are 0. Mutates the layer.
     """
+    layer.scaling = params.scaling
     out = torch.zeros_like(queries) if valid is not None else torch.empty_like(queries)
     for b in range(queries.shape[0]):
         real = slice(None) if valid is None else valid[b].nonzero().squeeze(1).to(queries.device)
@@ -34,10 +35,10 @@ def prefill_layer(
             parts += attend_stored(layer, b, q, params, parts[0])
             merged = merge(parts)
             out[b][:, real] = merged.out[0].to(out.dtype)
-        layer.saw_prompt(b, q, merged.lse[0], layer.store.zones(b).total)
         with layer.clock("update"):
             moved = layer.store.append_chunk(b, k, v)
         layer.absorb(b, moved)
+        layer.saw_prompt(b, q, merged.lse[0], layer.store.zones(b).total - q.shape[1])
     return out
 
 
@@ -76,9 +77,7 @@ def decode_step(
 def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionParams, like: Partial) -> list[Partial]:
     """Attention of queries `[H_q, T, D]` over everything stored of sequence b, one Partial per block, plus learned sinks."""
     parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b, True) if block.shape[1]]
-    if params.sink_logits is not None:
-        parts.append(sink_logits(params.sink_logits, like))
-    return parts
+    return parts if params.sink_logits is None else [*parts, sink_logits(params.sink_logits, like)]
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
@@ -103,12 +102,13 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
     if not layer.method.attends_on_host:
         with layer.clock("fetch"):
             sets.append(layer.fetch(searching))
+    sets += layer.estimated_rows(searching)
     with layer.clock("attend"):
         parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
         parts = [_scatter(part, searching, queries) for part in parts]
         if layer.method.attends_on_host:
             for b in searching:
-                segments, (ids, counts, _) = list(layer.store.host[b].blocks()), layer.held[b]
+                segments, (ids, counts, *_) = list(layer.store.host[b].blocks()), layer.held[b]
                 found = attend_selected(queries[b, :, 0], segments, ids, counts, params.scaling, params.softcap)
                 parts += [_scatter(part, [b], queries) for part in found]
     layer.learn(searching)
@@ -117,8 +117,7 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
 
 def _of(sequences: list[int], queries: Tensor) -> Tensor:
     """Those of some sequences; not by a list of numbers, which a GPU would have to be sent."""
-    count = len(sequences)
-    return queries[:count] if count in (0, queries.shape[0]) else torch.stack([queries[b] for b in sequences])
+    return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:

@@ -6,7 +6,8 @@ B sequences · H_q, H_kv heads · G = H_q / H_kv · D head dim · N retrieval-zo
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,10 +53,35 @@ class Selection:
 
     ids: int32 `[B, H_kv, K]`, positions inside the retrieval zone of each sequence, ascending, unique, padded with -1.
     counts: int32 `[B, H_kv]`, how many ids of each row are real.
+    bias: fp32 `[B, H_q, K]` or None, added to the logits of the selected tokens (natural log): -log of the probability with
+    which a token was sampled, -inf for a head that does not attend to it.
+    estimated: rows that stand for groups of tokens that were not selected, or None: mean key, mean value, and log of the size
+    as bias.
     """
 
     ids: Tensor
     counts: Tensor
+    bias: Tensor | None = None
+    estimated: Rows | None = None
+
+    def of(self, sequence: int, zone: int) -> Held:
+        """What was found for one sequence, in a retrieval zone of `zone` tokens."""
+        bias = None if self.bias is None else self.bias[sequence]
+        return Held(self.ids[sequence], self.counts[sequence], zone, bias, self.estimated and self.estimated.at(sequence))
+
+
+class Held(NamedTuple):
+    """What the last search of a sequence found.
+
+    ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
+    bias: fp32 `[H_q, K]`, estimated: rows of a batch of one, as in `Selection`.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    zone: int
+    bias: Tensor | None = None
+    estimated: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -64,10 +90,17 @@ class Rows:
 
     kv: `[B, H_kv, T, 2, D]`, one contiguous row K|V per token and head, in the model's dtype.
     lengths: int32 `[B, H_kv]`, rows that are real; the rest is never read.
+    bias: fp32 `[B, H_q, T]`, added to the logits, or None.
     """
 
     kv: Tensor
     lengths: Tensor
+    bias: Tensor | None = None
+
+    def at(self, sequence: int) -> Rows:
+        """The rows of one sequence, as a batch of one."""
+        own = slice(sequence, sequence + 1)
+        return Rows(self.kv[own], self.lengths[own], None if self.bias is None else self.bias[own])
 
     @property
     def width(self) -> int:
@@ -94,8 +127,17 @@ class HostRows:
         return self.ids.shape[2]
 
 
-def stack_rows(found: list[tuple[Tensor, Tensor]]) -> Rows:
-    """Pads rows `[H_kv, T_b, 2, D]` with their counts int32 `[H_kv]`, one pair per sequence, to one batch."""
+def stack_rows(found: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] | None = None) -> Rows:
+    """Pads rows `[H_kv, T_b, 2, D]` with their counts int32 `[H_kv]`, one pair per sequence, to one batch.
+
+    biases: fp32 `[H_q, T_b]` per sequence, None for zeros."""
+    weighed = [bias for bias in biases or [] if bias is not None]
+    if biases is not None and weighed:
+        plain = weighed[0].new_zeros(len(weighed[0]), 0)
+        longest = max(rows.shape[1] for rows, _ in found)
+        given = [plain if bias is None else bias for bias in biases]
+        padded = [torch.nn.functional.pad(bias, (0, longest - bias.shape[1])) for bias in given]
+        return replace(stack_rows(found), bias=torch.stack(padded))
     if len(found) == 1:
         return Rows(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))
     longest = max(rows.shape[1] for rows, _ in found)
@@ -133,6 +175,8 @@ class StepStats:
     """Number of (step, sequence, KV head) triples counted in `attended_tokens`."""
     retrieved_tokens: int = 0
     """Tokens that searches selected, summed over steps and KV heads."""
+    estimated_units: int = 0
+    """Groups of tokens whose attention was estimated instead, summed likewise."""
     static_tokens: int = 0
     """Tokens of static sets, summed likewise."""
     reused_rows: int = 0
@@ -152,7 +196,7 @@ class StepStats:
         return self.attended_tokens / self.attended_rows if self.attended_rows else 0.0
 
     def add_time(self, stage: str, seconds: float) -> None:
-        """Adds wall time to one stage: prefill, encode, build, static, search, fetch, attend, merge, learn or update."""
+        """Adds wall time to one stage: prefill, encode, build, static, search, fetch, attend, merge, learn, watch or update."""
         self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
 
     def merged(self, other: StepStats) -> StepStats:

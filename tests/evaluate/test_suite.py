@@ -171,6 +171,7 @@ def test_conditions(tmp_path: Path) -> None:
     assert [c.label for c in found] == ["full", f"{spec}@64", f"{spec}@128", "ctkvr@64", "ctkvr@128"]
     assert found[1].method.top_k == 64 and found[1].method.gqa == "max" and found[1].method.full_attention_threshold == 0
     assert [c.budget for c in conditions(["prkv"], [])] == [None, 1024]
+    assert [c.label for c in conditions(["streaming", "h2o"], [64, 128])] == ["full", "streaming", "h2o@64", "h2o@128"]
     file = written(tmp_path / "m.json", '{"method": "exact", "settings": {"per_layer": {"1": {"top_k": 9}}}}')
     tuned = conditions([str(file)], [64, 128])[1]
     assert tuned.label == str(file) and tuned.method.at(1).top_k == 9

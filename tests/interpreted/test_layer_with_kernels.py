@@ -9,6 +9,7 @@ import kvrecall
 from kvrecall.layer_state import LayerState
 from kvrecall.structs import AttentionParams
 from tests.layers import DIM, ZONES, start, state, step
+from tests.methods.baselines import small
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 
@@ -18,12 +19,16 @@ METHODS = {
     "static": kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, fetch="direct", **ZONES),
     "kept": kvrecall.ParisKV(top_k=6, trigger="fixed-stride:steps=3", **ZONES),
 }
+BASELINES = {
+    name: small(name, top_k=6) for name in ("arkvale", "magicpig", "quest", "raas", "retroinfer", "shadowkv", "twilight")
+}
+"""Their selections are weighed, pruned or completed by estimates, or made by units of other kinds."""
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a GPU with page-locked memory."""
-    for module in ("attend", "merge", "layer_state"):
+    for module in ("attend", "merge", "layer_state", "index.units"):
         monkeypatch.setattr(f"kvrecall.{module}.kernels_available", lambda _: True)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
 
@@ -46,6 +51,18 @@ def test_outputs_and_counters(method: kvrecall.Method, lengths: list[int], reque
     assert bool(made.fetched) == made.keeps_rows == (method.trigger is not None)
     for name in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens", "bytes_fetched"):
         assert getattr(made.stats, name) == getattr(plain.stats, name), name
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_what_kernels_do_not_know_is_left_to_torch(name: str, request: pytest.FixtureRequest) -> None:
+    plain, expected = run(BASELINES[name], [90, 61], 5)
+    request.getfixturevalue("kernels")
+    made, outs = run(BASELINES[name], [90, 61], 5)
+    torch.testing.assert_close(torch.stack(outs), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    for key in ("searches", "attended_tokens", "retrieved_tokens", "estimated_units", "bytes_fetched"):
+        assert getattr(made.stats, key) == getattr(plain.stats, key), key
+    assert (made.stats.estimated_units > 0) == (name == "retroinfer")
+    assert any(held.bias is not None for held in made.held.values()) == (name == "magicpig")
 
 
 def test_softcap_and_sinks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:

@@ -75,6 +75,16 @@ def test_pages_of_all_head_dims(dim: int, dtype: torch.dtype) -> None:
         search_both(index, queries, 30, [1])  # one sequence alone, another budget
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_landmarks(mode: str) -> None:
+    """Pages without extent."""
+    index = index_of(PageConfig(page_tokens=4, bounds="mean", gqa=mode), [gaussian(1, 2, 75, 64), gaussian(2, 2, 21, 64)], 2)
+    for top_k in (30, 7):
+        search_both(index, gaussian(3, 2, 4, 64), top_k)
+    index.exclude(0, torch.arange(20, 60, 3, dtype=torch.int32).expand(2, -1))
+    search_both(index, gaussian(3, 2, 4, 64), 21)
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_clusters_and_segments_of_all_head_dims(dim: int) -> None:
     mode, group = MODES[HEAD_DIMS.index(dim) % 4], (4, 3, 7, 1, 2, 5)[HEAD_DIMS.index(dim)]

@@ -128,10 +128,10 @@ def test_the_static_set_is_chosen_every_interval_by_the_last_queries(interval: i
 @pytest.mark.parametrize("bounds", ["mean-deviation", "min-max"])
 def test_exactly_the_budget_is_attended_and_counted(ratio: float | str, bounds: str) -> None:
     course = random_course(static_ratio=ratio, bounds=bounds)
-    stats = course.state.stats
     for _ in range(13):
-        zone, before = course.zone, (stats.static_tokens, stats.retrieved_tokens, stats.attended_tokens, stats.searches)
-        out = course.step()
+        zone, stats = course.zone, course.state.stats
+        before = (stats.static_tokens, stats.retrieved_tokens, stats.attended_tokens, stats.searches)
+        out, stats = course.step(), course.state.stats
         share = len(course.static[0])
         assert share == len(course.static[1]) and share % PAGE == 0
         if ratio != "online":

@@ -24,13 +24,14 @@ __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "s
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
     """See `reference.attend_rows`; picks the compiled path for single queries: kernels on a GPU, which alone take HostRows,
-    or numba on a CPU where it is installed."""
-    if queries.shape[2] == 1 and kernels_available(queries.device):
+    or numba on a CPU where it is installed. Neither adds a bias: weighed rows are attended in torch."""
+    weighed = isinstance(rows, Rows) and rows.bias is not None
+    if not weighed and queries.shape[2] == 1 and kernels_available(queries.device):
         from kvrecall.attend import cuda
 
         return cuda.attend_rows(queries, rows, scaling, softcap)
     assert isinstance(rows, Rows)
-    if queries.device.type == "cpu" and queries.shape[2] == 1 and _have_numba():
+    if not weighed and queries.device.type == "cpu" and queries.shape[2] == 1 and _have_numba():
         from kvrecall.attend import compiled
 
         return compiled.attend_rows(queries, rows, scaling, softcap)

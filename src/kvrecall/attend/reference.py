@@ -12,6 +12,7 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     """Each query attends to the real rows of its KV head.
 
     queries: `[B, H_q, T_q, D]`, any float dtype. softcap: 0 for none, else logits become softcap * tanh(logits / softcap).
+    The rows' bias, if there is one, is added after that.
     """
     kv = rows.kv.float()
     b, kv_heads, count = kv.shape[:3]
@@ -19,6 +20,8 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, kv[:, :, :, 0]) * scaling
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
+    if rows.bias is not None:
+        logits = logits + rows.bias.unflatten(1, (kv_heads, -1)).unsqueeze(3)
     real = torch.arange(count, device=kv.device) < rows.lengths.to(kv.device).unsqueeze(-1)  # [B, H_kv, N]
     real = real.view(b, kv_heads, 1, 1, count)
     return softmax_rows(

@@ -43,7 +43,7 @@ from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.prkv import PRKV
 from kvrecall.pipeline import decode_step
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import StaticSet
+from kvrecall.select.static import ObservationWindow, StaticSet
 from kvrecall.structs import AttentionParams, Budget, Rows
 
 _COSINE = 0.93
@@ -139,7 +139,7 @@ class Layers:
         index.append(0, moved[:, :, 0])
         index.end_of_prompt(0, self._observed(keys) if isinstance(index_of, CentroidConfig) else None, sizes.sink_tokens)
         static = self.method.static_config()
-        if static is not None:
+        if isinstance(static, ObservationWindow):
             of_static, zone = static.tokens(state.top_k, 0.0), moved.shape[1]
             drawn = torch.rand(self.heads, zone, generator=self._generator, device="cuda").argsort(1)[:, :of_static]
             ids = drawn.sort(1).values.to(torch.int32)

@@ -108,6 +108,11 @@ class LayerStore:
         yield from self.host[sequence].blocks(on_device=on_device)
         yield self.resident.view(sequence, sink)
 
+    def resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
+        """Keys `[H_kv, n, D]` of sink and window of one sequence, each with the position of its first."""
+        zones, keys = self.zones(sequence), self.resident.view(sequence)[:, :, 0]
+        return [(keys[:, : zones.sink], 0), (keys[:, zones.sink :], zones.sink + zones.retrieval)]
+
     def resident_rows(self) -> Rows:
         """Sink + local + buffer of all sequences, for attention."""
         return self.resident.rows()

@@ -18,8 +18,8 @@ _SUFFIXES = (".json", ".toml")
 
 @dataclass(frozen=True)
 class Condition:
-    """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention and for
-    methods from files, whose layers may have budgets of their own."""
+    """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention, for methods
+    that retrieve nothing, and for methods from files, whose layers may have budgets of their own."""
 
     name: str
     method: Method
@@ -41,15 +41,15 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
     """Full attention first, then every method under every budget.
 
     specs: names, `name:key=value;key=value`, or method files (.json, .toml; for a model with `layers` layers). budgets: tokens;
-    if there are none, the method's own; method files have theirs. Short contexts are searched too
-    (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
+    if there are none, the method's own; method files have theirs, and what retrieves nothing has none. Short contexts are
+    searched too (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
     """
     found = [Condition(FULL, methods.get(FULL), None)]
     for spec in specs:
         method = _method(spec, layers)
         if method.top_k is None:
             continue  # full attention is there already
-        if method.per_layer or spec.endswith(_SUFFIXES):
+        if method.per_layer or spec.endswith(_SUFFIXES) or not method.top_k:
             found.append(Condition(spec, method, None))
             continue
         for budget in budgets or [method.top_k]:

@@ -67,6 +67,12 @@ class IndexConfig(Part, ABC):
         """Why a GQA mode is not among `modes`."""
         return ""
 
+    weighs: ClassVar[bool] = False
+    """Whether its selections have a bias, so that every token counts."""
+
+    static_refusal: ClassVar[str] = ""
+    """Why there can be no static set beside it; empty: there can."""
+
     @property
     def observed_queries(self) -> int:
         """How many of a prompt's last queries it wants to see at the end of the prompt."""
@@ -114,6 +120,16 @@ class Index(ABC):
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         """Ascending ids int32 `[H_kv, m]` that searches must not return (they are attended anyway); replaces earlier ones."""
         raise NotImplementedError(type(self).__name__)
+
+    watches: bool = False
+    """Whether it wants to be told by `watch`."""
+
+    def watch(  # noqa: B027 - optional: few indexes look at past attention
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
+    ) -> None:
+        """Queries have attended: a chunk of a prompt to everything before and in it, a decode step to what is resident and was
+        selected; everything is stored by now. resident: keys `[H_kv, n, D]` outside the retrieval zone, with the position of
+        their first. offset: position of the zone's first token."""
 
     def learn(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
         """Takes over what the last search of these sequences found out; called after their attention."""

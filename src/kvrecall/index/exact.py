@@ -5,18 +5,15 @@ Its "summary" is a copy of the keys on the compute device, so it saves no device
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.table import TokenTable
-from kvrecall.select.gqa import reduce_scores, search_queries
-from kvrecall.select.topk import top_k_positions, union_rows
-from kvrecall.structs import Budget, Selection
+from kvrecall.index.tokens import TokenIndex
 
 _SCORED_TOKENS = 8192
 """Tokens scored at a time: bounds the float64 copy of the keys to H_kv * 8192 * D * 8 bytes."""
@@ -35,13 +32,11 @@ class ExactConfig(IndexConfig):
         return shape.head_dim * shape.dtype.itemsize * shape.kv_heads * tokens
 
 
-class ExactIndex(Index):
+class ExactIndex(TokenIndex):
     """Scores every key. `gqa` as in `kvrecall.select.gqa`."""
 
     def __init__(self, shape: LayerShape, gqa: str = "mean_softmax") -> None:
-        ExactConfig(gqa)
-        self._gqa, self._kv_heads = gqa, shape.kv_heads
-        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        super().__init__(shape, ExactConfig(gqa))
         self._keys = TokenTable(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
 
     @property
@@ -62,27 +57,12 @@ class ExactIndex(Index):
         self._keys.truncate(sequence, tokens)
 
     def select(self, sequences: list[int]) -> ExactIndex:
-        chosen = copy(self)
+        chosen = super().select(sequences)
         chosen._keys = self._keys.select(sequences)
-        chosen._excluded = [self._excluded[b] for b in sequences]
         return chosen
 
-    def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        self._excluded[sequence] = ids
-
-    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        grouped = search_queries(queries, self._kv_heads, self._gqa)
-        found = []
-        for query, sequence in zip(grouped, sequences, strict=True):
-            scores = _scores(query, self._keys.view(sequence))
-            reduced = reduce_scores(scores, self._gqa, budget.scaling)
-            reduced = reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
-            top_k, barred = budget.top_k, self._excluded[sequence]
-            if barred is not None:
-                top_k = min(top_k, reduced.shape[-1] - barred.shape[-1])
-                reduced = reduced.scatter(-1, barred.long().unsqueeze(1).expand(-1, reduced.shape[1], -1), float("-inf"))
-            found.append(union_rows(top_k_positions(reduced, top_k).to(torch.int32)))
-        return stack_selections(found)
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        return _scores(queries, self._keys.view(sequence))
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:

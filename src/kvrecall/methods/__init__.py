@@ -1,6 +1,19 @@
-"""The methods: one short file per paper, each a dataclass of documented hyper-parameters."""
+"""The methods: one short file per paper, each a dataclass of documented hyper-parameters.
+
+`kvrecall.methods.get("quest", top_k=512)` and `kvrecall.methods.Quest(top_k=512)` are the same; classes are imported
+on first use.
+"""
+
+from typing import Any
 
 from kvrecall.methods.base import HEAD_DIMS, Method
-from kvrecall.methods.registry import describe, get, names
+from kvrecall.methods.registry import class_names, describe, get, method_class, names
 
 __all__ = ["HEAD_DIMS", "Method", "describe", "get", "names"]
+
+
+def __getattr__(attribute: str) -> Any:
+    known = class_names()
+    if attribute not in known:
+        raise AttributeError(f"module 'kvrecall.methods' has no attribute {attribute!r}")
+    return method_class(known[attribute])

@@ -10,9 +10,12 @@ from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
+from kvrecall.index.pruned import PrunedIndex, pruned_nbytes
 from kvrecall.methods.compose import check
-from kvrecall.select.static import ObservationWindow
+from kvrecall.select.static import StaticChoice
+from kvrecall.select.top_p import TopP
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
+from kvrecall.trigger.speculative import Speculative
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
@@ -20,7 +23,7 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SAME_IN_ALL_LAYERS = ("sink_tokens", "local_tokens", "update_interval", "dense_layers", "per_layer")
 """What `per_layer` cannot change: zones belong to the whole cache, and the lists of layers name layers themselves."""
 
-AnyTrigger = EveryStep | FixedStride | SemanticBoundary
+AnyTrigger = EveryStep | FixedStride | SemanticBoundary | Speculative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,8 @@ class Method:
     """A composition of parts, given as objects of `kvrecall.parts` or as text such as "pages:page_tokens=16".
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
-    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). fetch: how rows reach
+    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only part
+    of what a search found, as many tokens as a step needs. fetch: how rows reach
     the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at the same
     time. None takes the method's own part; the published systems have names of their own and may have single parts exchanged.
 
@@ -42,11 +46,14 @@ class Method:
 
     name: ClassVar[str] = "method"
     paper: ClassVar[str] = ""
+    least_top_k: ClassVar[int] = 1
+    """The smallest budget that means something; 0 for a method that retrieves nothing."""
 
     index: Any = None
     trigger: Any = None
     static: Any = None
     gqa: str | None = None
+    prune: Any = None
     fetch: Any = None
     attend: str | None = None
     top_k: int | None = 100
@@ -61,8 +68,9 @@ class Method:
         for role in parts.ROLES:
             object.__setattr__(self, role, parts.get(role, getattr(self, role)))
         self.zone_sizes()
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k <= 0):
-            raise ParameterError("top_k", "an integer > 0", self.top_k, "It is the number of tokens fetched per KV head.")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < self.least_top_k):
+            expected = "an integer > 0" if self.least_top_k == 1 else f"an integer >= {self.least_top_k}"
+            raise ParameterError("top_k", expected, self.top_k, "It is the number of tokens fetched per KV head.")
         if not isinstance(self.full_attention_threshold, int) or self.full_attention_threshold < 0:
             raise ParameterError(
                 "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
@@ -101,13 +109,17 @@ class Method:
         """The index of a published system, made from its hyper-parameters; None for a free composition."""
         return None
 
-    def own_static(self) -> ObservationWindow | None:
+    def own_static(self) -> StaticChoice | None:
         """The static set of a published system."""
         return None
 
     def own_trigger(self) -> AnyTrigger:
         """The trigger of a published system."""
         return EveryStep()
+
+    def own_prune(self) -> TopP | None:
+        """What a published system keeps of a selection; None: all of it."""
+        return None
 
     def own_fetch(self) -> Direct | Staged:
         """The fetch policy of a published system."""
@@ -124,9 +136,13 @@ class Method:
         """The trigger that is used."""
         return self.own_trigger() if self.trigger is None else self.trigger
 
-    def static_config(self) -> ObservationWindow | None:
+    def static_config(self) -> StaticChoice | None:
         """The static set that is used."""
         return self.own_static() if self.static is None else self.static
+
+    def prune_config(self) -> TopP | None:
+        """The pruning that is used."""
+        return self.own_prune() if self.prune is None else self.prune
 
     def fetch_config(self) -> Direct | Staged:
         """The fetch policy that is used."""
@@ -147,8 +163,11 @@ class Method:
 
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
-        config = self.index_config()
-        return None if config is None else config.build(shape)
+        config, prune = self.index_config(), self.prune_config()
+        if config is None:
+            return None
+        index = config.build(shape)
+        return index if prune is None else PrunedIndex(index, shape, prune, config.gqa)
 
     def build_trigger(self, sequences: int, layer: int) -> Trigger:
         """The trigger of one layer, by its number in the model."""
@@ -156,5 +175,7 @@ class Method:
 
     def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""
-        config = self.index_config()
-        return 0 if config is None else config.nbytes(shape, tokens)
+        config, prune = self.index_config(), self.prune_config()
+        if config is None:
+            return 0
+        return config.nbytes(shape, tokens) + (0 if prune is None else pruned_nbytes(shape, prune, tokens))

@@ -21,7 +21,7 @@ def check(method: Method) -> None:
         raise ParameterError("attend", "device or host", method.attend, "host attends on the CPU, where the rows lie.")
     if method.index is not None and method.own_index() is not None:
         raise CompositionError(f"{label}(index={method.index})", f"{label} is its index", "Use kvrecall.Method(index=…).")
-    for part in (method.trigger_config, method.static_config, method.fetch_config):
+    for part in (method.trigger_config, method.static_config, method.prune_config, method.fetch_config):
         part()  # raises for impossible hyper-parameters
     index = method.index_config()
     if index is None:
@@ -35,7 +35,7 @@ def check(method: Method) -> None:
 def _without_index(method: Method, label: str) -> None:
     if label == "Method":
         raise ParameterError("index", f"one of {', '.join(names('index'))}", None, "Use kvrecall.Full() to search nothing.")
-    for role in ("trigger", "static", "gqa", "fetch", "attend"):
+    for role in ("trigger", "static", "gqa", "prune", "fetch", "attend"):
         if getattr(method, role) is not None:
             raise CompositionError(
                 f"{label}({role}={getattr(method, role)})",
@@ -54,8 +54,20 @@ def _with_index(method: Method) -> None:
                 "the rows stay where they lie, nothing is fetched",
                 "Leave one of them out.",
             )
+        if index.weighs:
+            raise CompositionError(
+                f"index={index} with attend=host", "weights of sampled tokens have no CPU kernel", 'Use attend="device".'
+            )
         if find_spec("numba") is None:
             raise CompositionError("attend=host", "attention on the CPU is compiled by numba", "pip install numba.")
+    prune = method.prune_config()
+    if prune is not None and index.weighs:
+        raise CompositionError(
+            f"index={index} with prune={prune}", "sampled tokens stand for those that were not", "Leave one of them out."
+        )
+    static = method.static_config()
+    if static is not None and index.static_refusal:
+        raise CompositionError(f"index={index} with static={static}", index.static_refusal, "Leave the static set out.")
     longest = max(index.segment_lengths or (0,))
     if method.update_interval < longest:
         raise CompositionError(

@@ -17,7 +17,26 @@ _METHODS = {
     "method": ("kvrecall.methods.base", "Method"),
     "exact": ("kvrecall.methods.exact", "Exact"),
     "full": ("kvrecall.methods.full", "Full"),
+    "arkvale": ("kvrecall.methods.arkvale", "ArkVale"),
+    "freekv": ("kvrecall.methods.freekv", "FreeKV"),
+    "h2o": ("kvrecall.methods.h2o", "H2O"),
+    "magicpig": ("kvrecall.methods.magicpig", "MagicPIG"),
+    "pqcache": ("kvrecall.methods.pqcache", "PQCache"),
+    "quest": ("kvrecall.methods.quest", "Quest"),
+    "raas": ("kvrecall.methods.raas", "RaaS"),
+    "retroinfer": ("kvrecall.methods.retroinfer", "RetroInfer"),
+    "shadowkv": ("kvrecall.methods.shadowkv", "ShadowKV"),
+    "snapkv": ("kvrecall.methods.snapkv", "SnapKV"),
+    "snapkv+": ("kvrecall.methods.snapkv", "SnapKVPlus"),
+    "socket": ("kvrecall.methods.socket", "SOCKET"),
+    "streaming": ("kvrecall.methods.streaming", "Streaming"),
+    "twilight": ("kvrecall.methods.twilight", "Twilight"),
 }
+
+
+def class_names() -> dict[str, str]:
+    """Class name -> registered name of every method."""
+    return {attribute: name for name, (_, attribute) in _METHODS.items()}
 
 
 def names() -> list[str]:

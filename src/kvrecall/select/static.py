@@ -1,8 +1,11 @@
-"""The static set of PRKV (section 4.1, Algorithm 1, Appendix G): tokens that an observation window found important, attended at
-every step until the set is chosen anew."""
+"""Static sets: tokens that stay attended at every step until they are chosen anew.
+
+The observation window of PRKV (section 4.1, Algorithm 1, Appendix G) and of SnapKV, which pools the scores and may choose once.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,29 +19,62 @@ from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions
 
 
-@dataclass(frozen=True)
-class ObservationWindow(Part):
-    """ratio (S): share of `top_k` that is static, in [0, 1], or "online" for the rule of Appendix G.
-
-    window_tokens: last queries that judge the keys. interval (T): decode steps between two choices. The static share is
-    rounded down to a multiple of `page_tokens`.
-    """
+class StaticChoice(Part):
+    """What every static set is made with. observed_queries: how many of the last queries judge the keys; 0: none are needed.
+    interval: decode steps between two choices; None: chosen once after a prompt."""
 
     role: ClassVar[str] = "static"
+    interval: int | None = None
+
+    @property
+    @abstractmethod
+    def observed_queries(self) -> int: ...
+
+    @abstractmethod
+    def choose(
+        self, observed: ObservedQueries | None, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, top_k: int,
+        scaling: float, count: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Ids int32 `[H_kv, m]` of the static tokens, ascending; arguments as those of `choose`."""
+
+
+@dataclass(frozen=True)
+class ObservationWindow(StaticChoice):
+    """ratio (S): share of `top_k` that is static, in [0, 1], or "online" for the rule of Appendix G.
+
+    window_tokens: last queries that judge the keys. interval (T): decode steps between two choices, None: chosen once. The
+    static share is rounded down to a multiple of `page_tokens`. pool_radius: neighbours on each side with which the score of a
+    token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone).
+    """
+
     name: ClassVar[str] = "observation-window"
 
     ratio: float | str = 0.25
     window_tokens: int = 64
-    interval: int = 128
+    interval: int | None = 128
     page_tokens: int = 32
+    pool_radius: int = 0
 
     def __post_init__(self) -> None:
         if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
             raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
         for name in ("window_tokens", "interval", "page_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if (name, value) != ("interval", None) and (not isinstance(value, int) or value < 1):
                 raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
+        if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
+            raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
+
+    @property
+    def observed_queries(self) -> int:
+        return self.window_tokens
+
+    def choose(
+        self, observed: ObservedQueries | None, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, top_k: int,
+        scaling: float, count: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert observed is not None
+        return choose(self, observed, zone, others, offset, top_k, scaling, count)
 
     def tokens(self, top_k: int, overlap: float) -> int:
         """Static tokens of a budget. overlap: mean size of the intersection that Appendix G measures (Eq. 4)."""
@@ -76,7 +112,16 @@ def choose(
     shares = window_shares(observed, zone, others, offset, scaling)  # [H_kv, G, W, n]
     if count is None:
         count = config.tokens(top_k, _overlap(shares, top_k) if config.ratio == "online" else 0.0)
-    return top_k_positions(shares.mean((1, 2)), count).to(torch.int32)
+    return top_k_positions(pooled(shares.mean((1, 2)), config.pool_radius), count).to(torch.int32)
+
+
+def pooled(scores: Tensor, radius: int) -> Tensor:
+    """Mean of each of scores fp32 `[H_kv, n]` and `radius` neighbours on each side (SnapKV's avg_pool1d); zeros lie outside.
+
+    Summed in float64 and rounded, so that equal neighbourhoods score the same wherever they lie."""
+    if not radius or not scores.shape[-1]:
+        return scores
+    return torch.nn.functional.avg_pool1d(scores.double().unsqueeze(1), 2 * radius + 1, 1, radius).squeeze(1).float()
 
 
 def window_shares(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,20 +13,26 @@ from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.parts import Part
 
 
-class Trigger(Protocol):
+class Trigger(ABC):
     """State of one layer, per sequence."""
 
+    @abstractmethod
     def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
         """queries: `[len(sequences), H_q, D]` post-RoPE -> one flag each. Called once per decode step, in order."""
-        ...
 
+    def asks(self, queries: Tensor, sequences: list[int], kv_heads: int) -> Tensor:
+        """The queries to search with, in the step of the last `fires`: those of the step unless the trigger knows better ones.
+
+        queries: `[len(sequences), H_q, D]`; returns the same shape."""
+        return queries
+
+    @abstractmethod
     def forget(self, sequence: int) -> None:
         """The sequence was cropped: what was seen of it no longer holds, so its next step fires."""
-        ...
 
-    def select(self, sequences: list[int]) -> Trigger:
+    @abstractmethod
+    def select(self, sequences: list[int]) -> Self:
         """A trigger whose sequence i is this one's `sequences[i]`; the two share nothing that either may change."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class SemanticBoundary(Part):
         return BoundaryTrigger(self, self.at(layer), sequences)
 
 
-class StrideTrigger:
+class StrideTrigger(Trigger):
     """Counts steps per sequence."""
 
     def __init__(self, steps: int, sequences: int) -> None:
@@ -120,7 +127,7 @@ class StrideTrigger:
         return chosen
 
 
-class BoundaryTrigger:
+class BoundaryTrigger(Trigger):
     """Remembers the reference query of every sequence."""
 
     def __init__(self, config: SemanticBoundary, threshold: float, sequences: int) -> None:

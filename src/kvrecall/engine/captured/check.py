@@ -31,6 +31,10 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
         raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
     if method.static_config() is not None:
         raise CaptureError("static sets are chosen on the host", PLAIN)
+    if method.prune_config() is not None:
+        raise CaptureError("selections are pruned on the host", PLAIN)
+    if method.trigger_config().name == "speculative":
+        raise CaptureError("the queries of the step before are kept on the host", PLAIN)
     if method.per_layer:
         raise CaptureError("layers have settings of their own, and one plan serves every layer of a graph", "Use per_layer=().")
     if method.dense_layers:

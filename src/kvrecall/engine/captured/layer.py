@@ -14,9 +14,9 @@ from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.layer_state import Held, LayerState
+from kvrecall.layer_state import LayerState
 from kvrecall.merge.kernels import merge_kernel
-from kvrecall.structs import AttentionParams
+from kvrecall.structs import AttentionParams, Held
 from kvrecall.trigger import BoundaryTrigger, EveryStep, SemanticBoundary, StrideTrigger, Trigger
 
 _CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4

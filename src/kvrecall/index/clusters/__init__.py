@@ -17,6 +17,7 @@ from torch import Tensor
 from kvrecall.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.clusters.kmeans import cluster
+from kvrecall.index.tokens import zone_rows
 from kvrecall.index.units import UnitIndex, Units, inner_products
 from kvrecall.select.queries import ObservedQueries
 
@@ -98,7 +99,7 @@ class ClusterIndex(UnitIndex):
         self._close(sequence, self._open[sequence])
         start = self._closed[sequence].members.shape[1]
         together = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-        self._add(sequence, _grouped(keys, together, 1, start))
+        self._add(sequence, grouped_units(keys, together, 1, start))
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.units(sequence)
@@ -156,9 +157,9 @@ class ClusterIndex(UnitIndex):
 
     def _clustered(self, sequence: int, tokens: int) -> Units:
         start = self._closed[sequence].members.shape[1]
-        keys = _key_range(self._sources[sequence], start, start + tokens).to(self._shape.device)
+        keys = zone_rows(self._sources[sequence], start, start + tokens)[:, :, 0].to(self._shape.device)
         clusters = -(-tokens // self._config.cluster_tokens)
-        return _grouped(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
+        return grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
 
     def _add(self, sequence: int, units: Units) -> None:
         closed = self._closed[sequence].joined(units)
@@ -166,7 +167,7 @@ class ClusterIndex(UnitIndex):
         self._borders[sequence] = (*self._borders[sequence], (closed.members.shape[1], closed.reps.shape[1]))
 
 
-def _grouped(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:
+def grouped_units(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:
     """Units of keys `[H_kv, n, D]`, the tokens start .. start + n - 1, by their cluster numbers `[H_kv, n]`."""
     order = torch.sort(assigned, dim=1, stable=True).indices
     sizes = torch.zeros(keys.shape[0], clusters, dtype=torch.int64, device=keys.device)
@@ -176,14 +177,3 @@ def _grouped(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units
     means = (sums / sizes.clamp_min(1).unsqueeze(-1)).to(keys.dtype)
     offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).to(torch.int32)
     return Units(means, (order + start).to(torch.int32), offsets)
-
-
-def _key_range(source: RowSource, start: int, stop: int) -> Tensor:
-    """Keys `[H_kv, stop - start, D]` of a stretch of rows, on the host."""
-    parts, left = [], stop - start
-    for block in source.blocks(start):
-        parts.append(block[:, :left, 0])
-        left -= parts[-1].shape[1]
-        if not left:
-            break
-    return torch.cat(parts, 1)

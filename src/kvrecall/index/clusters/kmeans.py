@@ -1,4 +1,4 @@
-"""Spherical k-means of keys with centring, made deterministic (LouisKV section 4.2; RetroInfer's segments)."""
+"""k-means made deterministic: spherical with centring (LouisKV section 4.2; RetroInfer), or by distance (PQCache)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,31 @@ def cluster(keys: Tensor, clusters: int, iterations: int) -> Tensor:
 
 
 def _cluster_head(keys: Tensor, clusters: int, iterations: int) -> Tensor:
-    count = keys.shape[0]
     points = torch.nn.functional.normalize(keys - keys.mean(0), dim=-1)
-    centres = points[torch.arange(clusters, device=keys.device) * count // clusters]
-    assigned = (points @ centres.T).argmax(-1)
+    return lloyd(points, clusters, iterations, spherical=True)[0]
+
+
+def lloyd(points: Tensor, clusters: int, iterations: int, *, spherical: bool) -> tuple[Tensor, Tensor]:
+    """Cluster numbers int64 `[n]` of fp32 points `[n, d]`, and the centres `[clusters, d]`; equally near centres: the first.
+
+    spherical: the centre of the largest product, centres are unit vectors; otherwise the nearest centre, centres are means.
+    A centre that nothing is near stays where it is. The centres begin at evenly spaced points.
+    """
+    count = points.shape[0]
+    centres = points[torch.arange(clusters, device=points.device) * count // clusters]
+    assigned = _nearest(points, centres, spherical)
     for _ in range(iterations):
         sums = torch.zeros_like(centres).index_add_(0, assigned, points)
-        filled = torch.bincount(assigned, minlength=clusters) > 0
-        centres = torch.where(filled.unsqueeze(1), torch.nn.functional.normalize(sums, dim=-1), centres)
-        again = (points @ centres.T).argmax(-1)
+        sizes = torch.bincount(assigned, minlength=clusters).unsqueeze(1)
+        moved = torch.nn.functional.normalize(sums, dim=-1) if spherical else sums / sizes.clamp_min(1)
+        centres = torch.where(sizes > 0, moved, centres)
+        again = _nearest(points, centres, spherical)
         if torch.equal(again, assigned):
             break
         assigned = again
-    return assigned
+    return assigned, centres
+
+
+def _nearest(points: Tensor, centres: Tensor, spherical: bool) -> Tensor:
+    products = points @ centres.T
+    return (products if spherical else products - centres.square().sum(-1) / 2).argmax(-1)

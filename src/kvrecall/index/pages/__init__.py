@@ -1,6 +1,7 @@
-"""Pages of consecutive tokens with bounding volumes (PRKV section 4.1, ArkVale, Quest).
+"""Pages of consecutive tokens with bounding volumes (PRKV section 4.1, ArkVale, Quest) or landmarks (ShadowKV).
 
-A page is scored by the largest inner product that any point of its volume can reach, sum_d max(q_d lo_d, q_d hi_d).
+A page is scored by the largest inner product that any point of its volume can reach, sum_d max(q_d lo_d, q_d hi_d);
+a landmark is the mean key, a volume without extent.
 
 The static tokens of a method are moved out of the pages (PRKV Algorithm 1, lines 9-14): the rest closes up in its old order,
 and pages and volumes are made anew. The rows on the host stay where they are: the r-th token of the rest is found from the
@@ -24,17 +25,18 @@ from kvrecall.index.units import UnitIndex, Units, inner_products
 if TYPE_CHECKING:
     from kvrecall.index.unit_kernels.search import UnitKind
 
-_BOUNDS = ("mean-deviation", "min-max")
+_BOUNDS = ("mean-deviation", "min-max", "mean")
 
 
 @dataclass(frozen=True)
 class PageConfig(IndexConfig):
-    """page_tokens: tokens per page. bounds: "mean-deviation" (mean ± mean absolute deviation, ArkVale) or "min-max" (Quest)."""
+    """page_tokens: tokens per page. bounds: "mean-deviation" (mean ± mean absolute deviation, ArkVale), "min-max" (Quest) or
+    "mean" (no extent: ShadowKV's landmarks)."""
 
     name: ClassVar[str] = "pages"
 
     page_tokens: int = 32
-    bounds: Literal["mean-deviation", "min-max"] = "mean-deviation"
+    bounds: Literal["mean-deviation", "min-max", "mean"] = "mean-deviation"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,12 +45,17 @@ class PageConfig(IndexConfig):
         if self.bounds not in _BOUNDS:
             raise UnknownNameError("bounds", str(self.bounds), _BOUNDS)
 
+    @property
+    def points(self) -> int:
+        """Points of the key space that a page is kept as."""
+        return 1 if self.bounds == "mean" else 2
+
     def build(self, shape: LayerShape) -> PageIndex:
         return PageIndex(shape, self)
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         pages = -(-tokens // self.page_tokens)
-        return shape.kv_heads * (2 * shape.head_dim * shape.dtype.itemsize * pages + 4 * (tokens + pages + 1))
+        return shape.kv_heads * (self.points * shape.head_dim * shape.dtype.itemsize * pages + 4 * (tokens + pages + 1))
 
 
 class PageIndex(UnitIndex):
@@ -57,7 +64,7 @@ class PageIndex(UnitIndex):
     def __init__(self, shape: LayerShape, config: PageConfig) -> None:
         super().__init__(shape, config)
         self._shape, self._config = shape, config
-        empty = Units.none(shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
+        empty = Units.none(shape.kv_heads, config.points * shape.head_dim, shape.dtype, shape.device)
         self._units = [empty] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._counts = [0] * shape.sequences
@@ -115,13 +122,13 @@ class PageIndex(UnitIndex):
     def kind(self) -> UnitKind:
         from kvrecall.index.unit_kernels.search import UnitKind
 
-        return UnitKind(volume=True, ordered=True, least_tokens=self._config.page_tokens)
+        return UnitKind(volume=self._config.points > 1, ordered=True, least_tokens=self._config.page_tokens)
 
     def units(self, sequence: int) -> Units:
         return self._units[sequence]
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
-        return volume_scores(queries, units.reps)
+        return inner_products(queries, units.reps) if self._config.points == 1 else volume_scores(queries, units.reps)
 
     def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
         """keys: at least those of the last, partial page, in order."""
@@ -136,7 +143,8 @@ class PageIndex(UnitIndex):
 
 
 def volumes(keys: Tensor, page_tokens: int, bounds: str) -> Tensor:
-    """Bounding volumes `[H_kv, ceil(n / page_tokens), 2 D]`, hi | lo, of keys `[H_kv, n, D]`, in the keys' dtype."""
+    """Bounding volumes `[H_kv, ceil(n / page_tokens), 2 D]`, hi | lo, or landmarks `[..., D]`, of keys `[H_kv, n, D]`, in the
+    keys' dtype."""
     heads, count, dim = keys.shape
     whole = count // page_tokens
     parts = [keys[:, : whole * page_tokens].reshape(heads, whole, page_tokens, dim)]
@@ -150,6 +158,8 @@ def _volume(pages: Tensor, bounds: str) -> Tensor:
     if bounds == "min-max":
         return torch.cat([pages.amax(2), pages.amin(2)], -1)
     centre = pages.mean(2)
+    if bounds == "mean":
+        return centre
     spread = (pages - centre.unsqueeze(2)).abs().mean(2)
     return torch.cat([centre + spread, centre - spread], -1)
 

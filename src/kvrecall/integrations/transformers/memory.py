@@ -56,8 +56,8 @@ def layer_bytes(layer: int, shape: LayerShape, method: Method, tokens: int) -> i
     """Device bytes of one sequence of one layer: its window, and its summaries if it is searched."""
     sizes = method.zone_sizes()
     window = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * sizes.resident_capacity
-    config = None if layer in method.dense_layers else method.index_config()
-    return window + (0 if config is None else config.nbytes(shape, max(0, tokens - sizes.sink_tokens - sizes.local_tokens)))
+    retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
+    return window + (0 if layer in method.dense_layers else method.summary_bytes(shape, retrieved))
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -1,0 +1,158 @@
+"""H2O's rule: the tokens that have received most attention so far are kept, what is dropped once never returns.
+
+The rows stay on the host, yet no later search looks at them. Attention is counted for every token while it is attended,
+resident or not, so a token enters the retrieval zone with what it received in the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.table import TokenTable
+from kvrecall.index.tokens import TokenIndex
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.structs import Budget, Selection
+
+_SHARES = 2**24
+"""Attention shares computed at a time: bounds them to 64 MB in fp32."""
+
+
+@dataclass(frozen=True)
+class AccumulatedConfig(IndexConfig):
+    """gqa: "per_head" drops per query head; all others add up what the heads of a group gave, and drop per KV head."""
+
+    name: ClassVar[str] = "accumulated"
+
+    def build(self, shape: LayerShape) -> AccumulatedIndex:
+        return AccumulatedIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return shape.query_heads * tokens * (4 + 1)
+
+
+class AccumulatedIndex(TokenIndex):
+    """Attention received, and who is left, of one layer. After a crop the sums keep what the cropped queries gave."""
+
+    watches = True
+
+    def __init__(self, shape: LayerShape, config: AccumulatedConfig) -> None:
+        super().__init__(shape, config)
+        group = shape.query_heads // shape.kv_heads
+        self._sums = TokenTable(shape.sequences, shape.kv_heads, group, torch.float32, shape.device)  # by position
+        self._left = TokenTable(shape.sequences, shape.kv_heads, group, torch.bool, shape.device)  # by place in the zone
+        self._offset = [0] * shape.sequences
+        self._found: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # (kept, zone) of the last search
+        self._sources: Sequence[RowSource] = ()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._left.lengths
+
+    @property
+    def nbytes(self) -> int:
+        return self._sums.nbytes + self._left.nbytes
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        heads, count = keys.shape[:2]
+        self._left.append(sequence, torch.ones(heads, count, self._left.rows.shape[-1], dtype=torch.bool, device=keys.device))
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self._left.truncate(sequence, tokens)
+        self._sums.truncate(sequence, self._offset[sequence] + tokens)
+        self._found[sequence] = None
+
+    def select(self, sequences: list[int]) -> AccumulatedIndex:
+        chosen = super().select(sequences)
+        chosen._sums, chosen._left = self._sums.select(sequences), self._left.select(sequences)
+        chosen._offset = [self._offset[b] for b in sequences]
+        chosen._found = [self._found[b] for b in sequences]
+        return chosen
+
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        """What each head gave to each token, fp32 `[H_kv, G, n]`; no logits, and no matter what the queries are."""
+        left = self._left.view(sequence).transpose(1, 2)
+        sums = self._sums.view(sequence)[:, self._offset[sequence] :][:, : left.shape[2]].transpose(1, 2)
+        known = torch.nn.functional.pad(sums, (0, left.shape[2] - sums.shape[2]))
+        return known.masked_fill(~left, float("-inf"))
+
+    def rank(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        scores = self.score(queries, sequence, scaling)
+        return scores if self._gqa == "per_head" else scores.double().sum(1, keepdim=True).float()
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        """Also remembers who would be left, for `learn`."""
+        for b in sequences:
+            ranked, barred = self.rank(queries, b, budget.scaling), self._excluded[b]
+            kept = torch.zeros_like(ranked, dtype=torch.bool)
+            top_k = budget.top_k
+            if barred is not None:
+                at = barred.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
+                ranked, kept = ranked.scatter(-1, at, float("-inf")), kept.scatter(-1, at, True)
+            order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
+            kept = kept.scatter(-1, order, True) & (ranked.isfinite() | kept)
+            self._found[b] = kept, ranked.shape[-1]
+        return super().search(queries, budget, sequences)
+
+    def learn(self, sequences: list[int]) -> None:
+        """Drops what the last search left out; tokens that came since stay."""
+        for b in sequences:
+            found = self._found[b]
+            if found is not None:
+                self._left.view(b)[:, : found[1]] &= found[0].transpose(1, 2)
+
+    def watch(
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
+    ) -> None:
+        self._offset[sequence] = offset
+        total = max(start + keys.shape[1] for keys, start in resident)
+        missing = total - self._sums.lengths[sequence]
+        if missing > 0:
+            self._sums.append(sequence, self._sums.rows.new_zeros(self._kv_heads, missing, self._sums.rows.shape[-1]))
+        sums, start = self._sums.view(sequence), offset
+        for keys, at in resident:
+            sums[:, at : at + keys.shape[1]] += given(observed, keys, at, scaling)
+        if observed.queries.shape[1] == 1:  # a decode step attended to those that are left, and no others need be read
+            ids, real = _padded(self._left.view(sequence).any(-1))
+            if not ids.shape[1]:
+                return
+            keys = self._sources[sequence].gather(ids.cpu())[:, :, 0].to(sums.device)
+            shares = given(observed, keys, -1, scaling) * real.unsqueeze(-1)
+            at = (ids + offset).unsqueeze(-1).expand_as(shares)
+            sums.scatter_add_(1, at, shares)
+            return
+        for block in self._sources[sequence].blocks():
+            sums[:, start : start + block.shape[1]] += given(observed, block[:, :, 0].to(sums.device), start, scaling)
+            start += block.shape[1]
+
+
+def given(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
+    """Attention that queries gave to keys `[H_kv, n, D]`, summed over the queries: fp32 `[H_kv, n, G]`.
+
+    start: position of the first key; a query gives nothing to later keys. -1: all keys lie before the queries."""
+    total = torch.zeros(keys.shape[0], keys.shape[1], observed.queries.shape[0] // keys.shape[0], device=keys.device)
+    step = max(1, _SHARES // max(1, keys.shape[1] * observed.queries.shape[0]))
+    seen_by = torch.arange(observed.queries.shape[1], device=keys.device) + observed.start
+    positions = torch.arange(keys.shape[1], device=keys.device) + start if start >= 0 else None
+    for i in range(0, observed.queries.shape[1], step):
+        queries, lse = (x[:, i : i + step].float().unflatten(0, (keys.shape[0], -1)) for x in (observed.queries, observed.lse))
+        logits = torch.einsum("hgtd,hnd->hgtn", queries, keys.float()) * scaling - lse.unsqueeze(-1)
+        if positions is not None:
+            logits = logits.masked_fill(positions > seen_by[i : i + step].unsqueeze(1), float("-inf"))
+        total += logits.exp().sum(2).transpose(1, 2)
+    return total
+
+
+def _padded(left: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the true ones of `[H_kv, n]`, ascending, int64 `[H_kv, most]`, padded with the others; and which are real."""
+    most = int(left.sum(-1).amax()) if left.numel() else 0
+    ids = torch.sort((~left).to(torch.uint8), dim=-1, stable=True).indices[:, :most]
+    return ids, left.gather(1, ids)

@@ -1,0 +1,141 @@
+"""RetroInfer's zones over clusters: the best are attended exactly, the next best are estimated, the others are left out.
+
+A cluster of s tokens is estimated by its mean key c and the sum of its values: it adds s exp(q c) to the softmax's sum and
+exp(q c) times the sum of its values to the output. That is one row of key c and mean value, with log s added to its logit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import LayerShape
+from kvrecall.index.clusters import ClusterConfig, ClusterIndex, grouped_units
+from kvrecall.index.clusters.kmeans import cluster
+from kvrecall.index.tokens import zone_rows
+from kvrecall.index.units import Units
+from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.structs import Budget, Rows, Selection
+
+
+@dataclass(frozen=True)
+class EstimatingConfig(ClusterConfig):
+    """As `clusters`, with `estimated_ratio`: share of all clusters that are estimated, in [0, 1]. What leaves the window while
+    decoding is clustered by itself; max_segment_tokens has no effect."""
+
+    name: ClassVar[str] = "estimating-clusters"
+    static_refusal: ClassVar[str] = "the estimates would count static tokens twice"
+
+    estimated_ratio: float = 0.232
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.estimated_ratio, int | float) or not 0 <= self.estimated_ratio <= 1:
+            raise ParameterError("estimated_ratio", "a share in [0, 1]", self.estimated_ratio, "RetroInfer uses 0.232.")
+
+    @property
+    def segment_lengths(self) -> None:  # type: ignore[override]
+        return None
+
+    def build(self, shape: LayerShape) -> EstimatingIndex:
+        return EstimatingIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        units = -(-tokens // self.cluster_tokens)
+        return super().nbytes(shape, tokens) + shape.kv_heads * shape.head_dim * shape.dtype.itemsize * units
+
+
+class EstimatingIndex(ClusterIndex):
+    """Clusters with the means of their values `[H_kv, U, D]` in the cache's dtype."""
+
+    def __init__(self, shape: LayerShape, config: EstimatingConfig) -> None:
+        super().__init__(shape, config)
+        self._ratio = config.estimated_ratio
+        self._values: list[tuple[Units, Tensor] | None] = [None] * shape.sequences  # of these units; replaced, never written to
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(held[1].nbytes for held in self._values if held is not None)
+
+    def append_generated(self, sequence: int, keys: Tensor) -> None:
+        self._close(sequence, self._open[sequence])
+        start = self._closed[sequence].members.shape[1]
+        clusters = -(-keys.shape[1] // self._config.cluster_tokens)
+        self._add(sequence, grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start))
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        self.values(sequence)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        super().truncate(sequence, tokens)
+        self._values[sequence] = None
+
+    def select(self, sequences: list[int]) -> EstimatingIndex:
+        chosen = super().select(sequences)
+        assert isinstance(chosen, EstimatingIndex)
+        chosen._values = [self._values[b] for b in sequences]
+        return chosen
+
+    def values(self, sequence: int) -> Tensor:
+        """Mean values `[H_kv, U, D]` of all units of a sequence."""
+        units, held = self.units(sequence), self._values[sequence]
+        if held is None or held[0] is not units:
+            before = held if held is not None and _continues(units, held[0]) else None
+            made = self._mean_values(sequence, units, 0 if before is None else before[0].reps.shape[1])
+            held = units, made if before is None else torch.cat([before[1], made], 1)
+            self._values[sequence] = held
+        return held[1]
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        found = super().search(queries, budget, sequences)
+        grouped = queries.float().unflatten(1, (self._kv_heads, -1))
+        made = [self._estimate(q, ids, b, budget) for q, ids, b in zip(grouped, found.ids, sequences, strict=True)]
+        width = max(kv.shape[1] for kv, _, _ in made)
+        kv = torch.stack([torch.nn.functional.pad(x, (0, 0, 0, 0, 0, width - x.shape[1])) for x, _, _ in made])
+        bias = torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for _, x, _ in made])
+        return replace(found, estimated=Rows(kv, torch.stack([count for _, _, count in made]), bias))
+
+    def _estimate(self, queries: Tensor, ids: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows `[H_kv, E, 2, D]`, bias `[H_q, E]` and counts `[H_kv]`: the best units of which nothing was selected."""
+        units, values = self.units(sequence), self.values(sequence)
+        heads, group = queries.shape[:2]
+        selected = torch.zeros(heads, units.members.shape[1] + 1, dtype=torch.bool, device=queries.device)
+        selected.scatter_(1, torch.where(ids < 0, selected.shape[1] - 1, ids.long()), True)  # padding goes to the last place
+        before = torch.nn.functional.pad(selected.gather(1, units.members.long()).cumsum(1), (1, 0)).gather(
+            1, units.offsets.long()
+        )
+        free = (before[:, 1:] == before[:, :-1]) & (units.sizes > 0)
+        scores = self.score(queries, units, budget.scaling).masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
+        ranked = reduce_scores(scores, "mean_softmax", budget.scaling).masked_fill(~free, float("-inf"))
+        wanted = -int(-self._ratio * units.reps.shape[1] // 1)
+        best = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :wanted]
+        at = best.unsqueeze(-1).expand(-1, -1, values.shape[2])
+        kv = torch.stack([units.reps.gather(1, at), values.gather(1, at)], 2)
+        sizes = units.sizes.gather(1, best).clamp_min(1).float().log().repeat_interleave(group, 0)
+        return kv, sizes, free.sum(-1).clamp_max(wanted).to(torch.int32)
+
+    def _mean_values(self, sequence: int, units: Units, first: int) -> Tensor:
+        """Mean values of the units from number `first` on, whose members are all tokens behind those of the units before."""
+        start, stop = int(units.offsets[0, first]), units.members.shape[1]
+        heads, dim = self._shape.kv_heads, self._shape.head_dim
+        sizes = units.sizes[:, first:].long()
+        sums = torch.zeros(heads, sizes.shape[1], dim, dtype=torch.float64, device=self._shape.device)
+        if stop > start:
+            values = zone_rows(self._sources[sequence], start, stop)[:, :, 1].to(self._shape.device).double()
+            order = (units.members[:, start:].long() - start).unsqueeze(-1).expand(-1, -1, dim)
+            owner = torch.stack([torch.arange(sizes.shape[1], device=sizes.device).repeat_interleave(own) for own in sizes])
+            sums.scatter_add_(1, owner.unsqueeze(-1).expand_as(order), values.gather(1, order))
+        return (sums / sizes.clamp_min(1).unsqueeze(-1)).to(self._shape.dtype)
+
+
+def _continues(units: Units, before: Units) -> bool:
+    """Whether these units are those before and more, so that what is known of those stays true."""
+    tokens = before.members.shape[1]
+    return tokens <= units.members.shape[1] and torch.equal(units.members[:, :tokens], before.members) and torch.equal(
+        units.offsets[:, : before.offsets.shape[1]], before.offsets
+    )  # fmt: skip

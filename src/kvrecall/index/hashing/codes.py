@@ -1,0 +1,42 @@
+"""Sign hashes of keys: `tables` tables of `bits` random hyperplanes each (SimHash, used by MagicPIG and SOCKET)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+
+_HASHED_TOKENS = 4096
+"""Tokens hashed at a time: bounds the fp32 projections to H_kv * 4096 * tables * bits * 4 bytes."""
+
+
+def check_tables(bits: int, tables: int, remedy: str) -> None:
+    """Raises ParameterError for sizes that cannot be."""
+    if not isinstance(bits, int) or not 1 <= bits <= 14:
+        raise ParameterError("bits", "an integer in 1 .. 14", bits, remedy)
+    if not isinstance(tables, int) or tables < 1:
+        raise ParameterError("tables", "an integer >= 1", tables, remedy)
+
+
+def hyperplanes(head_dim: int, tables: int, bits: int, seed: int, device: torch.device) -> Tensor:
+    """Normals fp32 `[tables, bits, D]`, Gaussian, drawn on the CPU so that every device has the same."""
+    drawn = torch.randn(tables, bits, head_dim, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device)
+
+
+def hash_codes(vectors: Tensor, planes: Tensor) -> Tensor:
+    """Codes int16 `[H_kv, n, tables]` of vectors `[H_kv, n, D]`: bit j says that the vector does not lie on the negative side
+    of plane j of a table."""
+    weights = 2 ** torch.arange(planes.shape[1], device=planes.device)
+    pieces = []
+    for piece in vectors.split(_HASHED_TOKENS, dim=1):
+        sides = (piece.float() @ planes.flatten(0, 1).T >= 0).unflatten(-1, planes.shape[:2])
+        pieces.append((sides * weights).sum(-1).to(torch.int16))
+    return torch.cat(pieces, 1) if pieces else vectors.new_empty(*vectors.shape[:2], planes.shape[0], dtype=torch.int16)
+
+
+def patterns(bits: int, device: torch.device) -> Tensor:
+    """The sides ±1 that each code stands for, fp64 `[2^bits, bits]`."""
+    codes = torch.arange(2**bits, device=device).unsqueeze(1)
+    return ((codes >> torch.arange(bits, device=device)) & 1).double() * 2 - 1

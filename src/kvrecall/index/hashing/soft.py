@@ -1,0 +1,116 @@
+"""SOCKET's index: keys fall into one bucket per table, a query into all of them, each with a probability.
+
+A token's score is the sum over the tables of the probability that the query falls into its bucket, times the norm of its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.hashing.codes import check_tables, hash_codes, hyperplanes, patterns
+from kvrecall.index.table import TokenTable
+from kvrecall.index.tokens import TokenIndex, zone_rows
+
+_SCORED_TOKENS = 2048
+"""Tokens scored at a time: bounds the probabilities in flight to H_kv * G * 2048 * tables * 8 bytes."""
+
+
+@dataclass(frozen=True)
+class SoftHashConfig(IndexConfig):
+    """bits, tables: hyperplanes per table, and tables. temperature (tau): of the query's softmax over the buckets of a table.
+    seed: of the hyperplanes."""
+
+    name: ClassVar[str] = "soft-hash"
+
+    bits: int = 12
+    tables: int = 60
+    temperature: float = 0.3
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tables(self.bits, self.tables, "SOCKET uses 60 tables of 12 bits.")
+        if not isinstance(self.temperature, int | float) or not self.temperature > 0:
+            raise ParameterError("temperature", "a number > 0", self.temperature, "SOCKET uses 0.3.")
+
+    def build(self, shape: LayerShape) -> SoftHashIndex:
+        return SoftHashIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return shape.kv_heads * tokens * (2 * self.tables + 4)
+
+
+class SoftHashIndex(TokenIndex):
+    """Codes of the keys and norms of the values of one layer."""
+
+    def __init__(self, shape: LayerShape, config: SoftHashConfig) -> None:
+        super().__init__(shape, config)
+        self._config = config
+        self._planes = hyperplanes(shape.head_dim, config.tables, config.bits, config.seed, shape.device)
+        self._codes = TokenTable(shape.sequences, shape.kv_heads, config.tables, torch.int16, shape.device)
+        self._norms = TokenTable(shape.sequences, shape.kv_heads, 1, torch.float32, shape.device)
+        self._sources: Sequence[RowSource] = ()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._codes.lengths
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + self._norms.nbytes
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def reserve(self, tokens: int) -> None:
+        self._codes.reserve(tokens)
+        self._norms.reserve(tokens)
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        """The values' norms are read from the rows on the host, which are stored before their keys are appended."""
+        start = self.lengths[sequence]
+        if keys.shape[1]:
+            values = zone_rows(self._sources[sequence], start, start + keys.shape[1])[:, :, 1]
+            self._codes.append(sequence, hash_codes(keys, self._planes))
+            self._norms.append(sequence, values.to(keys.device).float().norm(dim=-1, keepdim=True))
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self._codes.truncate(sequence, tokens)
+        self._norms.truncate(sequence, tokens)
+
+    def select(self, sequences: list[int]) -> SoftHashIndex:
+        chosen = super().select(sequences)
+        chosen._codes, chosen._norms = self._codes.select(sequences), self._norms.select(sequences)
+        return chosen
+
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        """The logarithm of the soft collisions, so that a softmax over them gives each head's shares of its total."""
+        tables = bucket_probabilities(queries, self._planes, self._config.temperature)
+        mass = soft_collisions(tables, self._codes.view(sequence)) * self._norms.view(sequence).transpose(1, 2).double()
+        return (mass.clamp_min(1e-300).log() / scaling).float()
+
+
+def bucket_probabilities(queries: Tensor, planes: Tensor, temperature: float) -> Tensor:
+    """fp64 `[H_kv, G', tables, 2^bits]`: softmax over the buckets of <projections of the unit query, sides of the bucket> /
+    (sqrt(bits) temperature), for queries fp32 `[H_kv, G', D]`."""
+    units = torch.nn.functional.normalize(queries.double(), dim=-1)
+    projected = torch.einsum("hgd,tbd->hgtb", units, planes.double())
+    bits = planes.shape[1]
+    return (projected @ patterns(bits, planes.device).T / (bits**0.5 * temperature)).softmax(-1)
+
+
+def soft_collisions(tables: Tensor, codes: Tensor) -> Tensor:
+    """fp64 `[H_kv, G', n]`: sum over the tables of the probability of each token's bucket; codes: int16 `[H_kv, n, tables]`."""
+    heads, group = tables.shape[:2]
+    pieces = [torch.zeros(heads, group, 0, dtype=torch.float64, device=tables.device)]
+    for piece in codes.split(_SCORED_TOKENS, dim=1):
+        at = piece.long().transpose(1, 2).unsqueeze(1).expand(-1, group, -1, -1)  # [H_kv, G', tables, n]
+        pieces.append(tables.gather(-1, at).sum(2))
+    return torch.cat(pieces, -1)

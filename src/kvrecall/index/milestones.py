@@ -1,0 +1,129 @@
+"""RaaS's rule: pages that matter now get the time of now; the page whose time lies back furthest is dropped, for ever.
+
+The rows stay on the host, yet no later search looks at a dropped page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import LayerShape
+from kvrecall.index.pages import PageConfig, PageIndex
+from kvrecall.index.units import Units, fill_budget
+from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.topk import union_rows
+from kvrecall.structs import Budget
+
+
+@dataclass(frozen=True)
+class MilestoneConfig(PageConfig):
+    """page_tokens, bounds: as `pages`. stamp_ratio: share of the pages that are left which get the time of a step, in (0, 1].
+    keep_prompt: whether a prompt that fits the budget is never dropped."""
+
+    name: ClassVar[str] = "milestones"
+    static_refusal: ClassVar[str] = "pages would close up around static tokens, and a page's time would mean other tokens"
+
+    page_tokens: int = 16
+    bounds: str = "min-max"  # type: ignore[assignment]
+    stamp_ratio: float = 0.5
+    keep_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.stamp_ratio, int | float) or not 0 < self.stamp_ratio <= 1:
+            raise ParameterError("stamp_ratio", "a share in (0, 1]", self.stamp_ratio, "RaaS uses 0.5.")
+
+    def build(self, shape: LayerShape) -> MilestoneIndex:
+        return MilestoneIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        pages, sets = -(-tokens // self.page_tokens), shape.query_heads if self.gqa == "per_head" else shape.kv_heads
+        return super().nbytes(shape, tokens) + 8 * pages * sets
+
+
+class MilestoneIndex(PageIndex):
+    """Times int64 `[H_kv, S, P]` of the pages of every sequence, -1 for a dropped one. Replaced, never written to."""
+
+    def __init__(self, shape: LayerShape, config: MilestoneConfig) -> None:
+        super().__init__(shape, config)
+        sets = shape.query_heads // shape.kv_heads if config.gqa == "per_head" else 1
+        none = torch.zeros(shape.kv_heads, sets, 0, dtype=torch.int64, device=shape.device)
+        self._kernels = False  # they know no times
+        self._rule = config
+        self._times = [none] * shape.sequences
+        self._step = [1] * shape.sequences
+        self._prompt = [0] * shape.sequences  # tokens of the zone that came with the prompt
+        self._known = [0] * shape.sequences  # tokens when the times were last written
+        self._next: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # times after the last search, and its tokens
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(times.nbytes for times in self._times)
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        super().append(sequence, keys)
+        self._prompt[sequence] += keys.shape[1]
+
+    def append_generated(self, sequence: int, keys: Tensor) -> None:
+        super().append(sequence, keys)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        super().truncate(sequence, tokens)
+        pages = -(-tokens // self._rule.page_tokens)
+        self._times[sequence], self._next[sequence] = self._times[sequence][..., :pages], None
+        for counts in (self._prompt, self._known):
+            counts[sequence] = min(counts[sequence], tokens)
+
+    def select(self, sequences: list[int]) -> MilestoneIndex:
+        chosen = super().select(sequences)
+        assert isinstance(chosen, MilestoneIndex)
+        for name in ("_times", "_step", "_prompt", "_known", "_next"):
+            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
+        return chosen
+
+    def learn(self, sequences: list[int]) -> None:
+        """Time goes on, with the pages that the last search left."""
+        for b in sequences:
+            after = self._next[b]
+            if after is not None:
+                (self._times[b], self._known[b]), self._next[b] = after, None
+                self._step[b] += 1
+
+    def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        units, now = self.units(sequence), self._step[sequence]
+        size, tokens = self._rule.page_tokens, units.members.shape[1]
+        times = self._current(sequence, units)
+        scores = self.score(query, units, budget.scaling)
+        ranked = reduce_scores(scores, self._gqa, budget.scaling)
+        ranked = ranked if self._gqa == "per_head" else ranked.unsqueeze(1)
+        left = times >= 0
+        ranked = ranked.masked_fill(~left, float("-inf"))
+        marked = (left.sum(-1, keepdim=True) * self._rule.stamp_ratio).ceil()
+        order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
+        place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+        times = torch.where(left & (place < marked), now, times)
+        # The latest time first; among equal ones the larger score, then the lower page. A kept prompt comes before all.
+        key = times.clone()
+        if self._rule.keep_prompt and self._prompt[sequence] <= budget.top_k:
+            key[..., : -(-self._prompt[sequence] // size)] = now + 1
+        by_time = torch.sort(key.gather(-1, order), dim=-1, descending=True, stable=True).indices
+        turn = order.gather(-1, by_time)
+        priority = torch.empty_like(turn).scatter_(-1, turn, -torch.arange(turn.shape[-1], device=turn.device).expand_as(turn))
+        ids = fill_budget(priority, units, budget.top_k)
+        page = ids.long().clamp_min(0) // size
+        ids = torch.where((ids >= 0) & left.gather(-1, page), ids, -1)
+        taken = torch.zeros_like(times, dtype=torch.int64).scatter_add_(-1, page, (ids >= 0).long()) > 0
+        self._next[sequence] = torch.where(taken, times, -1), tokens
+        return union_rows(ids)
+
+    def _current(self, sequence: int, units: Units) -> Tensor:
+        """The times of all pages; pages that have got tokens since they were last written are new."""
+        times, first = self._times[sequence], self._known[sequence] // self._rule.page_tokens
+        heads, sets, _ = times.shape
+        fresh = times.new_full((heads, sets, units.reps.shape[1] - first), self._step[sequence])
+        return torch.cat([times[..., :first], fresh], -1)

@@ -1,0 +1,89 @@
+"""PQCache's index: product quantisation of the keys, trained on the prompt.
+
+A key is cut into `subspaces` pieces; each is replaced by the nearest of 2^bits centres, found by k-means over the prompt's keys
+of its KV head. A query's products with the centres are a table, and a token's score is the sum of its entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.index.base import IndexConfig, LayerShape
+from kvrecall.index.clusters.kmeans import lloyd
+from kvrecall.index.trained import TrainedIndex
+
+
+@dataclass(frozen=True)
+class ProductConfig(IndexConfig):
+    """subspaces: pieces of a key, must divide head_dim. bits: of a piece's code, at most 8. iterations: of k-means, at most."""
+
+    name: ClassVar[str] = "product"
+
+    subspaces: int = 2
+    bits: int = 6
+    iterations: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, most in (("subspaces", 256), ("bits", 8), ("iterations", 10_000)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ParameterError(name, f"an integer in 1 .. {most}", value, "PQCache uses 2 subspaces of 6 bits.")
+
+    def build(self, shape: LayerShape) -> ProductIndex:
+        if shape.head_dim % self.subspaces:
+            expected = f"a divisor of head_dim = {shape.head_dim}"
+            raise ParameterError("subspaces", expected, self.subspaces, "PQCache uses 2.")
+        return ProductIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return shape.kv_heads * (tokens * self.subspaces + 4 * shape.head_dim * 2**self.bits)
+
+
+class ProductIndex(TrainedIndex):
+    """What is trained is a codebook fp32 `[H_kv, subspaces, 2^bits, D / subspaces]`, what is kept the numbers of centres."""
+
+    def __init__(self, shape: LayerShape, config: ProductConfig) -> None:
+        super().__init__(shape, config, config.subspaces, torch.uint8)
+        self._config = config
+
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        book = self.trained(sequence)
+        if book is None:
+            return queries.new_empty(*queries.shape[:2], 0)
+        return scores(queries, book, self.codes(sequence))
+
+    def train(self, keys: Tensor) -> Tensor:
+        return train(keys, self._config.subspaces, 2**self._config.bits, self._config.iterations)
+
+    def encode(self, keys: Tensor, trained: Tensor) -> Tensor:
+        return encode(keys, trained)
+
+
+def train(keys: Tensor, subspaces: int, centres: int, iterations: int) -> Tensor:
+    """Codebook fp32 `[H_kv, subspaces, centres, D / subspaces]` of keys `[H_kv, n, D]`, n > 0."""
+    pieces = keys.float().unflatten(-1, (subspaces, -1)).transpose(1, 2)  # [H_kv, subspaces, n, D / subspaces]
+    books = [[lloyd(piece, centres, iterations, spherical=False)[1] for piece in head] for head in pieces]
+    return torch.stack([torch.stack(head) for head in books])
+
+
+def encode(keys: Tensor, book: Tensor) -> Tensor:
+    """Codes uint8 `[H_kv, n, subspaces]`: the nearest centres, among equals the first. Distances in float64."""
+    pieces = keys.double().unflatten(-1, (book.shape[1], -1)).transpose(1, 2)
+    products = pieces @ book.double().transpose(-1, -2) - book.double().square().sum(-1).unsqueeze(2) / 2
+    return products.argmax(-1).transpose(1, 2).to(torch.uint8)
+
+
+def scores(queries: Tensor, book: Tensor, codes: Tensor) -> Tensor:
+    """fp32 `[H_kv, G', n]`: the products of queries fp32 `[H_kv, G', D]` with the coded keys, summed in float64."""
+    pieces = queries.double().unflatten(-1, (book.shape[1], -1))
+    total = torch.zeros(*queries.shape[:2], codes.shape[1], dtype=torch.float64, device=queries.device)
+    for s in range(book.shape[1]):
+        table = pieces[:, :, s] @ book[:, s].double().transpose(-1, -2)  # [H_kv, G', centres]
+        total += table.gather(2, codes[:, :, s].long().unsqueeze(1).expand_as(total))
+    return total.float()

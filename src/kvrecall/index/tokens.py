@@ -1,0 +1,66 @@
+"""Search over single tokens: every token of the zone has a score of its own, and the best ones are taken."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from copy import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.select.gqa import reduce_scores, search_queries
+from kvrecall.select.topk import top_k_positions, union_rows
+from kvrecall.structs import Budget, Selection
+
+
+class TokenIndex(Index):
+    """Base of the indexes that score every token; a subclass keeps what the scores need. Ties go to the lowest position."""
+
+    def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
+        self._kv_heads, self._gqa = shape.kv_heads, config.gqa
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+
+    @abstractmethod
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        """fp32 `[H_kv, G', n]` of queries fp32 `[H_kv, G', D]`; times `scaling` they are attention logits. Equal keys score the
+        same wherever they lie; -inf for a token that is not to be found."""
+
+    def rank(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        """Ranking scores fp32 `[H_kv, S, n]`: S = G searches for `per_head`, else one."""
+        reduced = reduce_scores(self.score(queries, sequence, scaling), self._gqa, scaling)
+        return reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        self._excluded[sequence] = ids
+
+    def select(self, sequences: list[int]) -> Self:
+        chosen = copy(self)
+        chosen._excluded = [self._excluded[b] for b in sequences]
+        return chosen
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        grouped = search_queries(queries, self._kv_heads, self._gqa)
+        found = []
+        for query, sequence in zip(grouped, sequences, strict=True):
+            reduced = self.rank(query, sequence, budget.scaling)
+            top_k, barred = budget.top_k, self._excluded[sequence]
+            if barred is not None:
+                top_k = min(top_k, reduced.shape[-1] - barred.shape[-1])
+                reduced = reduced.scatter(-1, barred.long().unsqueeze(1).expand(-1, reduced.shape[1], -1), float("-inf"))
+            ids = top_k_positions(reduced, top_k)
+            ids = torch.where(reduced.gather(-1, ids) == float("-inf"), -1, ids)
+            found.append(union_rows(ids.to(torch.int32)))
+        return stack_selections(found)
+
+
+def zone_rows(source: RowSource, start: int, stop: int) -> Tensor:
+    """Rows `[H_kv, stop - start, 2, D]` of a stretch of the retrieval zone, on the host; start < stop."""
+    parts, left = [], stop - start
+    for block in source.blocks(start):
+        parts.append(block[:, :left])
+        left -= parts[-1].shape[1]
+        if not left:
+            break
+    return torch.cat(parts, 1)

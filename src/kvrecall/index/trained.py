@@ -1,0 +1,87 @@
+"""Codes of single tokens that depend on something learnt from the prompt's keys: a codebook, a mean."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.table import TokenTable
+from kvrecall.index.tokens import TokenIndex, zone_rows
+from kvrecall.select.queries import ObservedQueries
+
+
+class TrainedIndex(TokenIndex):
+    """Learns at the end of a prompt from everything that the zone holds; keys generated later are coded by what was learnt.
+
+    What is learnt is one tensor per sequence, never written to, only replaced.
+    """
+
+    def __init__(self, shape: LayerShape, config: IndexConfig, width: int, dtype: torch.dtype) -> None:
+        super().__init__(shape, config)
+        self._device = shape.device
+        self._codes = TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
+        self._trained: list[Tensor | None] = [None] * shape.sequences
+        self._waiting = [0] * shape.sequences  # tokens that came before anything was learnt
+        self._sources: Sequence[RowSource] = ()
+
+    @abstractmethod
+    def train(self, keys: Tensor) -> Tensor:
+        """What is to be learnt from keys `[H_kv, n, D]`, n > 0."""
+
+    @abstractmethod
+    def encode(self, keys: Tensor, trained: Tensor) -> Tensor:
+        """Codes `[H_kv, n, width]` of keys `[H_kv, n, D]`."""
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return [coded + waiting for coded, waiting in zip(self._codes.lengths, self._waiting, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + sum(held.nbytes for held in self._trained if held is not None)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        trained = self._trained[sequence]
+        if trained is None:
+            self._waiting[sequence] += keys.shape[1]
+        else:
+            self._codes.append(sequence, self.encode(keys, trained))
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        self._waiting[sequence] = self.lengths[sequence]
+        self._codes.truncate(sequence, 0)
+        self._trained[sequence] = None
+        self.trained(sequence)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self._codes.truncate(sequence, tokens)
+        self._waiting[sequence] = min(self._waiting[sequence], tokens - self._codes.lengths[sequence])
+
+    def select(self, sequences: list[int]) -> Self:
+        chosen = super().select(sequences)
+        chosen._codes = self._codes.select(sequences)
+        chosen._trained = [self._trained[b] for b in sequences]
+        chosen._waiting = [self._waiting[b] for b in sequences]
+        return chosen
+
+    def codes(self, sequence: int) -> Tensor:
+        """The codes of all tokens of a sequence; ask for `trained` first."""
+        return self._codes.view(sequence)
+
+    def trained(self, sequence: int) -> Tensor | None:
+        """What was learnt of a sequence, now if need be; None for a zone that has always been empty."""
+        count = self._waiting[sequence]
+        if self._trained[sequence] is None and count:
+            keys = zone_rows(self._sources[sequence], 0, count)[:, :, 0].to(self._device)
+            self._trained[sequence] = held = self.train(keys)
+            self._waiting[sequence] = 0
+            self._codes.append(sequence, self.encode(keys, held))
+        return self._trained[sequence]

@@ -1,0 +1,63 @@
+"""Twilight's budget: of the tokens that a search found, the fewest that hold a share p of their attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.errors import ParameterError
+from kvrecall.parts import Part
+from kvrecall.select.topk import union_rows
+
+
+@dataclass(frozen=True)
+class TopP(Part):
+    """p: share of the estimated attention to what the search found, in (0, 1]; 1 keeps everything. bits: of the key codes that
+    the estimate reads, 2 to 8 (Twilight: 4; up to 4 take half a byte). `top_k` bounds what the search finds, so it is the most
+    that a step attends to.
+    """
+
+    role: ClassVar[str] = "prune"
+    name: ClassVar[str] = "top-p"
+
+    p: float = 0.85
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.p, int | float) or not 0 < self.p <= 1:
+            raise ParameterError("p", "a share in (0, 1]", self.p, "Twilight uses 0.85 for Llama 3.1.")
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise ParameterError("bits", "an integer in 2 .. 8", self.bits, "Twilight uses 4.")
+
+
+def top_p_positions(shares: Tensor, p: float) -> Tensor:
+    """bool `[..., n]`: the fewest of fp64 shares `[..., n]`, largest first, that add up to p of their sum; at least one.
+
+    Equal shares: the lower position first. p = 1 keeps everything, whatever the rounding of the sum.
+    """
+    if p >= 1:
+        return torch.ones_like(shares, dtype=torch.bool)
+    ordered, order = torch.sort(shares, dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(shares, dtype=torch.bool).scatter(-1, order, before < p * ordered.sum(-1, keepdim=True))
+
+
+def group_shares(logits: Tensor, mode: str) -> Tensor:
+    """Shares fp64 `[..., S, n]` to prune by: those of each head for `per_head` (S = G), else of the group (S = 1).
+
+    logits: fp64 `[..., G', n]`, -inf for padding. `max` and `max_softmax` take the largest share of any head.
+    """
+    shares = logits.softmax(-1).nan_to_num(0.0)  # a row of padding only
+    if mode == "per_head":
+        return shares
+    return shares.amax(-2, keepdim=True) if mode.startswith("max") else shares.mean(-2, keepdim=True)
+
+
+def prune(ids: Tensor, logits: Tensor, mode: str, p: float) -> tuple[Tensor, Tensor]:
+    """What is left of ids int32 `[H_kv, K]` (-1: none) with logits fp64 `[H_kv, G', K]`: ids as before, and counts."""
+    padding = (ids < 0).unsqueeze(1)
+    kept = top_p_positions(group_shares(logits.masked_fill(padding, float("-inf")), mode), p)
+    return union_rows(torch.where(kept & ~padding, ids.unsqueeze(1), -1))
