@@ -22,9 +22,13 @@ $(STAMP): pyproject.toml scripts/install.sh
 demo: $(STAMP) ## Ask a small model questions about a long document (ARGS="--all" for every question)
 	@$(BIN)/kvrecall demo $(ARGS)
 
-test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -q --ignore=tests/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreted
+# One thread per process: several that each take all cores wait for one another.
+PARALLEL := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+WORKERS  ?= -n auto --maxprocesses 4 --dist worksteal
+
+test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
+	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/interpreted $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) tests/interpreted
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .

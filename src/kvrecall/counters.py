@@ -25,12 +25,7 @@ class Counters:
     @property
     def stats(self) -> StepStats:
         """The counters so far; synchronises if some are still on a GPU."""
-        selected, read = int(self._selected), int(self._read)
-        self._stats.estimated_units += int(self._estimated)
-        self._selected = self._read = self._estimated = 0
-        self._stats.retrieved_tokens += selected
-        self._stats.attended_tokens += selected
-        self._fetched(read)
+        self._settle()
         return self._stats
 
     def fresh(self) -> Counters:
@@ -55,6 +50,8 @@ class Counters:
         self._selected = self._selected + count
         if in_place:
             self._read = self._read + count
+        if not selected.is_cuda:
+            self._settle()
 
     def estimated(self, units: Tensor) -> None:
         """Groups of tokens whose attention was estimated, int32 of any shape."""
@@ -89,6 +86,15 @@ class Counters:
         finally:
             self._wait()
             self._stats.add_time(stage, time.perf_counter() - start)
+
+    def _settle(self) -> None:
+        """Adds what was counted on a GPU to the statistics."""
+        selected, read = int(self._selected), int(self._read)
+        self._stats.estimated_units += int(self._estimated)
+        self._selected = self._read = self._estimated = 0
+        self._stats.retrieved_tokens += selected
+        self._stats.attended_tokens += selected
+        self._fetched(read)
 
     def _fetched(self, read: int) -> None:
         self._stats.bytes_fetched += read * self._row_bytes

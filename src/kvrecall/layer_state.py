@@ -110,9 +110,8 @@ class LayerState:
         """
         if self.index is None:
             return
+        self.end_prompts(sequences)
         for b in sequences:
-            if self.in_prompt[b]:
-                self._end_prompt(b)
             if self.static_config is not None:
                 self._refresh_static(b, self.static_config)
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
@@ -359,6 +358,12 @@ class LayerState:
             other.index.bind(other.store.host)
         return other
 
+    def end_prompts(self, sequences: list[int]) -> None:
+        """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten."""
+        for b in sequences:
+            if self.index is not None and self.in_prompt[b]:
+                self._end_prompt(b)
+
     def _end_prompt(self, sequence: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
         assert self.index is not None
@@ -366,9 +371,8 @@ class LayerState:
         self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
-        seen = None if self.log is None else self.log.seen(sequence)
         with self.clock("build"), self._building_index():
-            self.index.end_of_prompt(sequence, seen, zones.sink)
+            self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
         self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
         if self.log is not None:
             self.log.shrink(sequence, self._decode_window)
@@ -389,8 +393,7 @@ class LayerState:
             zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
             zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
             others = self.store.resident_keys(sequence)
-            before = self._static_counts[sequence]
-            ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, before)
+            ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, self._static_counts[sequence])
             self._static_counts[sequence] = ids.shape[1]
             self.index.exclude(sequence, ids if ids.shape[1] else None)
             self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step
+from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
 from kvrecall.trigger import StrideTrigger
 from tests.layers import DIM, ZONES, start, state, tokens
@@ -24,6 +24,7 @@ def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
     """As the decoder does it."""
     method, b = layer.method, layer.store.sequences
     config, trigger = method.index_config(), layer.trigger
+    layer.end_prompts(list(range(b)))
     steps = getattr(method.trigger_config(), "steps", 0 if method.trigger_config().name == "semantic-boundary" else 1)
     since = trigger._since if isinstance(trigger, StrideTrigger) else [0] * b
     assert isinstance(config, kvrecall.index.sphere.SphereConfig) and method.top_k is not None
@@ -100,3 +101,23 @@ def test_a_key_that_is_not_finite_is_flagged() -> None:
     values[1, 0, 0, 3] = float("inf")
     captured.decode(queries, keys, values, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), AttentionParams(0.1))
     assert captured.bad.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["collisions", "stride", "semantic-retrieval"])
+def test_a_second_turn_goes_on_from_what_was_given_back(name: str) -> None:
+    """More of a prompt between two captured stretches, as in a conversation."""
+    params = AttentionParams(DIM**-0.5)
+    plain, other = compare(METHODS[name], 4, params)
+    chunk = tokens(70, 2, 13)
+    torch.testing.assert_close(prefill_layer(other, *chunk, None, params), prefill_layer(plain, *chunk, None, params))
+    captured, plan = borrowed(other, 64)
+    parity = torch.zeros(1, dtype=torch.int64)
+    for number in range(9):
+        new = tokens(2000 + number, 2, 1)
+        expected = decode_step(plain, *new, None, params)
+        out = captured.decode(*new, pack(plan.rows()), parity, params)
+        plan.advance()
+        parity.copy_(1 - parity)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+    captured.finish()
+    assert other.stats.searches == plain.stats.searches

@@ -126,3 +126,9 @@ def test_single_ratios_override_the_whole_schedule() -> None:
 )
 def test_full_attention_below(given: dict[str, int], expected: int) -> None:
     assert kvrecall.ParisKV(**given).full_attention_below() == expected
+
+
+def test_a_schedule_may_come_as_lists() -> None:
+    """As it does from `--set schedule=[[5000,0.5,0.5],[null,0.1,0.2]]`."""
+    method = kvrecall.methods.get("pariskv", schedule=([5000, 0.5, 0.5], [None, 0.1, 0.2]))
+    assert method == kvrecall.ParisKV(schedule=(RatioStep(5000, 0.5, 0.5), RatioStep(None, 0.1, 0.2)))

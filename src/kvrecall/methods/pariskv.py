@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvrecall.errors import ParameterError
 from kvrecall.index.sphere import SphereConfig
-from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
+from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps
 from kvrecall.methods.base import Method
 
 
@@ -42,6 +42,7 @@ class ParisKV(Method):
     weight_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", as_steps(self.schedule))
         super().__post_init__()
         if self.min_candidates_per_k < 1:
             raise ParameterError("min_candidates_per_k", "an integer >= 1", self.min_candidates_per_k, "The default is 4.")

@@ -91,6 +91,8 @@ class CapturedDecoder:
         stride = 1 if isinstance(trigger, EveryStep) else trigger.steps if isinstance(trigger, FixedStride) else 0
         counter = states[0].trigger
         b = states[0].shape.sequences
+        for state in states:
+            state.end_prompts(list(range(b)))
         self._plan = StepPlan(
             method.zone_sizes(), config.steps, config.min_candidates_per_k, method.top_k,
             [states[0].store.zones(i) for i in range(b)], stride,

@@ -14,7 +14,7 @@ from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix
-from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
+from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, as_steps, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
@@ -49,7 +49,7 @@ class SphereConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = tuple(step if isinstance(step, RatioStep) else RatioStep(*step) for step in self.schedule)  # from text
+        steps = as_steps(self.schedule)
         object.__setattr__(self, "schedule", steps)
         check_schedule(steps)
         if self.stage1 not in STAGE_ONE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,6 +47,11 @@ class StageSizes:
 
 TIER_PERCENTILES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.00)
 """Nested tiers inside the top-rho keys (Appendix B.2.1): a centroid's bonus is the number of tiers that contain it, 0..6."""
+
+
+def as_steps(given: Iterable[RatioStep | Sequence]) -> tuple[RatioStep, ...]:
+    """Steps that came as records, or as lists out of a file or a command line."""
+    return tuple(step if isinstance(step, RatioStep) else RatioStep(*step) for step in given)
 
 
 def check_schedule(schedule: tuple[RatioStep, ...]) -> None:
