@@ -12,6 +12,7 @@ from kvrecall.errors import NonFiniteError
 from kvrecall.layer_state import LayerState
 from kvrecall.methods import Method
 from kvrecall.pipeline import decode_step
+from kvrecall.structs import Selection, stack_rows
 from tests.layers import PARAMS, ZONES, History, held_ids, methods, start, state, step, tokens
 from tests.strategies import SEEDS, examples, gaussian
 
@@ -176,3 +177,12 @@ def test_extreme_keys_give_finite_outputs(size: float) -> None:
         out = decode_step(layer, gaussian(number, 1, 4, 1, 64), keys, keys.clamp(-1, 1), None, PARAMS)
         assert torch.isfinite(out).all()
     assert_holds(layer, history)
+
+
+def test_weighed_and_plain_rows_make_one_batch() -> None:
+    """Sequences whose static set is the whole budget select nothing, so nothing of theirs is weighed."""
+    pairs = [(torch.zeros(2, n, 2, 8), torch.full((2,), n, dtype=torch.int32)) for n in (0, 3)]
+    assert stack_rows(pairs, [None, None]).bias is None
+    made = stack_rows(pairs, [None, torch.ones(4, 3)])
+    assert made.bias is not None and made.bias.tolist() == [[[0.0] * 3] * 4, [[1.0] * 3] * 4]
+    assert Selection(torch.zeros(1, 2, 3), torch.zeros(1, 2)).of(0, 9).bias is None

@@ -56,6 +56,8 @@ class Counters:
     def estimated(self, units: Tensor) -> None:
         """Groups of tokens whose attention was estimated, int32 of any shape."""
         self._estimated = self._estimated + _total(units)
+        if not units.is_cuda:
+            self._settle()
 
     def fetched(self, read: int, reused: int) -> None:
         """Rows that were read from the host, and those that were still resident."""

@@ -20,8 +20,8 @@ from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
 from kvrecall.non_finite import NonFinite
 from kvrecall.select.queries import ObservedQueries, QueryLog
-from kvrecall.select.static import StaticChoice, StaticSet
-from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, stack_rows
+from kvrecall.select.static import StaticChoice, StaticSet, rows_of
+from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
 
@@ -176,17 +176,13 @@ class LayerState:
         made = [rows for b in sequences if (rows := self.held[b].estimated) is not None]
         for rows in made:
             self.counters.estimated(rows.lengths)
-        biases = [None if rows.bias is None else rows.bias[0] for rows in made]
-        return [stack_rows([(rows.kv[0], rows.lengths[0]) for rows in made], biases)] if made else []
+        return [join_rows(made)] if made else []
 
     def static_rows(self, sequences: list[int]) -> Rows:
         """The static sets of the sequences."""
-        sets = [self.static[b] for b in sequences]
-        heads, dim = self.shape.kv_heads, self.shape.head_dim
-        nothing = torch.empty(heads, 0, 2, dim, dtype=self.shape.dtype, device=self.shape.device)
-        rows = [nothing if chosen is None else chosen.rows for chosen in sets]
-        counts = [torch.full((heads,), r.shape[1], dtype=torch.int32, device=r.device) for r in rows]
-        return stack_rows(list(zip(rows, counts, strict=True)))
+        shape = self.shape
+        nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        return rows_of([self.static[b] for b in sequences], nothing)
 
     def learn(self, sequences: list[int]) -> None:
         """Lets the index take over what the searches of this step found out."""

@@ -145,6 +145,12 @@ def stack_rows(found: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] |
     return Rows(torch.stack(padded), torch.stack([counts for _, counts in found]))
 
 
+def join_rows(batches: list[Rows]) -> Rows:
+    """Batches of one as one batch."""
+    biases = [None if rows.bias is None else rows.bias[0] for rows in batches]
+    return stack_rows([(rows.kv[0], rows.lengths[0]) for rows in batches], biases)
+
+
 @dataclass(frozen=True)
 class Partial:
     """Attention over a part of the tokens.

@@ -107,3 +107,16 @@ def test_mistakes_of_tune(cli: Cli, tiny: Path, document: Path, tmp_path: Path, 
     text = ("tune", "-m", tiny, "--text", document, "--tokens", "600", "--out", tmp_path / "m.json")
     assert said in cli.error(*text, *options)
     assert not (tmp_path / "m.json").exists()
+
+
+def test_eval_of_baselines(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    """Short names, names with settings and one without a budget; the document is read once for methods of equal zones."""
+    zones = "sink_tokens=4;local_tokens=16;update_interval=8"
+    specs = [f"{name}:{zones}" for name in ("quest", "snapkv", "h2o", "magicpig", "retroinfer", "streaming")]
+    told = cli.json("eval", "-m", tiny, "--tasks", "niah", "--methods", ",".join(specs), "--budgets", "32", "--context", "600",
+                    "--samples", 1, "--depths", "50", "--dtype", "float32", "--out", tmp_path / "run")  # fmt: skip
+    labels = ["full", *(f"{spec}@32" for spec in specs[:-1]), specs[-1]]
+    assert [row["condition"] for row in told["rows"]] == labels and told["samples"] == 7 and told["notes"] == []
+    plain = cli.json("eval", "-m", tiny, "--tasks", "niah", "--methods", "quest,snapkv", "--budgets", "32", "--context", "2k",
+                     "--samples", 1, "--depths", "50", "--dtype", "float32", "--out", tmp_path / "plain")  # fmt: skip
+    assert [row["condition"] for row in plain["rows"]] == ["full", "quest@32", "snapkv@32"]

@@ -37,7 +37,8 @@ class AccumulatedConfig(IndexConfig):
 
 
 class AccumulatedIndex(TokenIndex):
-    """Attention received, and who is left, of one layer. After a crop the sums keep what the cropped queries gave."""
+    """Attention received, and who is left, of one layer. After a crop the sums keep what the cropped queries gave; an index
+    that is made anew from the rows, by a fork or after an error, knows what the remembered queries give."""
 
     watches = True
 

@@ -17,6 +17,7 @@ from kvrecall.errors import ParameterError
 from kvrecall.parts import Part
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions
+from kvrecall.structs import Rows, stack_rows
 
 
 class StaticChoice(Part):
@@ -94,6 +95,13 @@ class StaticSet:
     ids: Tensor
     rows: Tensor
     age: int = 0
+
+
+def rows_of(sets: list[StaticSet | None], nothing: Tensor) -> Rows:
+    """The rows of several sequences as one batch. nothing: rows `[H_kv, 0, 2, D]`, for a sequence that has no set."""
+    rows = [nothing if chosen is None else chosen.rows for chosen in sets]
+    counts = [torch.full((r.shape[0],), r.shape[1], dtype=torch.int32, device=r.device) for r in rows]
+    return stack_rows(list(zip(rows, counts, strict=True)))
 
 
 def choose(
