@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvrecall.launch import capability as capability_of
 from kvrecall.launch import kernels_available
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Answers are kept per device; these are about a device that is not there."""
-    kernels_available.cache_clear()
+    kernels_available.cache_clear(), capability_of.cache_clear()
     yield
-    kernels_available.cache_clear()
+    kernels_available.cache_clear(), capability_of.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "available"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)])

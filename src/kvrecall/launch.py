@@ -17,11 +17,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) of anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@cache
 def kernels_available(device: torch.device) -> bool:
     """Whether Triton's kernels run on a device; where they do not, torch does the same work more slowly."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return False
-    return find_spec("triton") is not None
+    return capability(device) >= LEAST_CAPABILITY and find_spec("triton") is not None
 
 
 def cdiv(a: int, b: int) -> int:
@@ -36,6 +40,6 @@ def next_power_of_2(n: int) -> int:
 
 def overlapping(device: torch.device) -> dict[str, Any]:
     """Launch options of kernels that call `overlap.begin` and `end`."""
-    if device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= _OVERLAPPING:
+    if not INTERPRETED and capability(device) >= _OVERLAPPING:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

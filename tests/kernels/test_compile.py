@@ -72,10 +72,13 @@ METHODS = {
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", METHODS)
-def test_kernels_of_a_captured_layer(name: str, capability: int, launches: dict[str, Any]) -> None:
+def test_kernels_of_a_captured_layer(
+    name: str, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvrecall.engine.captured.plan import pack
     from tests.interpreted.test_captured_layer import borrowed
 
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     dtype = torch.float16 if name == "semantic" else torch.bfloat16
     layer = state(METHODS[name], 2, dtype=dtype)
     start_in(layer, dtype)

@@ -22,7 +22,7 @@ from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
 from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, PRODUCT_TOP, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
-from kvrecall.launch import INTERPRETED, cdiv, next_power_of_2, overlapping
+from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
 
 FIELDS = 2 + len(TIER_PERCENTILES)
@@ -31,7 +31,7 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
 _MAX_TILES = 256
-_DOT_TOKENS, _DOT_STAGES, _DOT_WARPS = 512, 3, 4
+_DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
 _COMPACT_WARPS = 4
 _BINS, _MANY_BINS = 128, 256
@@ -154,6 +154,8 @@ class GpuSearch:
         barred = tables.signs if tables.barred is None else tables.barred
         shared = (plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles)
         if self.stage1 == "product":
+            # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
+            warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift = product_scale(self._dim)
             product_kernel[(self._tiles, self._total.shape[0])](
@@ -162,7 +164,7 @@ class GpuSearch:
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=PRODUCT_TOP,
-                NATIVE=not INTERPRETED, num_warps=_DOT_WARPS, **self._options,
+                NATIVE=not INTERPRETED, num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
