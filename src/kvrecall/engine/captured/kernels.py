@@ -51,7 +51,7 @@ def leave(
                 for i_s in range(ROWS // 8):
                     i_own = i_piece * (ROWS // 8) + i_s
                     o_c = (i_bh * S + i_own) * 256 + tl.arange(0, 256)
-                    m_own = (i_own < S) & (tl.arange(0, 256) >= 0)
+                    m_own = tl.arange(0, 256) < tl.where(i_own < S, 256, 0)
                     tl.store(p_counts + o_c, tl.load(p_live + o_c, mask=m_own), mask=m_own)
 
 

@@ -34,7 +34,7 @@ def compact_kernel(
         o_tile = tl.arange(0, BT)
         p_least = p_reach + (i_bh * BINS + least) * TILES
         b_reach = tl.load(p_least + o_tile, mask=o_tile <= i_tile, other=0)
-        b_above = tl.load(p_least + TILES + o_tile, mask=(o_tile <= i_tile) & (least + 1 < BINS), other=0)
+        b_above = tl.load(p_least + TILES + o_tile, mask=o_tile <= tl.where(least + 1 < BINS, i_tile, -1), other=0)
         above_before = tl.sum(tl.where(o_tile < i_tile, b_above, 0), 0)
         equal_before = tl.sum(tl.where(o_tile < i_tile, b_reach, 0), 0) - above_before
         equal_here = tl.sum(tl.where(o_tile == i_tile, b_reach - b_above, 0), 0)
