@@ -213,13 +213,16 @@ class SphereIndex(Index):
             plan, fire = (torch.tensor(x, dtype=torch.int32, device=signs.device) for x in (rows, fires))
             self._planned = (told, plan, fire)
         _, plan, fire = self._planned
-        every = queries
-        if len(sequences) < count:
+        every, whole = queries, sequences == list(range(count))
+        if not whole:
             every = queries.new_zeros(count, *queries.shape[1:])
-            every[sequences] = queries
+            for i, b in enumerate(sequences):  # a list of numbers would have to be sent to the GPU, and waited for
+                every[b] = queries[i]
         tables = Tables(signs, self._magnitudes.rows, self._weights.rows, self._counts, self._zero_norms, self._barred())
         gpu.launch(every.contiguous(), tables, plan, fire, budget.scaling)
-        return Selection(gpu.ids[sequences], gpu.counts[sequences])
+        if whole:
+            return Selection(gpu.ids.clone(), gpu.counts.clone())
+        return Selection(torch.stack([gpu.ids[b] for b in sequences]), torch.stack([gpu.counts[b] for b in sequences]))
 
     def _barred(self) -> Tensor | None:
         """uint8 `[B, H_kv, capacity]`: 1 for excluded tokens; None where there are none."""
