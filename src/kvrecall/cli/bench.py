@@ -37,8 +37,8 @@ def layer(
     _need_cuda()
     from kvrecall.bench import gpu_layer
 
-    _check(shape, gpu_layer.SHAPES, configs, gpu_layer.CONFIGS)
-    asked = product([shape], _counts(context), configs.split(","))
+    names = _check(shape, gpu_layer.SHAPES, configs, gpu_layer.CONFIGS)
+    asked = product([shape], _counts(context), names)
     columns = ("tokens", "config", "retrieval_p50_us", "full_p50_us", "speedup", *gpu_layer.STAGES)
     return _rows(gpu_layer.measure, asked, columns, out, as_json)
 
@@ -59,8 +59,8 @@ def decode(
     _need_cuda()
     from kvrecall.bench import gpu_decode, gpu_layer
 
-    _check(shape, gpu_decode.SHAPES, configs, gpu_layer.CONFIGS)
-    asked = product([shape], [layers], _counts(context), [batch], configs.split(","), [steps])
+    names = _check(shape, gpu_decode.SHAPES, configs, gpu_layer.CONFIGS)
+    asked = product([shape], [layers], _counts(context), [batch], names, [steps])
     columns = ("context", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
     return _rows(gpu_decode.measure, asked, columns, out, as_json)
@@ -79,10 +79,9 @@ def ops(
     _need_cuda()
     from kvrecall.bench import gpu_layer, gpu_ops
 
-    names = ",".join(gpu_ops.OPS) if ops == "all" else ops
-    _check(shape, gpu_layer.SHAPES, names, gpu_ops.OPS)
+    names = _check(shape, gpu_layer.SHAPES, ops, gpu_ops.OPS)
     columns = ("tokens", "op", "p20_us", "p50_us", "p80_us", "gb_per_s", "roofline_us", "roofline_share")
-    return _rows(gpu_ops.measure, product([shape], _counts(context), names.split(",")), columns, out, as_json)
+    return _rows(gpu_ops.measure, product([shape], _counts(context), names), columns, out, as_json)
 
 
 @bench.command()
@@ -98,10 +97,9 @@ def methods(
     _need_cuda()
     from kvrecall.bench import gpu_layer, gpu_methods
 
-    names = ",".join(gpu_methods.SYSTEMS) if systems == "all" else systems
-    _check(shape, gpu_layer.SHAPES, names, gpu_methods.SYSTEMS)
+    names = _check(shape, gpu_layer.SHAPES, systems, gpu_methods.SYSTEMS)
     columns = ("tokens", "system", "p20_us", "p50_us", "p80_us", "full_p50_us", "speedup", "attended_tokens", "host_us")
-    return _rows(gpu_methods.measure, product([shape], _counts(context), names.split(",")), columns, out, as_json)
+    return _rows(gpu_methods.measure, product([shape], _counts(context), names), columns, out, as_json)
 
 
 def _rows(
@@ -130,12 +128,15 @@ def _counts(context: str) -> list[int]:
     return [options.token_count(text) for text in context.split(",")]
 
 
-def _check(shape: str, shapes: Iterable[str], configs: str, known: Iterable[str]) -> None:
+def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) -> list[str]:
+    """The names that were asked for, by commas, or all that are known."""
     if shape not in shapes:
         raise UnknownNameError("shape", shape, shapes)
-    for name in configs.split(","):
+    names = list(known) if asked == "all" else asked.split(",")
+    for name in names:
         if name not in known:
             raise UnknownNameError("configuration", name, known)
+    return names
 
 
 def _need_cuda() -> None:

@@ -15,7 +15,6 @@ from kvrecall.cli.report import plain_table
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_texts
 from kvrecall.cli.verb import Result, verb
-from kvrecall.errors import ContextLengthError
 
 
 @verb
@@ -39,9 +38,7 @@ def calibrate(
     text = read_texts(files)
     wanted = None if tokens is None else options.token_count(tokens)
     session = open_session(model, dtype, device, quiet=as_json)
-    ids = session.tokenizer(text).input_ids[:wanted]
-    if session.limit_tokens and len(ids) > session.limit_tokens:
-        raise ContextLengthError("text", session.limit_tokens, len(ids))
+    ids = session.token_ids(text, wanted)
 
     from kvrecall.evaluate.calibrate import calibrate as find
     from kvrecall.evaluate.calibrate import watch_queries

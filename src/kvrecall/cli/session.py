@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvrecall.cli.verb import notes, status
+from kvrecall.errors import ContextLengthError
 
 OnProgress = Callable[[int, int], None]
 
@@ -28,6 +29,13 @@ class Session:
     def limit_tokens(self) -> int | None:
         """Tokens that the model's context holds, prompt and answer together; None if its config does not say."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def token_ids(self, text: str, most: int | None = None) -> list[int]:
+        """Tokens of a text, the first `most` of them; raises ContextLengthError if the model's context cannot hold them."""
+        ids = self.tokenizer(text).input_ids[:most]
+        if self.limit_tokens and len(ids) > self.limit_tokens:
+            raise ContextLengthError("text", self.limit_tokens, len(ids))
+        return ids
 
     def tensor(self, ids: list[int]) -> Any:
         """Token ids as a batch of one on the model's device."""

@@ -14,7 +14,7 @@ from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_texts
 from kvrecall.cli.verb import Result, verb
-from kvrecall.errors import ContextLengthError, ParameterError
+from kvrecall.errors import ParameterError
 
 
 @verb
@@ -45,9 +45,7 @@ def tune(
     read = read_texts(text)
     wanted = None if tokens is None else options.token_count(tokens)
     session = open_session(model, dtype, device, quiet=as_json)
-    ids = session.tokenizer(read).input_ids[:wanted]
-    if session.limit_tokens and len(ids) > session.limit_tokens:
-        raise ContextLengthError("text", session.limit_tokens, len(ids))
+    ids = session.token_ids(read, wanted)
     least = chosen.sink_tokens + chosen.local_tokens + steps + 2
     if len(ids) < least:
         raise ParameterError("text", f"{least:,} tokens or more", f"{len(ids):,} tokens", "Give more text, or fewer --steps.")
