@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs scripts/results.py on a machine with a GPU: scripts/results.sh FOLDER PACKED.jsonl.gz [options of `results.py run`]
+#
+# KVRECALL_MODELS names the folder of the models' files; a GGUF file there is dequantised once, to bfloat16, beside it.
+# MPS=1 lets the processes' kernels run at the same time, where the driver's server for that can be started.
+set -euo pipefail
+folder=${1:?folder for the runs} packed=${2:?file for all samples}
+shift 2
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+mkdir -p "$folder"
+
+echo "preparing the model"
+time "$python" -c 'from kvrecall.models import load; load("qwen2.5-coder-1.5b", "bfloat16", "cpu")'
+
+if [ "${MPS:-0}" = 1 ] && command -v nvidia-cuda-mps-control > /dev/null; then
+  export CUDA_MPS_PIPE_DIRECTORY="$folder/mps" CUDA_MPS_LOG_DIRECTORY="$folder/mps"
+  mkdir -p "$folder/mps"
+  nvidia-cuda-mps-control -d
+  trap 'echo quit | nvidia-cuda-mps-control || true' EXIT
+  if ! timeout 60 "$python" -c 'import torch; torch.zeros(1, device="cuda")'; then
+    echo "no MPS here; going on without it"
+    echo quit | nvidia-cuda-mps-control || true
+    trap - EXIT
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  fi
+fi
+
+"$python" scripts/results.py run "$folder" --pack "$packed" "$@"
+grep -h FAILED "$folder"/logs/*.log | sort | uniq -c | sort -rn | head -40 || true
