@@ -52,15 +52,20 @@ def specs_of(found: dict[str, Any], stage: dict[str, Any]) -> dict[str, str]:
 
 
 def runs_of(found: dict[str, Any], stage: dict[str, Any]) -> Iterator[tuple[str, Plan]]:
-    """Folder names and plans of a stage: needles over depths have their own number of samples."""
+    """Folder names and plans of a stage: needles over depths and conversations have their own number of samples."""
     tasks = stage["tasks"] if isinstance(stage["tasks"], list) else found["sets"][stage["tasks"]]
     shared = {"contexts": tuple(stage["contexts"]), "seed": found["seed"]}
     shared |= {name: stage[name] for name in ("steps", "window") if name in stage}
     depths = tuple(depth / 100 for depth in found["depths"])
-    if "niah" in tasks:
-        yield f"{stage['name']}-niah", Plan(("niah",), samples=stage["niah_samples"], depths=depths, **shared)
-    if rest := tuple(task for task in tasks if task != "niah"):
-        yield stage["name"], Plan(rest, samples=stage.get("samples", 1), depths=depths, **shared)
+    counts: dict[str, list[str]] = {"samples": [], "niah_samples": [], "turns_samples": []}
+    for task in tasks:
+        own = {"niah": "niah_samples", "multi-turn": "turns_samples"}.get(task.partition(":")[0], "samples")
+        counts[own if own in stage else "samples"].append(task)
+    for name, listed in counts.items():
+        if listed:
+            suffix = name.partition("_")[0] if name != "samples" else ""
+            folder = "-".join(filter(None, (stage["name"], suffix)))
+            yield folder, Plan(tuple(listed), samples=stage.get(name, 1), depths=depths, **shared)
 
 
 def chosen(found: dict[str, Any], lane: str, names: str | None) -> list[dict[str, Any]]:
@@ -81,7 +86,7 @@ def work(args: argparse.Namespace) -> None:
     loaded: dict[str, Any] = {}
     for limited in (True, False):
         for stage in chosen(found, args.lane, args.stages):
-            name = stage.get("model", DEFAULT_MODEL)
+            name = stage.get("model", args.model)
             if name not in loaded:
                 loaded.clear()
                 loaded[name] = models.load(name, "bfloat16", args.device)
@@ -137,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
     for lane, count in lanes.items():
         for number in range(1, count + 1):
             command = [sys.executable, __file__, "worker", args.folder, "--lane", lane, "--shard", f"{number}/{count}"]
-            command += ["--device", args.device, "--stretch", str(args.stretch)]
+            command += ["--device", args.device, "--stretch", str(args.stretch), "--model", args.model]
             command += ["--stages", args.stages] if args.stages and lane == "main" else []
             with (folder / "logs" / f"{lane}-{number}.log").open("a") as log:
                 workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT))
@@ -192,6 +197,7 @@ def main() -> None:
         verb.add_argument("folder")
         verb.add_argument("--stages", help="names, separated by commas; all of the lane if left out")
         verb.add_argument("--device", default="cuda")
+        verb.add_argument("--model", default=DEFAULT_MODEL, help="of stages that name none")
         verb.add_argument("--stretch", type=float, default=1.0, help="factor of the stages' seconds")
     verb = verbs.choices["run"]
     verb.add_argument("--workers", type=int, default=10)

@@ -171,7 +171,7 @@ class _Watched:
             windows.append(Window(first, len(kl), _mean(agreed), _mean(kl), _mean(recalls) if recalls else None))
         numbers = sorted({layer for _, layer, _ in self.recalled})
         layers = {n: _mean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
-        spent = costs(self.cache)
+        spent: dict[str, float | None] = costs(self.cache)
         if spent["attended_tokens"] is None:  # full attention that was read ahead made no step
             spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "bytes_fetched": 0.0}
         return Drift(windows, layers, prompt_tokens, spent)
