@@ -22,10 +22,10 @@ from kvrecall.errors import (
 from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.memory import all_or_nothing, check_device, explained
+from kvrecall.integrations.transformers.rezone import rezoned
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.rezone import rezoned
 from kvrecall.structs import AttentionParams
 
 if TYPE_CHECKING:

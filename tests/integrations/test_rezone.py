@@ -10,8 +10,8 @@ import torch
 import kvrecall
 from kvrecall import engine, errors
 from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.integrations.transformers.rezone import rezoned
 from kvrecall.methods import Method
-from kvrecall.rezone import rezoned
 from tests.integrations.models import tiny
 from tests.integrations.test_transformers import prompt, ragged
 from tests.layers import start, state, step
