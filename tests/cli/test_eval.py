@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvrecall
+from kvrecall.evaluate.runs import read_records
 from kvrecall.evaluate.tasks.registry import KNOWN
 from tests.cli.conftest import Cli
 
@@ -37,6 +38,28 @@ def test_eval_report_and_resumption(cli: Cli, tiny: Path, tmp_path: Path) -> Non
     text = Path(page["file"]).read_text()
     assert "exact@900" in text and text.count("<svg") == page["plots"] > 3
     assert "wrote" in cli("report", out, "--out", tmp_path / "other.html").stderr and (tmp_path / "other.html").exists()
+
+
+def test_shares_of_a_run_are_the_run(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    """Two calls with a share each write what one call writes; either says what all have, and goes on where it was."""
+
+    def kept(records: list[dict]) -> list[dict]:
+        return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+    options = ("eval", "-m", tiny, "--tasks", "niah,json-kv:2", "--methods", "exact", "--budgets", "32", "--context", "600",
+               "--samples", 2, "--depths", "0,100", "--dtype", "float32")  # fmt: skip
+    whole, shared = tmp_path / "whole", tmp_path / "shared"
+    one = cli.json(*options, "--out", whole)
+    first = cli.json(*options, "--out", shared, "--shard", "1/2")
+    assert 0 < first["samples"] < one["samples"] and [f.name for f in shared.glob("*.jsonl")] == ["samples-01-of-02.jsonl"]
+    second = cli.json(*options, "--out", shared, "--shard", "2/2")
+    assert second["samples"] == one["samples"] == 12
+    untimed = [[row | {"decode_ms": None} for row in told["rows"]] for told in (one, second)]
+    assert untimed[0] == untimed[1]
+    assert kept(read_records(shared)) == kept(read_records(whole))
+    assert cli.json(*options, "--out", shared, "--shard", "1/2")["resumed"] == 12
+    assert cli.json("report", shared)["samples"] == 12
+    assert "--shard: expected i/n with i from 1 to n, got '3/2'" in cli.error(*options, "--out", shared, "--shard", "3/2")
 
 
 def test_tasks_are_listed(cli: Cli) -> None:

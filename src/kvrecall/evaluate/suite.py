@@ -82,8 +82,9 @@ class Suite:
             else:
                 depths = plan.depths if generated(spec).depths else (None,)
                 for context in plan.contexts:
-                    numbered = enumerate((depth, i) for depth in depths for i in range(plan.samples))
-                    yield from (Job(spec, context, number, 0, depth) for number, (depth, _) in numbered)
+                    # All depths again and again: a run of fewer samples is the beginning of one of more.
+                    numbered = enumerate(depth for _ in range(plan.samples) for depth in depths)
+                    yield from (Job(spec, context, number, 0, depth) for number, depth in numbered)
 
     def run(
         self,
