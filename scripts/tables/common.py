@@ -41,10 +41,15 @@ def markdown(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- table NAME -->` and `<!-- end -->` in a page."""
+    """Replaces a table in a page."""
+    page.write_text(filled(page.read_text(), name, text))
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """A page with another text between `<!-- table NAME -->` and the `<!-- end -->` that follows."""
     begin, end = f"<!-- table {name} -->", "<!-- end -->"
-    before, rest = page.read_text().split(begin)
-    page.write_text(before + begin + "\n\n" + text + "\n\n" + end + rest.split(end, 1)[1])
+    before, rest = page.split(begin)
+    return before + begin + "\n\n" + text + "\n\n" + end + rest.split(end, 1)[1]
 
 
 def _cell(value: object) -> str:

@@ -1,0 +1,252 @@
+"""The tables of docs/results.md as Markdown, by name; scores in percent, 95% intervals in brackets."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from scripts.results import DEFAULT_MODEL, runs_of, specs_of
+from scripts.tables.common import ROOT, markdown
+from scripts.tables.evaluation.cases import FULL, Column, Comparison, Line, Mean, comparisons, pool
+from scripts.tables.evaluation.rows import FULL_NAME, Plan, Rows
+
+from kvrecall.evaluate import drift
+from kvrecall.evaluate.tasks.registry import generated
+
+Place = tuple[str, int]
+"""A model and a context."""
+
+
+def places(rows: Rows) -> list[Place]:
+    """Models and contexts that have answers: larger models first, as the plan's default is."""
+    found = {(a.model, a.context) for a in rows.answers}
+    return sorted(found, key=lambda p: (p[0] != DEFAULT_MODEL, p[0], p[1]))
+
+
+def at(rows: Rows, place: Place, columns: list[Column]) -> list[Comparison]:
+    """The comparisons of some methods at one place."""
+    return comparisons(pool(a for a in rows.answers if (a.model, a.context) == place), columns)
+
+
+def columns_of(plan: Plan, name: str) -> list[Column]:
+    """Full attention and the methods of a comparison of scripts/results.toml, with the budgets that the file gives them."""
+    budgets = {n: spec.rpartition("@")[2] if "@" in spec else "" for n, spec in plan["methods"].items()}
+    return [FULL, *((n, int(budgets[n]) if budgets[n] else None) for n in plan["comparisons"][name])]
+
+
+def methods(rows: Rows) -> str:
+    """What the names mean."""
+    return markdown(("name", "as `kvrecall eval --methods` takes it"), ((n, f"`{s}`") for n, s in rows.plan["methods"].items()))
+
+
+def made(rows: Rows) -> str:
+    """Answers that every stage has, of those that it would have in whole."""
+    lines = []
+    for stage in rows.plan["stages"]:
+        if stage.get("lane") == "trial":
+            continue
+        wanted = len(specs_of(rows.plan, stage)) + 1
+        wanted *= sum(_samples(plan) for _, plan in runs_of(rows.plan, stage))
+        runs = {name for name, _ in runs_of(rows.plan, stage)}
+        models = sorted({model for model, run in rows.runs if run in runs}) or [stage.get("model", DEFAULT_MODEL)]
+        for model in models:
+            own = sum((a.model, a.run in runs) == (model, True) for a in rows.answers)
+            own += len({(w.method, w.budget) for w in rows.windows if w.model == model and w.run in runs})
+            lines.append(
+                (stage["name"], model, ", ".join(map(_length, stage["contexts"])), f"{own} of {wanted}" if own else "none")
+            )
+    return markdown(("stage", "model", "context", "answers"), lines)
+
+
+def overview(rows: Rows) -> str:
+    """Suite averages less full attention's, everywhere."""
+    columns, found = columns_of(rows.plan, "systems"), {}
+    for place in places(rows):
+        for comparison in reversed(at(rows, place, columns)):  # the one with the most samples counts
+            found |= {(place, line.column): line for line in comparison.lines()}
+    shown = [p for p in places(rows) if any(place == p for place, _ in found)]
+    headings = ["method", "budget", *(f"{model}, {_length(context)}" for model, context in shown)]
+    lines = []
+    for column in columns:
+        own = [found.get((place, column)) for place in shown]
+        if any(own):
+            cells = [None if x is None else _share(x.average) if column == FULL else _change(x.difference) for x in own]
+            lines.append((*_name(column), *cells))
+    return markdown(headings, lines) if lines else "Nothing yet."
+
+
+def suite(rows: Rows) -> str:
+    """A table per model and context: average, difference, tasks."""
+    return _everywhere(rows, columns_of(rows.plan, "systems"))
+
+
+def baselines(rows: Rows) -> str:
+    """The same for all methods under one budget and with one window."""
+    return _everywhere(rows, columns_of(rows.plan, "baselines"), least=6)
+
+
+def budgets(rows: Rows) -> str:
+    """Average of the suite against budget, less full attention's."""
+    parts = []
+    for model, context, comparison in swept(rows):
+        lines = comparison.lines()
+        listed = sorted({b for _, b in comparison.columns if b is not None})
+        cells = {line.column: _change(line.difference) for line in lines}
+        names = dict.fromkeys(name for name, _ in comparison.columns[1:])
+        table = markdown(("method", *map(str, listed)), ((n, *(cells.get((n, b)) for b in listed)) for n in names))
+        figure = f"![Score against budget](figures/{figure_name('budgets', model, context)})"
+        told = f"Full attention: {_share(lines[0].average)}. {_samples_told(comparison)}"
+        parts.append(f"**{model}, {_length(context)}.** {told}\n\n{table}\n\n{figure}")
+    return "\n\n".join(parts) or "Nothing yet."
+
+
+def swept(rows: Rows) -> Iterator[tuple[str, int, Comparison]]:
+    """Comparisons of methods under several budgets: of each place, the runs of its stages with budgets alone."""
+    runs = {name for stage in rows.plan["stages"] if "budgets" in stage for name, _ in runs_of(rows.plan, stage)}
+    for model, context in places(rows):
+        found = pool(a for a in rows.answers if (a.model, a.context) == (model, context) and a.run in runs)
+        for comparison in comparisons(found, list(found))[:1]:
+            yield model, context, comparison
+
+
+def generation(rows: Rows) -> str:
+    """Recall and divergence of each method, in the first and the last window and over all."""
+    parts = []
+    for (model, context), lines in generated_lines(rows).items():
+        table = []
+        for label, windows in lines.items():
+            steps = sum(w["steps"] for w in windows)
+            agreement, kl = (sum(w[n] * w["steps"] for w in windows) / steps for n in ("agreement", "kl"))
+            recalls = [w["recall"] for w in windows if w["recall"] is not None]
+            ends: tuple[str | None, ...] = (None, None, None)
+            if recalls:
+                first, last = 100 * recalls[0], 100 * recalls[-1]
+                ends = f"{first:.1f}", f"{last:.1f}", _signed(last - first)
+            table.append((label, *ends, f"{100 * agreement:.1f}", f"{kl:.4f}"))
+        headings = ("method", "recall@100, first window", "last window", "change", "agreement", "KL (nats)")
+        shown = next(iter(lines.values()))
+        steps = shown[-1]["first_step"] + shown[-1]["steps"]
+        told = f"{steps:,} tokens after a prompt of {_length(context)}, in windows of {shown[0]['steps']}."
+        figures = [f"![{n}](figures/{figure_name(n, model, context)})" for n in ("recall", "kl")]
+        parts.append("\n\n".join([f"**{model}.** {told}", markdown(headings, table), *figures]))
+    return "\n\n".join(parts) or "Nothing yet."
+
+
+def generated_lines(rows: Rows) -> dict[Place, dict[str, list[dict[str, Any]]]]:
+    """Windows by place and method, as the plots take them; without full attention, which does not differ from itself."""
+    found: dict[Place, dict[str, list[dict[str, Any]]]] = {}
+    for w in rows.windows:
+        if w.method != FULL_NAME:
+            label = w.method if w.budget is None else f"{w.method} ({w.budget})"
+            own = {n: getattr(w, n) for n in ("first_step", "steps", "agreement", "kl", "recall")}
+            found.setdefault((w.model, w.context), {}).setdefault(label, []).append(own)
+    return found
+
+
+def targets(rows: Rows) -> str:
+    """Is the average as close to full attention as wanted? Decided only where the whole interval lies on one side."""
+    lines = []
+    for place in places(rows):
+        seen: set[Column] = set()
+        for comparison in at(rows, place, columns_of(rows.plan, "systems")):
+            for line in comparison.lines():
+                wanted = rows.plan["wanted"].get(line.column[0])
+                if wanted is not None and line.column not in seen:
+                    seen.add(line.column)
+                    d = line.difference
+                    sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
+                    verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
+                    lines.append((place[0], _length(place[1]), *_name(line.column), _change(d), f"−{wanted}", verdict))
+    return markdown(("model", "context", "method", "budget", "− full", "wanted", "met"), lines) if lines else "Nothing yet."
+
+
+def order(rows: Rows) -> str:
+    """Methods in the order of a paper's table beside their order here, at the context with the most methods."""
+    papers = tomllib.loads((ROOT / "scripts" / "tables" / "papers.toml").read_text(encoding="utf-8"))
+    parts = []
+    for paper in papers["papers"]:
+        best: tuple[int, Place, list[Line]] | None = None
+        names = paper["points"]
+        for place in places(rows):
+            for comparison in at(rows, place, columns_of(rows.plan, "baselines")):
+                own = [x for x in comparison.lines() if x.column[0] in names]
+                if len(own) > 2 and (best is None or len(own) >= best[0]):
+                    best = len(own), place, own
+        if best is None:
+            continue
+        _, (model, context), own = best
+        here = {line.column[0]: line.difference for line in own}
+        listed = sorted(here, key=lambda n: -names[n])
+        ranks = {n: 1 + sum(round(x.value, 1) > round(here[n].value, 1) for x in here.values()) for n in here}
+        table = [(n, f"{names[n]:+.2f}".replace("-", "−"), i, _change(here[n]), ranks[n]) for i, n in enumerate(listed, 1)]
+        headings = ("method", f"{paper['title']}: − full", "rank", f"{model}, {_length(context)}: − full", "rank")
+        parts.append(markdown(headings, table))
+    return "\n\n".join(parts) or "Nothing yet."
+
+
+TABLES = {
+    "methods": methods, "made": made, "overview": overview, "targets": targets, "suite": suite, "budgets": budgets,
+    "baselines": baselines, "generation": generation, "order": order,
+}  # fmt: skip
+
+
+def figure_name(what: str, model: str, context: int) -> str:
+    """File of a figure below docs/figures."""
+    return f"results_{what}_{model}_{_length(context).lower()}.svg"
+
+
+def _everywhere(rows: Rows, columns: list[Column], least: int = 2) -> str:
+    parts = []
+    for model, context in places(rows):
+        for number, comparison in enumerate(at(rows, (model, context), columns)):
+            if len(comparison.columns) >= least:
+                again = ", with those that have fewer samples" if number else ""
+                parts.append(f"**{model}, {_length(context)}{again}.** {_samples_told(comparison)}\n\n{_table(comparison)}")
+    return "\n\n".join(parts) or "Nothing yet."
+
+
+def _table(comparison: Comparison) -> str:
+    tasks = list(comparison.tasks)
+    lines = [
+        (*_name(x.column), _share(x.average), None if x.column == FULL else _change(x.difference),
+         None if x.attended_tokens is None else f"{x.attended_tokens:,.0f}", *(f"{x.tasks[t]:.0f}" for t in tasks))
+        for x in comparison.lines()
+    ]  # fmt: skip
+    return markdown(("method", "budget", "average", "− full", "attended", *tasks), lines)
+
+
+def _samples_told(comparison: Comparison) -> str:
+    counts = {task: len(cases) for task, cases in comparison.tasks.items()}
+    by_count: dict[int, list[str]] = {}
+    for task, count in counts.items():
+        by_count.setdefault(count, []).append(task)
+    told = "; ".join(f"{count} of {', '.join(tasks)}" for count, tasks in by_count.items())
+    return f"{sum(counts.values())} samples: {told}."
+
+
+def _samples(plan: Any) -> int:
+    """Samples of a run's plan under one condition."""
+    each = (1 if drift.is_drift(t) else plan.samples * (len(plan.depths) if generated(t).depths else 1) for t in plan.tasks)
+    return len(plan.contexts) * sum(each)
+
+
+def _name(column: Column) -> tuple[str, str]:
+    return column[0], "–" if column[1] is None else str(column[1])
+
+
+def _share(mean: Mean) -> str:
+    return f"{mean.value:.1f} [{mean.low:.1f}, {mean.high:.1f}]"
+
+
+def _change(mean: Mean) -> str:
+    return f"{_signed(mean.value)} [{_signed(mean.low)}, {_signed(mean.high)}]"
+
+
+def _signed(value: float) -> str:
+    text = f"{value:+.1f}".replace("-", "−")
+    return "0.0" if text in ("+0.0", "−0.0") else text
+
+
+def _length(context: int) -> str:
+    return f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}"
