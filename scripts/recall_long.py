@@ -5,7 +5,7 @@
 
 The prompts are needles among needles (`niah-multikey`), one seed each; every second layer is looked at. In modes "each head"
 every query head searches and attends by itself, as if it had a KV head of its own: then "recall" is the share of a head's own
-top-100 that it finds among `top_k` rows. In the others one search serves a group, and every head is compared with its own truth.
+top-100 that it finds among `top_k` rows. In the others one search serves a group; every head is compared with its own truth.
 """
 
 from __future__ import annotations
