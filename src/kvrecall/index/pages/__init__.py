@@ -127,6 +127,10 @@ class PageIndex(UnitIndex):
     def units(self, sequence: int) -> Units:
         return self._units[sequence]
 
+    def move(self, sequence: int, units: Units) -> None:
+        """Refers to the same units at another place; what lies there behind the last whole page may change."""
+        self._units[sequence] = units
+
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
         return inner_products(queries, units.reps) if self._config.points == 1 else volume_scores(queries, units.reps)
 
