@@ -77,10 +77,9 @@ class StepAttention:
         self.forget()
 
     def forget(self) -> None:
-        """Keeps no selected rows, and starts counting anew."""
+        """Keeps no selected rows, and counts those that are read anew."""
         self._kept_ids.fill_(-1)
         self.read.zero_()
-        self.bad.zero_()
 
     def launch(
         self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, zone: Tensor, parity: Tensor, params: AttentionParams,

@@ -100,6 +100,7 @@ class UnitLayer(CapturedState):
         self.zone[:, 1] = 1  # no window is full, so nothing leaves it
 
     def forget_trial(self) -> None:
+        self.bad.zero_()
         self._load()
 
     def abandon(self) -> None:
