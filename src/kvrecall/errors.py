@@ -139,6 +139,15 @@ class InputFileError(KVRecallError, ValueError):
         super().__init__(f"{path}: {problem}. {remedy}")
 
 
+class FolderInUseError(KVRecallError, RuntimeError):
+    """Another process writes into the same folder of results."""
+
+    def __init__(self, folder: object, holder: str) -> None:
+        remedy = "Wait for it, give --out another folder, or let several processes share a run with --shard."
+        super().__init__(f"{folder}: expected no other run to write here, but {holder} does. {remedy}")
+        self.folder = folder
+
+
 class ModelFilesError(KVRecallError, RuntimeError):
     """Model weights that cannot be found, fetched or verified."""
 

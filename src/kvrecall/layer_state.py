@@ -99,7 +99,7 @@ class LayerState:
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
         """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.in_prompt[sequence] = True
-        self._watch(sequence, ObservedQueries(queries, lse, start))
+        self.watch(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)
 
@@ -125,14 +125,14 @@ class LayerState:
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
         for b in sequences:
-            self._watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1))
+            self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1))
         if self.log is None or not self._decode_window:
             return
         for b in sequences:
             self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
             self.log.shrink(b, self._decode_window)
 
-    def _watch(self, sequence: int, observed: ObservedQueries) -> None:
+    def watch(self, sequence: int, observed: ObservedQueries) -> None:
         """Shows the index who attended to what, if it wants to know."""
         if self.index is None or not self.index.watches:
             return
@@ -333,7 +333,7 @@ class LayerState:
                     self.index.append(b, bring(block, self.shape.device)[:, :, 0])
             seen = None if self.log is None else self.log.seen(b)
             if seen is not None:
-                self._watch(b, seen)
+                self.watch(b, seen)
 
     def _copy(self, sequences: list[int]) -> LayerState:
         other = copy(self)

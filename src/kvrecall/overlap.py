@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Waits for all that the kernel in front wrote; comes before any access to memory."""
+    """Waits for all that the kernel in front wrote; what kernels before that one wrote may be read earlier."""
     if PDL:
         gdc_wait()
 

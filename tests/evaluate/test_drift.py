@@ -13,9 +13,10 @@ from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.drift import measure, prompt_of
+from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.runs import RunFolder
-from kvrecall.evaluate.suite import Plan, Suite
+from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import layer_recall, windows
 from tests.evaluate.asked import EXACT, PARIS, asker, compared, without_times, written
 

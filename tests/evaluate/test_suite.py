@@ -9,8 +9,9 @@ import pytest
 from kvrecall.engine.prompts import next_turn
 from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
 from kvrecall.evaluate.conditions import conditions, described
+from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
-from kvrecall.evaluate.suite import Plan, Suite
+from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import heat_map, rounds, summarise
 from kvrecall.evaluate.tasks.base import Turn
 from kvrecall.evaluate.tasks.registry import generated

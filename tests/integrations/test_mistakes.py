@@ -255,6 +255,3 @@ def test_wrong_things_where_a_model_or_method_belongs() -> None:
         kvrecall.RetrievalCache(model, COVERING)  # type: ignore[arg-type]
     with pytest.raises(errors.ParameterError, match="PreTrainedModel"), kvrecall.attach(torch.nn.Linear(2, 2)):  # type: ignore[arg-type]
         pass
-    cache = kvrecall.RetrievalCache(model.config, COVERING)
-    with pytest.raises(errors.ParameterError, match="same zone sizes"):
-        cache.fork(kvrecall.Full(sink_tokens=5))

@@ -201,7 +201,7 @@ def full_attention(bench: Bench) -> tuple[float, str]:
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         try:
             with sdpa_kernel(backend):
-                found[backend.name.lower()] = timed(bench.full, len(bench.layers))[1]
+                found[backend.name.lower()] = timed(bench.full, len(bench.keys))[1]
         except RuntimeError as error:
             print(f"  {backend.name}: {str(error).splitlines()[0]}")
     name = min(found, key=lambda key: found[key])

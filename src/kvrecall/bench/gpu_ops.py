@@ -102,17 +102,17 @@ def layers_for(bytes_each: float) -> int:
 
 
 @lru_cache(maxsize=1)
-def _sphere(shape: str, tokens: int) -> Bench:
+def _sphere(shape: str, tokens: int, config: str) -> Bench:
     """Layers under ParisKV; checked: one step is fp32 attention over the ids of the reference search."""
     heads, dim = SHAPES[shape][1:]
-    bench = Bench(shape, tokens, CONFIGS["product"](tokens), layers_for(tokens * heads * dim // BLOCK))
+    bench = Bench(shape, tokens, CONFIGS[config](tokens), layers_for(tokens * heads * dim // BLOCK))
     bench.check()
     return bench
 
 
-def _stage(name: str) -> Callable[[str, int], Op]:
+def _stage(name: str, config: str = "product") -> Callable[[str, int], Op]:
     def build(shape: str, tokens: int) -> Op:
-        bench = _sphere(shape, tokens)
+        bench = _sphere(shape, tokens, config)
         (queries, keys, values), params, rows = bench.new, bench.params, bench.rows
         calls: dict[str, Callable] = {
             "tables": lambda x: x._search.make_tables(queries, x._tables(), rows, x._fire),
@@ -217,6 +217,7 @@ def _unit_op(name: str) -> Callable[[str, int], Op]:
 OPS: dict[str, Callable[[str, int], Op]] = {
     "encode": _encode,
     **{name: _stage(name) for name in ("tables", "scan", "compact", "rerank", "top-k", "attend+merge")},
+    **{f"collision-{name}": _stage(name, "paper") for name in ("tables", "scan")},
     "gather-800": _gather(800),
     "gather-8192": _gather(8192),
     **{name: _unit_op(name) for name in ("page-scores", "page-fill", "cluster-scores", "cluster-fill")},

@@ -29,7 +29,10 @@ _FILE_COLUMNS = 200
 def evaluate(
     tasks: Annotated[str, typer.Option(help="Tasks, separated by commas; `--tasks list` lists them.")] = "niah,niah-multikey",
     methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas: a name, name:key=value;key=value, or a method file.")
+        str,
+        typer.Option(
+            help="Methods, separated by commas: name or name:key=value;key=value, also with @budget; or a method file."
+        ),
     ] = options.DEFAULT_METHOD,
     budgets: Annotated[
         str | None, typer.Option(help="Tokens per KV head and step, such as 128,512; the methods' own if left out.")
@@ -49,6 +52,12 @@ def evaluate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     chunk_tokens: options.ChunkTokens = 1024,
+    batch_tokens: Annotated[
+        int, typer.Option(min=0, help="Samples whose contexts add up to so many tokens are answered together; pays on a GPU.")
+    ] = 0,
+    shard: Annotated[
+        str, typer.Option(help="Share of this process, i/n: n processes with the same options and i from 1 to n make one run.")
+    ] = "1/1",
     as_json: options.AsJson = False,
 ) -> Result:
     """Evaluate methods under budgets on generated tasks and local problem sets, beside full attention."""
@@ -56,30 +65,28 @@ def evaluate(
         return _list(as_json)
 
     from kvrecall.evaluate.conditions import conditions
-    from kvrecall.evaluate.suite import Plan
+    from kvrecall.evaluate.plan import Plan, configuration
+    from kvrecall.evaluate.runs import RunFolder, Shard, read_records
 
     # What is cheap to get wrong is checked before the weights are loaded.
     plan = Plan(
         tuple(_listed(tasks)), tuple(options.token_count(c) for c in _listed(context)), samples, tuple(_depths(depths)), seed,
         attempts, temperature, top_p, max_new_tokens, steps, window,
     )  # fmt: skip
+    share = Shard.of(shard)
     specs, counts = _listed(methods), [_budget(b) for b in _listed(budgets or "")]
     conditions(specs, counts)
-    settings = plan.to_dict()
+    plan.to_dict()  # reads the files that it names
 
-    from kvrecall import __version__
     from kvrecall.evaluate.asking import Asker
-    from kvrecall.evaluate.conditions import described
-    from kvrecall.evaluate.runs import RunFolder
     from kvrecall.evaluate.suite import Suite
     from kvrecall.evaluate.summary import summarise
 
     session = open_session(model, dtype, device, quiet=as_json)
     found = conditions(specs, counts, session.model.config.get_text_config(decoder=True).num_hidden_layers)
-    suite = Suite(plan, Asker(session.model, session.tokenizer, chunk_tokens), found)
-    about = {"kvrecall": __version__, "model": session.name, "dtype": str(session.model.dtype).removeprefix("torch.")}
-    about |= {"device": session.model.device.type, "chunk_tokens": chunk_tokens, "conditions": described(found)}
-    folder = RunFolder(out, about | settings)
+    suite = Suite(plan, Asker(session.model, session.tokenizer, chunk_tokens), found, batch_tokens)
+    place = str(session.model.dtype), session.model.device.type
+    folder = RunFolder(out, configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens), share)
     said = suite.notes()
     for note in said:
         notes().print(f"note: {note}", markup=False, soft_wrap=True)
@@ -88,10 +95,11 @@ def evaluate(
         notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
     with _bar(as_json) as on_progress:
         suite.run(folder, on_progress)
-    rows = summarise(folder.records)
+    records = read_records(out)  # other processes' too
+    rows = summarise(records)
     if not as_json:
         show(rows)
-    told = {"folder": str(out), "model": session.name, "samples": len(folder.records), "resumed": resumed, "notes": said}
+    told = {"folder": str(out), "model": session.name, "samples": len(records), "resumed": resumed, "notes": said}
     return told | {"rows": [row.to_dict() for row in rows]}
 
 

@@ -1,15 +1,16 @@
-"""Putting questions to a model: one prefill of a document, then a fork of its cache for each condition."""
+"""Putting questions to a model: one prefill of the prompts, then a fork of their cache for each condition."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrecall import engine
-from kvrecall.cache.zones import ZoneSizes
+from kvrecall.engine.generate import GenerateResult
 from kvrecall.engine.prompts import next_turn, plain_ids
 from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.tasks.base import Turn
@@ -18,6 +19,9 @@ from kvrecall.methods.full import Full
 
 _OBSERVED = 2048
 """Last queries of a prompt that are kept, so that forks under any method can judge keys by them."""
+
+_LEFT = 2
+"""Tokens of a prompt that every condition reads itself: two are a chunk of a prompt, one would be a decode step."""
 
 
 @dataclass(frozen=True)
@@ -33,64 +37,82 @@ class Asker:
         """Tokens that the model's context holds; None if its config does not say."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text, none of them special."""
+        return plain_ids(self.tokenizer, text)
+
     def count(self, text: str) -> int:
         """Tokens of a text, none of them special."""
-        return len(plain_ids(self.tokenizer, text))
+        return len(self.ids(text))
 
     def tensor(self, ids: list[int]) -> Tensor:
         """Token ids as a batch of one on the model's device."""
-        import torch
-
         return torch.tensor([ids], device=self.model.device)
 
-    def read(self, ids: list[int], found: list[Condition], expect_tokens: int) -> Readings:
-        """Prefills the ids once for every zone size among the conditions."""
-        bases = {}
-        for condition in found:
-            zones = condition.method.zone_sizes()
-            if zones not in bases:
-                sizes = {name: getattr(zones, name) for name in ("sink_tokens", "local_tokens", "update_interval")}
-                cache = RetrievalCache(self.model.config, Full(**sizes), observe_queries=_OBSERVED)
-                engine.prefill(self.model, self.tensor(ids), cache, chunk_tokens=self.chunk_tokens, expect_tokens=expect_tokens)
-                bases[zones] = cache
-        return Readings(ids, bases)
+    def read(self, prompts: list[list[int]], found: list[Condition], expect_tokens: int, *, left: int = _LEFT) -> Readings:
+        """Prefills prompts once, as one batch, but for the last `left` tokens, with every row on the model's device.
 
-    def converse(self, cache: RetrievalCache, asked: list[int], turns: tuple[Turn, ...], answer_tokens: int) -> Conversation:
-        """Asks one turn after another, all on one cache. asked: ids of the prompt up to the first question's answer."""
+        expect_tokens: of the longest prompt with all that follows it.
+        """
+        ids, mask = padded(prompts, self.model.device)
+        ready = ids.shape[1] - left
+        watched = any((config := c.method.index_config()) is not None and config.watches for c in found)
+        # A window as long as the text keeps everything resident: no chunk has to bring back what was sent to the host.
+        method = Full(sink_tokens=0, local_tokens=max(1, expect_tokens), update_interval=1)
+        cache = RetrievalCache(self.model.config, method, observe_queries=ready if watched else _OBSERVED)
+        engine.prefill(
+            self.model, ids[:, :ready], cache, chunk_tokens=self.chunk_tokens,
+            attention_mask=None if mask is None else mask[:, :ready], expect_tokens=expect_tokens,
+        )  # fmt: skip
+        return Readings(ids, mask, cache)
+
+    def answer(self, readings: Readings, cache: RetrievalCache, answer_tokens: int) -> list[Conversation]:
+        """The answer to each prompt, on a fork of what was read; their seconds are equal shares of the batch's."""
+        result = self._generate(readings.ids, cache, answer_tokens, readings.mask)
+        batch, longest = readings.ids.shape
+        lengths = [longest] * batch if readings.mask is None else readings.mask.sum(1).tolist()
+        seconds = result.prefill_seconds / batch, result.decode_seconds / batch
+        found = zip(result.texts or [], lengths, result.new_tokens, strict=True)
+        return [Conversation([text], int(length), len(new), *seconds) for text, length, new in found]
+
+    def converse(self, readings: Readings, cache: RetrievalCache, turns: tuple[Turn, ...], answer_tokens: int) -> Conversation:
+        """Asks one turn after another of one prompt, all on one fork of what was read, which ends with the first question."""
         texts: list[str] = []
-        ids, new, prefill, decode = asked, 0, 0.0, 0.0
+        ids, new, prefill, decode = readings.ids[0].tolist(), 0, 0.0, 0.0
         for number, turn in enumerate(turns):
             if number:
                 join = next_turn(self.tokenizer, turn.question)
                 if ids[-1] == join[0]:  # the model has ended its turn itself
                     ids = ids[:-1]
-                ids = ids + join
-            ids = ids + plain_ids(self.tokenizer, turn.opening)
-            result = engine.generate(
-                self.model,
-                self.tokenizer,
-                self.tensor(ids),
-                cache,
-                max_new_tokens=answer_tokens,
-                chunk_tokens=self.chunk_tokens,
-            )
-            assert result.texts is not None
-            texts.append(result.texts[0])
+                ids = ids + join + self.ids(turn.opening)
+            result = self._generate(self.tensor(ids), cache, answer_tokens)
+            texts += result.texts or []
             ids, new = ids + result.new_tokens[0], new + len(result.new_tokens[0])
             prefill, decode = prefill + result.prefill_seconds, decode + result.decode_seconds
         return Conversation(texts, len(ids) - new, new, prefill, decode)
 
+    def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
+        # Answers are short: capturing a graph for each would take longer than they do.
+        return engine.generate(
+            self.model, self.tokenizer, ids, cache, max_new_tokens=answer_tokens, chunk_tokens=self.chunk_tokens,
+            attention_mask=mask, capture=False,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Readings:
-    """What was read, under each zone size."""
+    """What was read: the whole prompts `[B, T]`, padded on the left (mask: 0 for padding; None: none), and their cache."""
 
-    ids: list[int]
-    bases: dict[ZoneSizes, RetrievalCache]
+    ids: Tensor
+    mask: Tensor | None
+    base: RetrievalCache
 
     def fork(self, condition: Condition) -> RetrievalCache:
-        """A cache that holds what was read, under a condition's method, with counters at zero."""
-        return self.bases[condition.method.zone_sizes()].fork(condition.method)
+        """A cache that holds what was read, under a condition's method, with counters at zero.
+
+        Full attention keeps every row on the device, where it was read.
+        """
+        return self.base.fork(None if condition.method.top_k is None else condition.method)
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,16 @@ class Conversation:
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
+
+
+def padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Ids int64 `[B, T]` and their mask (0: padding, on the left), which is None where all prompts are equally long."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    if all(len(p) == longest for p in prompts):
+        return ids, None
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return ids, mask
 
 
 def costs(cache: RetrievalCache) -> dict[str, float | None]:

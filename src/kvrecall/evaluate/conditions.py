@@ -10,7 +10,7 @@ from typing import Any
 from kvrecall import methods
 from kvrecall.errors import ParameterError
 from kvrecall.methods.base import Method
-from kvrecall.methods.files import from_settings, load_method, settings_of
+from kvrecall.methods.settings import from_settings, settings_of
 
 FULL = "full"
 _SUFFIXES = (".json", ".toml")
@@ -40,19 +40,21 @@ class Condition:
 def conditions(specs: list[str], budgets: list[int], layers: int | None = None) -> list[Condition]:
     """Full attention first, then every method under every budget.
 
-    specs: names, `name:key=value;key=value`, or method files (.json, .toml; for a model with `layers` layers). budgets: tokens;
-    if there are none, the method's own; method files have theirs, and what retrieves nothing has none. Short contexts are
-    searched too (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
+    specs: names, `name:key=value;key=value`, either with a budget of its own as `spec@512`, or method files (.json, .toml; for
+    a model with `layers` layers). budgets: tokens, for specs without one; if there are none, the method's own; method files
+    have theirs, and what retrieves nothing has none. Short contexts are searched too (full_attention_threshold 0) unless the
+    spec says otherwise. Raises the errors of methods and files.
     """
     found = [Condition(FULL, methods.get(FULL), None)]
-    for spec in specs:
+    for given in specs:
+        spec, own = _split(given)
         method = _method(spec, layers)
         if method.top_k is None:
             continue  # full attention is there already
         if method.per_layer or spec.endswith(_SUFFIXES) or not method.top_k:
             found.append(Condition(spec, method, None))
             continue
-        for budget in budgets or [method.top_k]:
+        for budget in [own] if own else budgets or [method.top_k]:
             found.append(Condition(spec, replace(method, top_k=budget), budget))
     labels = [condition.label for condition in found]
     for label in labels:
@@ -66,8 +68,20 @@ def described(found: list[Condition]) -> dict[str, Any]:
     return {c.label: {"method": type(c.method).__name__, **settings_of(c.method)} for c in found}
 
 
+def _split(given: str) -> tuple[str, int | None]:
+    """A spec and its own budget: "pariskv@100" -> ("pariskv", 100)."""
+    spec, at, budget = given.rpartition("@")
+    if not at or given.endswith(_SUFFIXES):
+        return given, None
+    if not budget.isdigit() or not int(budget):
+        raise ParameterError("--methods", "a number of tokens behind @", given, "For example pariskv@512.")
+    return spec, int(budget)
+
+
 def _method(spec: str, layers: int | None) -> Method:
     if spec.endswith(_SUFFIXES):
+        from kvrecall.methods.files import load_method  # needs pydantic, which takes a while to import
+
         return load_method(Path(spec), layers)
     name, _, text = spec.partition(":")
     settings: dict[str, Any] = {}

@@ -28,6 +28,8 @@ from kvrecall.methods.full import Full
 
 NAME = "drift"
 TRUTH_K = 100
+_AHEAD = 64
+"""Tokens of a given text that full attention reads at a time."""
 STRIDE = 8
 """Recall is measured at every eighth step: the true top-k costs as much as the attention itself."""
 
@@ -95,24 +97,40 @@ def measure(
 ) -> dict[str, Drift]:
     """Drift of each condition, by label. forced: ids to decode, `steps` of them."""
     reference = Condition(FULL, Full(), None)
-    readings = asker.read(prompt[:-1], [reference, *found], len(prompt) + steps)
+    readings = asker.read([prompt[:-1]], [reference, *found], len(prompt) + steps, left=0)
     full = readings.fork(reference)
     # What is full attention itself need not be computed twice.
     watched = {c.label: _Watched(full if c.method == reference.method else readings.fork(c)) for c in found}
     token = asker.tensor(prompt[-1:])
     with attach(asker.model):
+        truths = iter(()) if forced is None else _ahead(asker, full, [*prompt[-1:], *forced[: steps - 1]])
         for step in range(steps):
-            truth = _step(asker, full, token)
+            truth = _step(asker, full, token) if forced is None else next(truths)
             for each in watched.values():
                 each.compare(step, truth, truth if each.cache is full else each.step(asker, token, step))
             token = truth.argmax()[None, None] if forced is None else asker.tensor([forced[step]])
     return {label: each.result(window, len(prompt)) for label, each in watched.items()}
 
 
-def _step(asker: Asker, cache: RetrievalCache, token: Tensor) -> Tensor:
+def _step(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
     """Log-probabilities fp64 `[vocabulary]` of the next token: divergences are differences of near-equal numbers."""
-    out = asker.model(input_ids=token, past_key_values=cache, use_cache=True)
-    return out.logits[0, -1].double().log_softmax(-1)
+    return _logits(asker, cache, tokens)[-1]
+
+
+def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Tensor]:
+    """As `_step` for each token under full attention: what is known beforehand is read in pieces, like a prompt."""
+    for start in range(0, len(tokens), _AHEAD):
+        piece = asker.tensor(tokens[start : start + _AHEAD])
+        full.prefilling = True  # the last piece may be a single token
+        truths = _logits(asker, full, piece)
+        full.prefilling = False
+        yield from truths
+
+
+def _logits(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
+    """Log-probabilities fp64 `[T, vocabulary]` of what follows each token `[1, T]`."""
+    out = asker.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    return out.logits[0].double().log_softmax(-1)
 
 
 @dataclass
@@ -153,7 +171,10 @@ class _Watched:
             windows.append(Window(first, len(kl), _mean(agreed), _mean(kl), _mean(recalls) if recalls else None))
         numbers = sorted({layer for _, layer, _ in self.recalled})
         layers = {n: _mean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
-        return Drift(windows, layers, prompt_tokens, costs(self.cache))
+        spent: dict[str, float | None] = costs(self.cache)
+        if spent["attended_tokens"] is None:  # full attention that was read ahead made no step
+            spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "bytes_fetched": 0.0}
+        return Drift(windows, layers, prompt_tokens, spent)
 
 
 @contextmanager

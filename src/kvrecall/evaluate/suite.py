@@ -1,22 +1,22 @@
-"""The suite: which samples there are, and how each is made, answered under every condition, and scored."""
+"""The suite: how each sample is made, answered under every condition, and scored."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
-from kvrecall.errors import ContextLengthError, ParameterError, UnknownNameError
+from kvrecall.errors import ContextLengthError, ParameterError
 from kvrecall.evaluate import drift
-from kvrecall.evaluate.asking import Asker, costs
+from kvrecall.evaluate.asking import Asker, Conversation, costs
 from kvrecall.evaluate.conditions import Condition
-from kvrecall.evaluate.problems import FORMATS, Problem, digest, read_problems
-from kvrecall.evaluate.runs import Key, Record, RunFolder, key_of
-from kvrecall.evaluate.tasks.base import Room, Task
+from kvrecall.evaluate.plan import Job, Plan, portions, share
+from kvrecall.evaluate.problems import FORMATS, Problem, read_problems
+from kvrecall.evaluate.runs import Record, RunFolder, key_of
+from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 from kvrecall.integrations.transformers import RetrievalCache
 
@@ -24,78 +24,17 @@ _LEAST_TOKENS = 64
 """Of a document; below this there is no haystack."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to run. contexts: tokens of prompt and answers together, for generated tasks; of the prompt, for drift.
-
-    samples: per task and context, and per depth for tasks with depths. depths: shares in [0, 1].
-    attempts, temperature, top_p, max_new_tokens: for sets of problems. steps, window: of drift.
-    """
-
-    tasks: tuple[str, ...]
-    contexts: tuple[int, ...] = (4096,)
-    samples: int = 5
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    seed: int = 0
-    attempts: int = 1
-    temperature: float = 0.6
-    top_p: float = 0.95
-    max_new_tokens: int = 4096
-    steps: int = 1024
-    window: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "attempts", "max_new_tokens", "steps", "window"):
-            if getattr(self, name) < 1:
-                raise ParameterError(name, "an integer >= 1", getattr(self, name), "It is a count.")
-        for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise ParameterError("depths", "shares in [0, 1]", depth, "0 is the start of the text, 1 its end.")
-        for spec in self.tasks:
-            name = spec.partition(":")[0]
-            if name not in (*KNOWN, *FORMATS, drift.NAME):
-                raise UnknownNameError("task", name, [*KNOWN, *FORMATS, drift.NAME])
-            if name in KNOWN:
-                generated(spec)
-        for what, given in (("tasks", self.tasks), ("contexts", self.contexts), ("depths", self.depths)):
-            if not given or len(set(given)) < len(given):
-                raise ParameterError(what, "one or more, each once", list(given), "Remove the repetition, or name one.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a run's configuration: the fields, and the hashes of the files that are read."""
-        files = {spec: digest(spec) for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN}
-        return asdict(self) | ({"files": files} if files else {})
-
-
-@dataclass(frozen=True)
-class Job:
-    """One sample, for all conditions. Context and depth are None where a task has none."""
-
-    task: str
-    context: int | None
-    sample: int
-    attempt: int
-    depth: float | None = None
-
-    def record(self, condition: Condition) -> Record:
-        """The start of a sample's record."""
-        own = {"task": self.task, "context": self.context, "sample": self.sample, "attempt": self.attempt}
-        own |= {} if self.depth is None else {"depth": self.depth}
-        return own | {"condition": condition.label, "method": condition.name, "budget": condition.budget}
-
-    def key(self, condition: Condition) -> Key:
-        """Tells this sample under a condition from all others."""
-        return key_of(self.record(condition))
-
-
 @dataclass
 class Suite:
-    """A plan for a model under conditions. Raises before anything runs if a context is too long for the model or too short
-    for a task."""
+    """A plan for a model under conditions. batch_tokens: see `plan.portions`.
+
+    Raises before anything runs if a context is too long for the model or too short for a task.
+    """
 
     plan: Plan
     asker: Asker
     conditions: list[Condition]
+    batch_tokens: int = 0
 
     def __post_init__(self) -> None:
         for spec in self.plan.tasks:
@@ -146,55 +85,94 @@ class Suite:
                     numbered = enumerate((depth, i) for depth in depths for i in range(plan.samples))
                     yield from (Job(spec, context, number, 0, depth) for number, (depth, _) in numbered)
 
-    def run(self, folder: RunFolder, on_progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Runs what the folder does not hold yet; every finished sample is stored at once.
+    def run(
+        self,
+        folder: RunFolder,
+        on_progress: Callable[[int, int, str], None] | None = None,
+        on_error: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        """Runs what the folder does not hold yet of its process's share; every finished sample is stored at once.
 
         on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
+        on_error: called with what ran and its error, and the run goes on with the next condition; without it the error ends
+        the run. Raises FolderInUseError while another process writes the same share.
         """
-        jobs = list(self.jobs())
-        total = len(jobs) * len(self.conditions)
-        done = total - len(folder.missing(job.key(c) for job in jobs for c in self.conditions))
-        tell = on_progress or (lambda *_: None)
-        for job in jobs:
-            missing = [c for c in self.conditions if job.key(c) not in folder.done]
-            if not missing:
-                continue
-            where = job.task if job.context is None else f"{job.task} {job.context:,}"
-            tell(done, total, where)
-            for record in self._answer(job, missing):
-                folder.add(record)
-                done += 1
+        works = share(portions(self.jobs(), self.conditions, self.batch_tokens), folder.shard)
+        with folder.claimed():
+            total = sum(len(work.keys) for work in works)
+            done = total - sum(len(folder.missing(work.keys)) for work in works)
+            tell = on_progress or (lambda *_: None)
+            for work in works:
+                # A batch is answered in whole if any of it is missing: in another batch, rounding could change an answer.
+                missing = [c for c in work.conditions if folder.missing(job.key(c) for job in work.jobs)]
+                if not missing:
+                    continue
+                job = work.jobs[0]
+                where = job.task if job.context is None else f"{job.task} {job.context:,}"
                 tell(done, total, where)
+                for record in self._answer(work.jobs, missing, on_error):
+                    if key_of(record) not in folder.done:
+                        folder.add(record)
+                        done += 1
+                        tell(done, total, where)
 
-    def _answer(self, job: Job, missing: list[Condition]) -> Iterator[Record]:
-        if job.task in self.problems:
-            return self._solve(job, self.problems[job.task][job.sample], missing)
-        draw = random.Random(f"{self.plan.seed}/{job.task}/{job.context}/{job.sample}")
+    def _answer(
+        self, jobs: tuple[Job, ...], missing: list[Condition], on_error: Callable[[str, Exception], None] | None
+    ) -> Iterator[Record]:
+        """Records of the jobs under the conditions."""
+        steps = self._steps(jobs, missing)
+        label = "the prompt"
+        while True:
+            try:
+                label, step = next(steps, ("", None))
+                if step is None:
+                    return
+                yield from step()
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(f"{jobs[0].task} at {jobs[0].context}, sample {jobs[0].sample}, {label}", error)
+
+    def _steps(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
+        """What gives the records, by condition; what they share is done before the first."""
+        job = jobs[0]
         if drift.is_drift(job.task):
-            assert job.context is not None
-            return self._drift(job, job.context, draw, missing)
-        return self._ask(job, generated(job.task), draw, missing)
+            yield "all conditions", partial(self._drift, job, missing)
+            return
+        answer = (
+            self._solve(job, self.problems[job.task][job.sample]) if job.task in self.problems else self._ask(jobs, missing)
+        )
+        yield from ((condition.label, partial(answer, condition)) for condition in missing)
 
-    def _ask(self, job: Job, task: Task, draw: random.Random, missing: list[Condition]) -> Iterator[Record]:
-        assert job.context is not None
-        document, turns = task.make(self._room(task, job.context), draw, 0.5 if job.depth is None else job.depth)
-        prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
-        asked = prompt.ask(turns[0].question)
-        readings = self.asker.read(prompt.prefix, missing, job.context)
-        for condition in missing:
+    def _draw(self, job: Job) -> random.Random:
+        return random.Random(f"{self.plan.seed}/{job.task}/{job.context}/{job.sample}")
+
+    def _ask(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Callable[[Condition], list[Record]]:
+        """Reads the samples of one task and context once; what is returned answers them under a condition."""
+        task, context = generated(jobs[0].task), jobs[0].context
+        assert context is not None
+        asked: list[list[int]] = []
+        turns: list[tuple[Turn, ...]] = []
+        for job in jobs:
+            document, own = task.make(self._room(task, context), self._draw(job), 0.5 if job.depth is None else job.depth)
+            prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
+            asked.append(prompt.ask(own[0].question) + self.asker.ids(own[0].opening))
+            turns.append(own)
+        readings = self.asker.read(asked, missing, context)
+
+        def answer(condition: Condition) -> list[Record]:
             cache = readings.fork(condition)
-            said = self.asker.converse(cache, asked, turns, task.answer_tokens)
-            scores = [task.score(text, turn) for text, turn in zip(said.texts, turns, strict=True)]
-            yield job.record(condition) | {
-                "score": sum(scores) / len(scores),
-                "scores": scores,
-                "answers": said.texts,
-                "expected": [list(turn.answers) for turn in turns],
-                "prompt_tokens": said.prompt_tokens,
-                "new_tokens": said.new_tokens,
-                **costs(cache),
-                "seconds": {"prefill": round(said.prefill_seconds, 4), "decode": round(said.decode_seconds, 4)},
-            }
+            if task.turns > 1:
+                answers = [self.asker.converse(readings, cache, turns[0], task.answer_tokens)]
+            else:
+                answers = self.asker.answer(readings, cache, task.answer_tokens)
+            spent = costs(cache)
+            return [
+                job.record(condition) | _scored(task, own, said) | spent | _seconds(said.prefill_seconds, said.decode_seconds)
+                for job, own, said in zip(jobs, turns, answers, strict=True)
+            ]
+
+        return answer
 
     def _room(self, task: Task, context: int) -> Room:
         """The document gets what the context leaves beside the frame, the questions and the answers."""
@@ -207,13 +185,15 @@ class Suite:
             raise ParameterError("--context", expected, context, "Questions and answers need room beside the text.")
         return Room(self.asker.count, room)
 
-    def _solve(self, job: Job, problem: Problem, missing: list[Condition]) -> Iterator[Record]:
+    def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
+        """What is returned solves the problem under a condition."""
         from kvrecall import engine
 
         ids = chat_prompt(self.asker.tokenizer, problem.prompt)
         # The same draws under every condition: what differs is the attention.
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{job.task}/{job.sample}/{job.attempt}".encode()).digest()[:4])
-        for condition in missing:
+
+        def solve(condition: Condition) -> list[Record]:
             cache = RetrievalCache(self.asker.model.config, condition.method)
             result = engine.generate(
                 self.asker.model, self.asker.tokenizer, self.asker.tensor(ids), cache, max_new_tokens=self.plan.max_new_tokens,
@@ -221,21 +201,28 @@ class Suite:
             )  # fmt: skip
             assert result.texts is not None
             text = result.texts[0]
-            yield job.record(condition) | {
-                "score": float(problem.right(text)),
-                "answers": [text],
-                "given": problem.extract(text),
-                "expected": [[problem.answer]],
-                "prompt_tokens": len(ids),
-                "new_tokens": len(result.new_tokens[0]),
-                **costs(cache),
-                "seconds": {"prefill": round(result.prefill_seconds, 4), "decode": round(result.decode_seconds, 4)},
-            }
+            own = {"score": float(problem.right(text)), "answers": [text], "given": problem.extract(text)}
+            own |= {"expected": [[problem.answer]], "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0])}
+            spent = costs(cache) | _seconds(result.prefill_seconds, result.decode_seconds)
+            return [job.record(condition) | own | spent]
 
-    def _drift(self, job: Job, context: int, draw: random.Random, missing: list[Condition]) -> Iterator[Record]:
-        prompt, forced = drift.prompt_of(job.task, self.asker.tokenizer, context, self.plan.steps, draw)
-        measured = drift.measure(
-            self.asker, prompt, missing, steps=self.plan.steps, window=self.plan.window, forced=forced
-        )  # fmt: skip
-        for condition in missing:
-            yield job.record(condition) | measured[condition.label].to_dict()
+        return solve
+
+    def _drift(self, job: Job, missing: list[Condition]) -> list[Record]:
+        assert job.context is not None
+        plan = self.plan
+        prompt, forced = drift.prompt_of(job.task, self.asker.tokenizer, job.context, plan.steps, self._draw(job))
+        measured = drift.measure(self.asker, prompt, missing, steps=plan.steps, window=plan.window, forced=forced)
+        return [job.record(condition) | measured[condition.label].to_dict() for condition in missing]
+
+
+def _scored(task: Task, turns: tuple[Turn, ...], said: Conversation) -> Record:
+    scores = [task.score(text, turn) for text, turn in zip(said.texts, turns, strict=True)]
+    return {
+        "score": sum(scores) / len(scores), "scores": scores, "answers": said.texts,
+        "expected": [list(turn.answers) for turn in turns], "prompt_tokens": said.prompt_tokens, "new_tokens": said.new_tokens,
+    }  # fmt: skip
+
+
+def _seconds(prefill: float, decode: float) -> Record:
+    return {"seconds": {"prefill": round(prefill, 4), "decode": round(decode, 4)}}

@@ -28,6 +28,7 @@ class AccumulatedConfig(IndexConfig):
     """gqa: "per_head" drops per query head; all others add up what the heads of a group gave, and drop per KV head."""
 
     name: ClassVar[str] = "accumulated"
+    watches: ClassVar[bool] = True
 
     def build(self, shape: LayerShape) -> AccumulatedIndex:
         return AccumulatedIndex(shape, self)

@@ -70,6 +70,9 @@ class IndexConfig(Part, ABC):
     weighs: ClassVar[bool] = False
     """Whether its selections have a bias, so that every token counts."""
 
+    watches: ClassVar[bool] = False
+    """Whether its indexes look at the attention of every query, of the prompt too (`Index.watch`)."""
+
     static_refusal: ClassVar[str] = ""
     """Why there can be no static set beside it; empty: there can."""
 

@@ -126,11 +126,11 @@ def top_kernel(
     each keeps its best in kept_ids, kept_keys `[bh, CHUNKS, SLOTS]`, SLOTS >= K, and how many in kept `[bh, CHUNKS]`; M is the
     padded size. arrived `[bh]`, zero before and after, tells which is the last.
     """
-    begin(PDL)
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
-    if tl.load(p_fire + i_b) != 0:
-        total = tl.load(p_plan + i_b * FIELDS + 1)
+    total, fire = tl.load(p_plan + i_b * FIELDS + 1), tl.load(p_fire + i_b)
+    begin(PDL)
+    if fire != 0:
         here = tl.minimum(tl.maximum(total - i_chunk * N, 0), N)
         o_c = i_chunk * N + tl.arange(0, N)
         m_c = o_c < total

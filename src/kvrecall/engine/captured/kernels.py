@@ -69,10 +69,11 @@ def step_kernel(
     Programs that read the host come first: the others' work hides behind the bus. The new token `[BH, D]` is attended from
     where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
     """
-    begin(PDL)
     i_bh, i_p = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_zone = p_plan + i_b * STRIDE + FIRST
+    if i_p < CHOSEN:
+        begin(PDL)  # only they read what the search has found
     if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
         leave(p_rows, p_zone, p_hosts + i_b * 2, p_rotation, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
               p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA, D, BD, S, ROWS,

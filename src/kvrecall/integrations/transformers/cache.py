@@ -105,15 +105,15 @@ class RetrievalCache(Cache):
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
 
     def fork(self, method: Method | None = None) -> RetrievalCache:
-        """A cache with the same tokens, optionally under another method; host rows are shared copy-on-write.
+        """A cache with the same tokens, optionally under another method: answers several questions after a single prefill.
 
-        Answers several questions about one document after a single prefill. Zone sizes must stay the same.
+        Host rows are shared copy-on-write where the methods' zones are of the same sizes, and copied into the new zones
+        otherwise. Raises HostMemoryError or DeviceMemoryError where there is no room for that; this cache is unchanged.
         """
         method = method or self.method
         if method.zone_sizes() != self.method.zone_sizes():
-            raise ParameterError(
-                "method", f"zones like {self.method.zone_sizes()}", method.zone_sizes(), "Set the same zone sizes."
-            )
+            sequences = [layer.state.shape.sequences for layer in self.retrieval_layers if layer.state is not None]
+            self._check_host(self.get_seq_length(), max(sequences, default=0), None)
         fork = copy(self)
         fork.method, fork._windows = method, []
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]

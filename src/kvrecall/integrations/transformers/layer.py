@@ -22,6 +22,7 @@ from kvrecall.errors import (
 from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.memory import all_or_nothing, check_device, explained
+from kvrecall.integrations.transformers.rezone import rezoned
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -185,10 +186,18 @@ class RetrievalLayer(CacheLayerMixin):
             self._select(indices.tolist())
 
     def fork(self, cache: RetrievalCache) -> RetrievalLayer:
-        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write."""
+        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write where the
+        zones are of the same sizes."""
         copy = RetrievalLayer(cache, self.number)
         if self.state is not None:
-            copy.state = self.state.fork(cache.method)
+            if cache.method.zone_sizes() == self.state.store.sizes:
+                copy.state = self.state.fork(cache.method)
+            else:
+                tokens = max(cache.reserved_tokens, self._logical)
+                with explained(self.number, self.state.shape, cache.method, tokens):
+                    copy.state = rezoned(
+                        self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries
+                    )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid
         return copy

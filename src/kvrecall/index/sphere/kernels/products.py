@@ -50,11 +50,11 @@ def product_kernel(
     BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once."""
-    begin(PDL)
     i_tile, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     KEYS: tl.constexpr = 32 // BS  # in a row
     tokens = tl.load(p_plan + i_b * FIELDS)
+    begin(PDL)
     first = i_tile * (SUB * T)
     if (tl.load(p_fire + i_b) != 0) & (first < tokens):
         o_k, o_n = tl.arange(0, 32), tl.arange(0, KEYS * BL)

@@ -21,11 +21,11 @@ def compact_kernel(
 
     Most tiles take all or none of the keys of the least score; only one has to count which come first.
     """
-    begin(PDL)
     i_tile, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     tokens = tl.load(p_plan + i_b * FIELDS)
     wanted = tl.load(p_plan + i_b * FIELDS + 1)
+    begin(PDL)
     if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
         o_bin = tl.arange(0, BINS)
         b_total = tl.load(p_total + i_bh * BINS + o_bin)
@@ -96,10 +96,10 @@ def rerank_kernel(
     U blocks, which one thread reads: 4 blocks as one word of signs and three of levels, or 1 as bytes. levels: fp32 `[16]`,
     negative magnitudes, then positive ones.
     """
-    begin(PDL)
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     wanted = tl.load(p_plan + i_b * FIELDS + 1)
+    begin(PDL)
     if (tl.load(p_fire + i_b) != 0) & (i_part * R < wanted):
         o_u, o_c = tl.arange(0, BU), i_part * R + tl.arange(0, R)
         m_c, m_q = o_c < wanted, o_u < S // U

@@ -34,8 +34,6 @@ _MAX_TILES = 256
 _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
 _COMPACT_WARPS = 4
-_BINS, _MANY_BINS = 128, 256
-"""Scores that are told apart: enough for products and for collisions in up to 20 blocks, and enough for more."""
 _ROTATED_ROWS = 16
 _RERANKED, _RERANK_WARPS = 32, 1
 _CHUNKS = ((8192, 1024), (None, 2048))
@@ -100,7 +98,7 @@ class GpuSearch:
         self._quantised = scratch(pairs, self._lanes, dim, dtype=torch.int8)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
         most = PRODUCT_TOP if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
-        self._bins = _BINS if most + 2 < _BINS else _MANY_BINS
+        self._bins = next_power_of_2(most + 3)
         self._reach = scratch(pairs, self._bins, self._tiles)
         self._total = scratch(pairs, self._bins)
         self._ids = scratch(pairs, candidates)

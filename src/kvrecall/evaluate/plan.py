@@ -1,0 +1,143 @@
+"""What a run consists of: its plan, and the samples that follow from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.evaluate import drift
+from kvrecall.evaluate.conditions import Condition, described
+from kvrecall.evaluate.problems import FORMATS, digest
+from kvrecall.evaluate.runs import Key, Record, Shard, key_of
+from kvrecall.evaluate.tasks.registry import KNOWN, generated
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. contexts: tokens of prompt and answers together, for generated tasks; of the prompt, for drift.
+
+    samples: per task and context, and per depth for tasks with depths. depths: shares in [0, 1].
+    attempts, temperature, top_p, max_new_tokens: for sets of problems. steps, window: of drift.
+    """
+
+    tasks: tuple[str, ...]
+    contexts: tuple[int, ...] = (4096,)
+    samples: int = 5
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    seed: int = 0
+    attempts: int = 1
+    temperature: float = 0.6
+    top_p: float = 0.95
+    max_new_tokens: int = 4096
+    steps: int = 1024
+    window: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "attempts", "max_new_tokens", "steps", "window"):
+            if getattr(self, name) < 1:
+                raise ParameterError(name, "an integer >= 1", getattr(self, name), "It is a count.")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise ParameterError("depths", "shares in [0, 1]", depth, "0 is the start of the text, 1 its end.")
+        for spec in self.tasks:
+            name = spec.partition(":")[0]
+            if name not in (*KNOWN, *FORMATS, drift.NAME):
+                raise UnknownNameError("task", name, [*KNOWN, *FORMATS, drift.NAME])
+            if name in KNOWN:
+                generated(spec)
+        for what, given in (("tasks", self.tasks), ("contexts", self.contexts), ("depths", self.depths)):
+            if not given or len(set(given)) < len(given):
+                raise ParameterError(what, "one or more, each once", list(given), "Remove the repetition, or name one.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a run's configuration: the fields, and the hashes of the files that are read."""
+        files = {spec: digest(spec) for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN}
+        return asdict(self) | ({"files": files} if files else {})
+
+
+def configuration(
+    plan: Plan, model: str, dtype: str, device: str, conditions: list[Condition], chunk_tokens: int, batch_tokens: int
+) -> dict[str, Any]:
+    """Everything that decides the answers of a run, for its folder."""
+    from kvrecall import __version__
+
+    own = {"kvrecall": __version__, "model": model, "dtype": dtype.removeprefix("torch."), "device": device}
+    own |= {"chunk_tokens": chunk_tokens, "batch_tokens": batch_tokens, "conditions": described(conditions)}
+    return own | plan.to_dict()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sample, for all conditions. Context and depth are None where a task has none."""
+
+    task: str
+    context: int | None
+    sample: int
+    attempt: int
+    depth: float | None = None
+
+    def record(self, condition: Condition) -> Record:
+        """The start of a sample's record."""
+        own = {"task": self.task, "context": self.context, "sample": self.sample, "attempt": self.attempt}
+        own |= {} if self.depth is None else {"depth": self.depth}
+        return own | {"condition": condition.label, "method": condition.name, "budget": condition.budget}
+
+    def key(self, condition: Condition) -> Key:
+        """Tells this sample under a condition from all others."""
+        return key_of(self.record(condition))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Samples that are answered together, one after another or as a batch, and the conditions that they are answered under."""
+
+    jobs: tuple[Job, ...]
+    conditions: tuple[Condition, ...]
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of all its samples."""
+        return [job.key(condition) for condition in self.conditions for job in self.jobs]
+
+
+def portions(jobs: Iterator[Job], conditions: list[Condition], batch_tokens: int) -> Iterator[Work]:
+    """The jobs as pieces of work that depend on nothing else, so that any process may do any of them.
+
+    batch_tokens: samples of one task and context are answered together while their contexts add up to no more than that;
+    conversations are not, and below two contexts nothing is. Under a given text (`drift:FILE`) every condition is a piece.
+    """
+    batch: list[Job] = []
+    for job in jobs:
+        if drift.is_drift(job.task) and ":" in job.task:
+            yield from (Work((job,), (condition,)) for condition in conditions)
+            continue
+        alone = job.task.partition(":")[0] not in KNOWN or generated(job.task).turns > 1
+        if batch and (alone or (job.task, job.context) != (batch[0].task, batch[0].context)):
+            yield Work(tuple(batch), tuple(conditions))
+            batch = []
+        batch.append(job)
+        if alone or (len(batch) + 1) * (job.context or 0) > batch_tokens:
+            yield Work(tuple(batch), tuple(conditions))
+            batch = []
+    if batch:
+        yield Work(tuple(batch), tuple(conditions))
+
+
+def share(works: Iterable[Work], shard: Shard) -> list[Work]:
+    """The works of one process, in the order in which it does them.
+
+    Where several share a run, the tasks take turns, so that a run that is cut short has some samples of each.
+    """
+    listed = list(works)
+    if shard.count > 1:
+        turns: Counter[str] = Counter()
+        ranked: list[tuple[int, Work]] = []
+        for work in listed:
+            task = work.jobs[0].task
+            ranked.append((turns[task], work))
+            turns[task] += 1
+        listed = [work for _, work in sorted(ranked, key=lambda pair: pair[0])]
+    return [work for place, work in enumerate(listed) if shard.has(place)]

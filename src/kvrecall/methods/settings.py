@@ -1,0 +1,64 @@
+"""Methods as plain values, such as JSON and command lines have: settings -> method and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvrecall.errors import InputFileError, KVRecallError, UnknownNameError
+from kvrecall.methods.base import Method
+from kvrecall.methods.registry import method_class
+from kvrecall.parts import Part
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def from_settings(name: str, settings: dict[str, Any]) -> Method:
+    """A method from plain values such as JSON has; types are checked strictly. Raises errors of `kvrecall.errors`.
+
+    Where pydantic is not installed, the method's own checks are the only ones.
+    """
+    chosen = method_class(name)
+    known = [f.name for f in fields(chosen)]
+    for key in settings:
+        if key not in known:
+            raise UnknownNameError(f"parameter of {name}", key, known)
+    try:
+        from pydantic import TypeAdapter, ValidationError
+    except ModuleNotFoundError:
+        plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        return chosen(**plain)
+    try:
+        return TypeAdapter(chosen).validate_json(json.dumps(settings), strict=True)
+    except ValidationError as error:
+        raise InputFileError(f"settings of {name}", first_mistake(error), "Types are those of the method's fields.") from None
+
+
+def settings_of(method: Method) -> dict[str, Any]:
+    """The fields that differ from their defaults, as values that JSON can hold."""
+    changed = {f.name: getattr(method, f.name) for f in fields(method) if getattr(method, f.name) != f.default}
+    layers = changed.pop("per_layer", ())
+    plain = {name: _plain(value) for name, value in changed.items()}
+    if layers:
+        plain["per_layer"] = {str(number): {name: _plain(value) for name, value in values} for number, values in layers}
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first mistake: where it is, what was expected, what was given."""
+    found = error.errors()[0]
+    cause = found.get("ctx", {}).get("error")
+    if isinstance(cause, KVRecallError):
+        return str(cause).rstrip(".")
+    where = ".".join(str(step) for step in found["loc"]) or "the file"
+    return f"{where}: {found['msg'][:1].lower()}{found['msg'][1:]}, got {found['input']!r}"
