@@ -26,7 +26,7 @@ def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         merged, total = out.new_empty(programs, dim), out.new_empty(programs)
         merge_lse_kernel[(programs,)](
             out.contiguous(), lse.contiguous(), lse, merged, total, 1, D=dim, BD=next_power_of_2(dim), PARTS=group,
-            BP=next_power_of_2(group), SINKS=False, num_warps=4,
+            BP=next_power_of_2(group), SINKS=False, PDL=False, num_warps=4,
         )  # fmt: skip
         if group == parts:
             return merged, total
