@@ -160,6 +160,7 @@ class CaptureError(KVRecallError):
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"cannot capture the decode step: {reason}. {remedy}")
+        self.reason, self.remedy = reason, remedy
 
 
 class MissingPackageError(KVRecallError, ModuleNotFoundError):

@@ -354,13 +354,14 @@ class LayerState:
             other.index.bind(other.store.host)
         return other
 
-    def end_prompts(self, sequences: list[int]) -> None:
-        """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten."""
+    def end_prompts(self, sequences: list[int], coming: int = 0) -> None:
+        """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten.
+        coming: tokens of the step that are not stored yet."""
         for b in sequences:
             if self.index is not None and self.in_prompt[b]:
-                self._end_prompt(b)
+                self._end_prompt(b, self.store.zones(b).total - 1 + coming)
 
-    def _end_prompt(self, sequence: int) -> None:
+    def _end_prompt(self, sequence: int, end: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
         assert self.index is not None
         self.in_prompt[sequence] = False
@@ -373,7 +374,7 @@ class LayerState:
         if self.log is not None:
             self.log.shrink(sequence, self._decode_window)
         if self.segments is not None:
-            self.segments.cut(sequence, zones.sink + zones.retrieval, zones.total - 1)
+            self.segments.cut(sequence, zones.sink + zones.retrieval, end)
 
     def _refresh_static(self, sequence: int, config: StaticChoice) -> None:
         """Chooses the static set if there is none or it is `interval` steps old, and nothing else attends to everything."""
@@ -387,7 +388,7 @@ class LayerState:
         assert self.index is not None
         with self.clock("static"):
             zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
-            zone = torch.cat([block[:, :, 0] for block in pool.blocks()], 1).to(device)
+            zone = torch.cat([bring(block, device)[:, :, 0] for block in pool.blocks(on_device=True)], 1)
             others = self.store.resident_keys(sequence)
             ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, self._static_counts[sequence])
             self._static_counts[sequence] = ids.shape[1]

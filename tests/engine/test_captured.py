@@ -13,10 +13,16 @@ from kvrecall import engine
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import CaptureError
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
+from kvrecall.layer_state import LayerState
+from kvrecall.pipeline import prefill_layer
+from kvrecall.structs import AttentionParams
 from tests.integrations.models import tiny
+from tests.layers import DIM, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured.check import check_methods
+from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.plan import StepPlan, pack
 
 
@@ -55,7 +61,7 @@ def test_a_model_that_waits_to_be_captured_answers_padded_prompts_as_ever(monkey
 
 def test_the_plan_counts_zones_as_the_store_does() -> None:
     sizes = ZoneSizes(4, 16, 8)
-    plan = StepPlan(sizes, PAPER_SCHEDULE, 4, 6, [sizes.lengths(90, 70), sizes.lengths(61, 44)], 1, [0, 0], True)
+    plan = StepPlan(sizes, PAPER_SCHEDULE, 4, 6, [sizes.lengths(90, 70), sizes.lengths(61, 44)])
     ring: dict[int, dict[int, int]] = {0: {}, 1: {}}
     for b, zones in enumerate(plan.zones):
         for ordinal in range(zones.retrieval, zones.total - zones.sink):
@@ -63,9 +69,9 @@ def test_the_plan_counts_zones_as_the_store_does() -> None:
     encoded = {0: 70 - 1 + plan.zones[0].buffer, 1: 44 - 1 + plan.zones[1].buffer}
     for _ in range(40):
         rows, before = pack(plan.rows()), list(plan.zones)
-        for b, row in enumerate(rows[:, -8:].tolist()):
-            sink, window, first, new, leaving, number, grows, due = row
-            assert (sink, due) == (4, 1)
+        for b, row in enumerate(rows[:, -7:].tolist()):
+            sink, window, first, new, leaving, number, grows = row
+            assert sink == 4
             ordinal = before[b].total - 4
             ring[b][new - 4] = ordinal  # the new token never takes the place of one that is still attended
             held = [ring[b][(first + i) % plan.ring] for i in range(window)]
@@ -84,7 +90,7 @@ def test_the_plan_counts_zones_as_the_store_does() -> None:
 def test_room_for_candidates_covers_every_length_on_the_way() -> None:
     sizes = ZoneSizes(4, 16, 8)
     steps = (RatioStep(1000, 0.5, 0.5), RatioStep(None, 0.1, 0.2))
-    plan = StepPlan(sizes, steps, 4, 6, [sizes.lengths(920, 900)], 1, [0], True)
+    plan = StepPlan(sizes, steps, 4, 6, [sizes.lengths(920, 900)])
     assert plan.most_candidates(2000) == 500  # at 999 tokens, not at 2,000
     assert all(plan.stage(n).candidates <= 500 for n in range(900, 2001))
 
@@ -140,3 +146,77 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
         captured.CapturedDecoder(model, cache, 8)
     assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected
+
+
+TINY: dict[str, Any] = {"top_k": 8, "sink_tokens": 2, "local_tokens": 8, "update_interval": 64, "full_attention_threshold": 0}
+
+
+@pytest.mark.parametrize("method", [
+    kvrecall.LouisKV(dense_layers=(0,)), kvrecall.PRKV(), kvrecall.methods.Quest(dense_layers=(0,)), kvrecall.methods.FreeKV(),
+    kvrecall.methods.ArkVale(dense_layers=()), kvrecall.ParisKV(trigger="speculative"), kvrecall.ParisKV(dense_layers=(1,)),
+    kvrecall.ParisKV(per_layer={0: {"top_k": 64}, 1: {"trigger": "fixed-stride"}}),
+    kvrecall.LouisKV(dense_layers=(), per_layer={1: {"threshold": 0.5}}),
+], ids=lambda method: type(method).__name__)  # fmt: skip
+def test_methods_that_are_captured(method: kvrecall.Method) -> None:
+    check_methods(kvrecall.RetrievalCache(tiny("llama").config, method))
+
+
+@pytest.mark.parametrize(("method", "reason"), [
+    (kvrecall.CTKVR(), "ctkvr reranks and attends on the CPU while the GPU works.*Decode uncaptured"),
+    (kvrecall.CTKVR(attend="device"), "index 'query-centroids', which asks the host"),
+    (kvrecall.Exact(), "index 'exact', which asks the host"),
+    (kvrecall.methods.RetroInfer(dense_layers=()), "index 'estimating-clusters'"),
+    (kvrecall.methods.RaaS(), "index 'milestones'"),
+    (kvrecall.PRKV(gqa="per_head"), "gqa='per_head' has no kernel"),
+    (kvrecall.LouisKV(dense_layers=(), attend="host"), "the CPU attends"),
+    (kvrecall.Method(index="sphere", static="observation-window"), "static sets beside a sphere index"),
+    (kvrecall.Method(index="pages", prune="top-p:p=0.9"), "pruned on the host"),
+    (kvrecall.Full(), "searches nothing"),
+    (kvrecall.LouisKV(dense_layers=tuple(range(8))), "searches nothing"),
+    (kvrecall.ParisKV(per_layer={1: {"gqa": "per_head"}}), "layer 1: gqa='per_head' has no kernel"),
+], ids=lambda value: type(value).__name__ if isinstance(value, kvrecall.Method) else "")  # fmt: skip
+def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason):
+        check_methods(kvrecall.RetrievalCache(tiny("llama").config, method))
+
+
+def taken(method: kvrecall.Method, layers: int) -> tuple[list[LayerState], Layers]:
+    """Layers of one short prompt, taken over as the decoder does it."""
+    states = [state(method, 1, layer=number) for number in range(layers)]
+    for one in states:
+        prefill_layer(one, *tokens(1, 1, 90), None, AttentionParams(DIM**-0.5))
+    return states, Layers(states, 4)
+
+
+def test_layers_with_settings_of_their_own_have_plans_of_their_own() -> None:
+    method = kvrecall.ParisKV(**TINY | {"per_layer": {1: {"top_k": 12}, 3: {"top_k": 12}}})
+    _, layers = taken(method, 5)
+    assert [plan.top_k for plan in layers._plans] == [8, 12]
+    assert [layer._search.top_k for layer in layers.all] == [8, 12, 8, 12, 8]
+    layers.prepare()
+    assert layers.all[3]._plan_rows.tolist() == pack(layers._plans[1].rows()).tolist()
+    assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseLayer", "DenseLayer", "UnitLayer"]
+
+
+def test_a_budget_that_is_all_static_is_refused_and_the_layer_is_as_it_was() -> None:
+    method = kvrecall.PRKV(static_ratio=1.0, page_tokens=4, window_tokens=8, **TINY)
+    with pytest.raises(CaptureError, match="the static set is the whole budget"):
+        taken(method, 2)
+    one = state(method, 1)
+    prefill_layer(one, *tokens(1, 1, 90), None, AttentionParams(DIM**-0.5))
+    with pytest.raises(CaptureError):
+        Layers([one], 4)
+    assert one.static[0] is not None and one.static[0].age == -1  # its first step is still to come
+
+
+def test_a_dense_layer_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+
+    def none_left(*size: Any, **options: Any) -> torch.Tensor:
+        if isinstance(size[0], tuple) and len(size[0]) == 5:
+            raise torch.OutOfMemoryError
+        return zeros(*size, **options)
+
+    monkeypatch.setattr("kvrecall.engine.captured.dense.torch.zeros", none_left)
+    with pytest.raises(CaptureError, match=r"layer 0 is dense, so its 97,280 bytes"):
+        taken(kvrecall.LouisKV(**TINY), 3)

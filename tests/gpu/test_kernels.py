@@ -98,6 +98,36 @@ METHODS = {
         top_k=24, stage1="product", gqa="max", trigger="semantic-boundary:threshold=0.9", full_attention_threshold=0, **ZONES
     ),
     "stride": kvrecall.ParisKV(top_k=24, trigger="fixed-stride:steps=5", full_attention_threshold=0, **ZONES),
+    "early": kvrecall.ParisKV(
+        top_k=24, stage1="product", gqa="mean_softmax", trigger="speculative:threshold=0.9", full_attention_threshold=0, **ZONES
+    ),
+    "per-layer": kvrecall.ParisKV(
+        top_k=24, per_layer={1: {"top_k": 40, "gqa": "max"}}, dense_layers=(2,), full_attention_threshold=0, **ZONES
+    ),
+    "louiskv": kvrecall.LouisKV(
+        top_k=24, threshold=0.9, dense_layers=(0,), cluster_tokens=4, max_segment_tokens=8, full_attention_threshold=0, **ZONES
+    ),
+    "louiskv-retrieval": kvrecall.LouisKV(
+        top_k=24,
+        threshold=0.8,
+        compare="retrieval",
+        max_stride=7,
+        dense_layers=(),
+        cluster_tokens=4,
+        max_segment_tokens=8,
+        full_attention_threshold=0,
+        **ZONES,
+    ),
+    "prkv": kvrecall.PRKV(top_k=32, page_tokens=4, window_tokens=16, refresh_interval=30, full_attention_threshold=0, **ZONES),
+    "freekv": kvrecall.methods.FreeKV(top_k=24, page_tokens=4, full_attention_threshold=0, **ZONES),
+    "quest": kvrecall.methods.Quest(top_k=24, page_tokens=4, dense_layers=(0,), full_attention_threshold=0, **ZONES),
+    "shadowkv": kvrecall.Method(
+        top_k=32,
+        index="pages:page_tokens=4,bounds=mean",
+        static="outlier-pages:pages=2,page_tokens=4",
+        full_attention_threshold=0,
+        **ZONES,
+    ),
 }
 
 
@@ -109,7 +139,7 @@ def test_captured_generation_equals_the_uncaptured_one(method: kvrecall.Method, 
     mask = torch.ones_like(prompt)
     if ragged:
         mask[1, :300] = 0
-    answers, stats = [], []
+    answers, stats, held = [], [], []
     for capture in (False, True):
         cache = kvrecall.RetrievalCache(model.config, method)
         made = engine.generate(
@@ -122,31 +152,36 @@ def test_captured_generation_equals_the_uncaptured_one(method: kvrecall.Method, 
         )
         answers.append(made.new_tokens + more.new_tokens)
         stats.append(cache.stats().total)
+        states = [layer.state for layer in cache.retrieval_layers if layer.state is not None and layer.state.index is not None]
+        held.append([state.held[b].ids.tolist() for state in states for b in range(2)])
     assert answers[0] == answers[1]
+    assert held[0] == held[1]
     assert stats[0].tokens == stats[1].tokens
-    for name in ("steps", "searches", "attended_tokens", "retrieved_tokens"):
+    for name in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens"):
         assert getattr(stats[0].counters, name) == getattr(stats[1].counters, name), name
 
 
-def test_two_thousand_captured_steps_equal_the_uncaptured_ones() -> None:
+@pytest.mark.parametrize("name", ["products", "louiskv", "prkv"])
+def test_two_thousand_captured_steps_equal_the_uncaptured_ones(name: str) -> None:
     model = tiny()
     prompt = torch.randint(5, 500, (1, 900), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     answers = []
     for capture in (False, True):
-        cache = kvrecall.RetrievalCache(model.config, METHODS["products"])
+        cache = kvrecall.RetrievalCache(model.config, METHODS[name])
         made = engine.generate(model, None, prompt, cache, max_new_tokens=2000, eos_token_id=511, capture=capture)
         answers.append(made.new_tokens)
     assert answers[0] == answers[1]
 
 
-def test_more_tokens_than_the_graph_has_room_for() -> None:
+@pytest.mark.parametrize("name", ["paper", "louiskv", "prkv", "early"])
+def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
     from kvrecall.engine.captured.decoder import CapturedDecoder
 
     model = tiny()
     prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     found = []
     for room in (200, 4):
-        cache = kvrecall.RetrievalCache(model.config, METHODS["paper"])
+        cache = kvrecall.RetrievalCache(model.config, METHODS[name])
         with torch.no_grad():
             engine.prefill(model, prompt, cache)
             decoder, tokens = CapturedDecoder(model, cache, room), []
@@ -159,11 +194,12 @@ def test_more_tokens_than_the_graph_has_room_for() -> None:
     assert found[0] == found[1]
 
 
-def test_no_memory_growth_over_five_thousand_steps() -> None:
+@pytest.mark.parametrize("name", ["products", "louiskv"])
+def test_no_memory_growth_over_five_thousand_steps(name: str) -> None:
     from kvrecall.engine.captured.decoder import CapturedDecoder
 
     model = tiny(torch.bfloat16)
-    cache = kvrecall.RetrievalCache(model.config, METHODS["products"])
+    cache = kvrecall.RetrievalCache(model.config, METHODS[name])
     prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     engine.prefill(model, prompt, cache)
     decoder = CapturedDecoder(model, cache, 5200)
@@ -180,9 +216,9 @@ def test_no_memory_growth_over_five_thousand_steps() -> None:
 
 @pytest.mark.parametrize(("method", "reason"), [
     (kvrecall.ParisKV(gqa="per_head"), "gqa='per_head' has no kernel"),
-    (kvrecall.PRKV(), "prkv searches on the host"),
+    (kvrecall.CTKVR(), "ctkvr reranks and attends on the CPU"),
     (kvrecall.ParisKV(attend="host"), "the CPU attends"),
-    (kvrecall.ParisKV(dense_layers=(0,)), "attend to the whole zone"),
+    (kvrecall.Exact(), "index 'exact', which asks the host"),
 ])  # fmt: skip
 def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) -> None:
     model = tiny()
@@ -193,12 +229,13 @@ def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) 
     engine.generate(model, None, prompt, cache, max_new_tokens=4)  # and works without
 
 
-def test_non_finite_keys_are_reported() -> None:
+@pytest.mark.parametrize("name", ["paper", "louiskv"])
+def test_non_finite_keys_are_reported(name: str) -> None:
     from kvrecall.engine.captured.decoder import CapturedDecoder
     from kvrecall.errors import NonFiniteError
 
     model = tiny()
-    cache = kvrecall.RetrievalCache(model.config, METHODS["paper"])
+    cache = kvrecall.RetrievalCache(model.config, METHODS[name])
     engine.prefill(model, torch.randint(5, 500, (1, 300), device="cuda"), cache)
     decoder = CapturedDecoder(model, cache, 100)
     model.model.embed_tokens.weight.data[7] = float("nan")

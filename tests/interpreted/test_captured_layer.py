@@ -12,7 +12,6 @@ import kvrecall
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
-from kvrecall.trigger import StrideTrigger
 from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -23,15 +22,11 @@ from kvrecall.engine.captured.plan import StepPlan, pack
 def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
     """As the decoder does it."""
     method, b = layer.method, layer.store.sequences
-    config, trigger = method.index_config(), layer.trigger
-    layer.end_prompts(list(range(b)))
-    steps = getattr(method.trigger_config(), "steps", 0 if method.trigger_config().name == "semantic-boundary" else 1)
-    since = trigger._since if isinstance(trigger, StrideTrigger) else [0] * b
+    config = method.index_config()
+    layer.end_prompts(list(range(b)), coming=1)
     assert isinstance(config, kvrecall.index.sphere.SphereConfig) and method.top_k is not None
     zones = [layer.store.zones(i) for i in range(b)]
-    plan = StepPlan(
-        method.zone_sizes(), config.steps, config.min_candidates_per_k, method.top_k, zones, steps, since, len(layer.held) < b
-    )
+    plan = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, method.top_k, zones)
     return CapturedLayer(layer, plan, max(z.retrieval for z in zones) + room), plan
 
 
@@ -48,7 +43,10 @@ def compare(method: kvrecall.Method, steps: int, params: AttentionParams, warm: 
     for number in range(steps):
         new = tokens(1000 + number, 2, 1)
         expected = decode_step(plain, *new, None, params)
-        out: Tensor = captured.decode(*new, pack(plan.rows()), parity, params)
+        rows = captured._plan_rows = pack(plan.rows())
+        if captured.early:
+            captured.search_early()
+        out: Tensor = captured.decode(*new, rows, parity, params)
         plan.advance()
         parity.copy_(1 - parity)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
@@ -62,6 +60,9 @@ METHODS = {
     "products": kvrecall.ParisKV(stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **EXACT),
     "stride": kvrecall.ParisKV(stage1="product", trigger="fixed-stride:steps=3", **EXACT),
     "semantic": kvrecall.ParisKV(stage1="product", gqa="max", trigger="semantic-boundary:threshold=0.0", **EXACT),
+    "early": kvrecall.ParisKV(
+        stage1="product", gqa="mean_softmax", trigger="speculative:threshold=0.0", **EXACT | {"update_interval": 7}
+    ),
     "semantic-retrieval": kvrecall.ParisKV(
         stage1="product", trigger="semantic-boundary:threshold=0.0,compare=retrieval,max_stride=3", **EXACT
     ),

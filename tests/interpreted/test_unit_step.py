@@ -37,28 +37,28 @@ def filled(name: str) -> LayerState:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_is_attention_over_what_the_reference_finds(name: str) -> None:
-    step = UnitStep(filled(name))
-    step.check(*(x[:, :, 0] for x in tokens(7, 1, 1)), DIM**-0.5)
+    step = UnitStep(filled(name), 8, torch.zeros(1, dtype=torch.int64))
+    step.check(*tokens(7, 1, 1), DIM**-0.5)
 
 
 @pytest.mark.parametrize("what", ["search", "fetch", "held"])
 def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = UnitStep(filled("louiskv"))
-    new = [x[:, :, 0] for x in tokens(7, 1, 1)]
+    step = UnitStep(filled("louiskv"), 8, torch.zeros(1, dtype=torch.int64))
+    attention, search = step.layer.attention, step.layer.search
     if what == "search":  # searches for the opposite
-        launch = step.gpu.launch
-        monkeypatch.setattr(step.gpu, "launch", lambda queries, *rest: launch(-queries, *rest))
+        launch = search.launch
+        monkeypatch.setattr(search, "launch", lambda queries, *rest: launch(-queries, *rest))
     elif what == "fetch":  # reads the rows of other tokens
-        others = step.attention._pools[0].flip(1).contiguous()
-        step.attention._hosts[0, 0] = others.data_ptr()
-    else:  # forgets what the last search fetched
-        inner = step.attention.launch
+        others = attention._pools[0].flip(1).contiguous()
+        attention.hosts[0, 0] = others.data_ptr()
+    else:  # spoils what the last search fetched
+        inner = step.layer.step
 
-        def forget(queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, fire: Tensor, *rest: Any) -> None:
-            if not int(fire[0]):
-                step.attention.rows[:, :, :5] = 0
-            inner(queries, keys, values, ids, fire, *rest)
+        def forget(*args: Any) -> Tensor:
+            if step.layer.trigger.threshold < 0:
+                attention._kept[:, :, :, :5] = 0
+            return inner(*args)
 
-        monkeypatch.setattr(step.attention, "launch", forget)
+        monkeypatch.setattr(step.layer, "step", forget)
     with pytest.raises(AssertionError):
-        step.check(*new, DIM**-0.5)
+        step.check(*tokens(7, 1, 1), DIM**-0.5)

@@ -67,6 +67,7 @@ METHODS = {
     "collisions": kvrecall.ParisKV(top_k=6, **ZONES),
     "products": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **ZONES),
     "semantic": kvrecall.ParisKV(top_k=6, stage1="product", gqa="max", trigger="semantic-boundary", **ZONES),
+    "early": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", trigger="speculative", **ZONES),
 }
 
 
@@ -92,7 +93,7 @@ def test_kernels_of_a_captured_layer(
         "rotate_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel", "merge_kernel",
     } | {
         "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
-        "semantic": {"product_kernel", "trigger_kernel"},
+        "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 
@@ -157,18 +158,57 @@ def test_search_over_units(
     compile_all(launches, capability)
 
 
+UNIT_LAYERS = {
+    "louiskv": (kvrecall.LouisKV(top_k=9, dense_layers=(), **ZONES | {"update_interval": 64}), torch.bfloat16),
+    "prkv": (kvrecall.PRKV(top_k=32, **ZONES), torch.bfloat16),
+    "landmarks": (kvrecall.Method(top_k=10, index="pages:page_tokens=8,bounds=mean", **ZONES), torch.float16),
+    "early": (kvrecall.methods.Quest(top_k=32, dense_layers=(), trigger="speculative", **ZONES), torch.float32),
+    "dense": (kvrecall.LouisKV(top_k=9, dense_layers=(0,), **ZONES | {"update_interval": 64}), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", UNIT_LAYERS)
+def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.engine.captured.layers import Layers
+
+    method, dtype = UNIT_LAYERS[name]
+    layer = state(method, 2, dtype=dtype)
+    start_in(layer, dtype)
+    captured = Layers([layer], 16).all[0]
+    if captured.early:
+        captured.search_early()
+    softcap = 30.0 if name in ("dense", "landmarks") else 0.0
+    new = (x.to(dtype) for x in tokens(1, 2, 1))
+    captured.step(*new, torch.zeros(1, dtype=torch.int64), AttentionParams(DIM**-0.5, softcap))
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    searching = {"score_kernel", "fill_kernel", "expand_kernel", "attend_kernel", "page_kernel", "merge_kernel"}
+    assert names == {
+        "louiskv": searching - {"page_kernel"} | {"trigger_kernel", "ascend_kernel", "segment_kernel"},
+        "prkv": searching - {"merge_kernel"} | {"merge_lse_kernel"}, "landmarks": searching,
+        "early": searching | {"turned_kernel"}, "dense": {"whole_kernel", "merge_kernel"},
+    }[name]  # fmt: skip
+    compile_all(launches, capability)
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(64, torch.float32), (80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
 )
-def test_attention_that_fetches(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.attend.fetching import FetchingAttention
+def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
+    """To selected and resident rows, and to everything."""
+    from kvrecall.attend.step import StepAttention
+    from kvrecall.attend.whole import WholeAttention
 
-    rows = torch.zeros(1, 2, 40, 2, dim, dtype=dtype)
-    attention = FetchingAttention(rows, [rows[0]], 20, 8)
-    queries, new, ints = torch.zeros(1, 8, dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype), torch.zeros(1, 2, 20).int()
-    attention.launch(queries, new, new, ints, ints[:, 0, 0], ints[:, 0, :2], 0.1, 30.0 if dim == 80 else 0.0)
-    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["fetching_kernel"]
+    pools = [torch.zeros(2, 40, 2, dim, dtype=dtype)]
+    attention = StepAttention(pools, 8, 36, 320, 512 if dim == 128 else 20, dim != 80, torch.zeros(1, dtype=dtype))
+    queries, new = torch.zeros(1, 8, 1, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=dtype)
+    ids, zone, parity = torch.zeros(1, 2, attention.top_k).int(), torch.zeros(2, 6).int(), torch.zeros(1, dtype=torch.int64)
+    params = AttentionParams(0.1, 30.0 if dim == 80 else 0.0)
+    attention.launch(queries, new, new, ids, zone, parity, params, torch.zeros(1, 8) if dim == 256 else None)
+    WholeAttention(torch.zeros(1, 2, 400, 2, dim, dtype=dtype), 8).launch(queries, new, new, params)
+    merging = {"merge_kernel"} | ({"merge_lse_kernel"} if dim == 256 else set())
+    assert {kernel.__name__ for kernel, *_ in launches.values()} == {"attend_kernel", "whole_kernel"} | merging
     compile_all(launches, capability)
 
 

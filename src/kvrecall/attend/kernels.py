@@ -93,3 +93,41 @@ def selected_rows(
         b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
     tl.atomic_add(p_read, tl.sum(m_host.to(tl.int32), 0).to(tl.int64), sem="relaxed")
     return b_k, b_v
+
+
+@triton.jit
+def step_part(
+    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_host, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
+    scaling, softcap, i_bh, i_kv, i_part, CAPACITY, SINK, PAIRS, K,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
+):  # fmt: skip
+    """Part number i_part of one decode step of a sequence and KV head: CHOSEN parts of R selected rows, then parts of W rows
+    that are resident, `[PAIRS, CAPACITY, 2, D]`.
+
+    The new token `[PAIRS, D]` is attended from where the model put it, and stored in its row of the window on the way; bad[0]
+    becomes 1 if it is not finite. zone int32: lengths as in `window_rows`, then the row of the new token.
+    """
+    o_out = i_bh.to(tl.int64) * G * PARTS
+    p_query, p_part, p_part_lse = p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out
+    if i_part < CHOSEN:
+        o_k = i_part * R + tl.arange(0, R)
+        b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
+        b_k, b_v = selected_rows(p_rows, p_host, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, PAIRS, K, D, BD,
+                                 BK, REUSE)  # fmt: skip
+        attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
+    else:
+        o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)
+        p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
+        b_own_k, b_own_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
+        m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
+        o_new = i_bh.to(tl.int64) * D + o_d[None, :]
+        b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
+        b_own_k, b_own_v = tl.where(m_new, b_new_k, b_own_k), tl.where(m_new, b_new_v, b_own_v)
+        p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
+        tl.store(p_new, b_new_k, mask=m_new)
+        tl.store(p_new + D, b_new_v, mask=m_new)
+        b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
+        if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
+            tl.store(p_bad, 1)
+        attend_block(p_query, p_part, p_part_lse, i_part, b_own_k, b_own_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)

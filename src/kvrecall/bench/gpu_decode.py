@@ -2,15 +2,20 @@
 
     kvrecall bench decode --context 64k,128k [--out FILE]
 
-Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Full attention keeps K and V
-in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN or flash, the faster one);
-its step is captured as a CUDA graph as ours is, so both run the same modules of transformers with the same launch costs.
+Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Every step is fed random
+tokens. Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa`
+(cuDNN or flash, the faster one); its step is captured as a CUDA graph as ours is, so both run the same modules of transformers
+with the same launch costs.
+
+Configurations: those of `gpu_layer`; `product-early` and `paper-early`, which search with the query of the step before and
+correct the heads that have turned; `prkv`; `louiskv`, whose queries of a random model would say nothing, so that its trigger is
+asked at every step but fires at every fifth, with two dense layers; `freekv`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,9 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvrecall.bench.gpu_layer import CONFIGS
+from kvrecall.bench import gpu_layer
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.layer_state import LayerState
+from kvrecall.methods.base import Method
+from kvrecall.methods.freekv import FreeKV
+from kvrecall.methods.louiskv import LouisKV
+from kvrecall.methods.prkv import PRKV
+from kvrecall.trigger.speculative import Speculative
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": {
@@ -36,6 +47,17 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 _NAME = "kvrecall-bench-full"
+_STRIDE = 5
+CONFIGS: dict[str, Callable[[int], Method]] = {
+    **gpu_layer.CONFIGS,
+    **{
+        f"{name}-early": lambda n, name=name: replace(gpu_layer.CONFIGS[name](n), trigger=Speculative())
+        for name in ("product", "paper")
+    },
+    "prkv": lambda _: PRKV(full_attention_threshold=0),
+    "louiskv": lambda _: LouisKV(threshold=-1.0, max_stride=_STRIDE, full_attention_threshold=0),
+    "freekv": lambda _: FreeKV(full_attention_threshold=0),
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,15 @@ def fill(cache: RetrievalCache, tokens: int, batch: int, room: int) -> None:
                 layer.lazy_initialization(keys[None, :, :1].expand(batch, -1, -1, -1), values[None, :, :1])
             assert layer.state is not None
             layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
+            _observe(layer.state, b, tokens)
         layer._logical = tokens
+
+
+def _observe(state: LayerState, b: int, tokens: int) -> None:
+    """Ends the prompt as if its last queries had been seen: some methods judge keys by them."""
+    shape, count = state.shape, 1 if state.log is None else min(state.log.window, tokens)
+    queries = torch.randn(shape.query_heads, count, shape.head_dim, device=shape.device, dtype=shape.dtype)
+    state.saw_prompt(b, queries, torch.zeros(shape.query_heads, count, device=shape.device), tokens - count)
 
 
 def times_of(step: Callable[[], object], steps: int) -> list[float]:
@@ -106,9 +136,16 @@ def retrieval(model: LlamaForCausalLM, context: int, batch: int, name: str, step
     cache = RetrievalCache(model.config, CONFIGS[name](context))
     fill(cache, context, batch, steps + 64)
     decoder = CapturedDecoder(model, cache, steps + 64)
-    for _ in range(5):
+    fed = torch.randint(0, model.config.vocab_size, (steps + 8, batch, 1), device="cuda")
+    numbers = iter(fed)
+
+    def step() -> None:
+        decoder.input_ids.copy_(next(numbers))
         decoder.step()
-    times = times_of(decoder.step, steps)
+
+    for _ in range(5):
+        step()
+    times = times_of(step, steps)
     device = torch.cuda.memory_allocated() - before
     decoder.check()
     decoder.close()

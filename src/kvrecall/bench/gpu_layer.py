@@ -91,7 +91,7 @@ class Bench:
         config = method.index_config()
         assert isinstance(config, SphereConfig)
         zones = [self.states[0].store.zones(0)]
-        self.plan = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, 100, zones, 1, [0], True)
+        self.plan = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, 100, zones)
         room = zones[0].retrieval + 1024
         self.layers = [CapturedLayer(state, self.plan, room) for state in self.states]
         self.rows = pack(self.plan.rows()).cuda()
@@ -218,11 +218,11 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     full, backend = full_attention(bench)
     (q, k, v), p = bench.new, bench.params
     stages: dict[str, Callable[[CapturedLayer], None]] = {
-        "tables_us": lambda x: x._search.make_tables(q, x._tables(), bench.rows, x._fire),
-        "scan_us": lambda x: x._search.scan(x._tables(), bench.rows, x._fire),
-        "compact_us": lambda x: x._search.compact(x._tables(), bench.rows, x._fire),
-        "rerank_us": lambda x: x._search.rerank(x._tables(), bench.rows, x._fire, p.scaling),
-        "top_us": lambda x: x._search.pick(bench.rows, x._fire, p.scaling),
+        "tables_us": lambda x: x._search.make_tables(q, x._tables(), bench.rows, x._trigger.fire.view(-1)),
+        "scan_us": lambda x: x._search.scan(x._tables(), bench.rows, x._trigger.fire.view(-1)),
+        "compact_us": lambda x: x._search.compact(x._tables(), bench.rows, x._trigger.fire.view(-1)),
+        "rerank_us": lambda x: x._search.rerank(x._tables(), bench.rows, x._trigger.fire.view(-1), p.scaling),
+        "top_us": lambda x: x._search.pick(bench.rows, x._trigger.fire.view(-1), p.scaling),
         "attend_us": lambda x: x._attend(q, k, v, bench.rows, bench.parity, p),
         "merge_us": lambda x: bench.drop(x._merge(q, p)),
     }

@@ -12,8 +12,8 @@ quarter of them static, LouisKV 512, CTkvr 512). Full attention as in `gpu_layer
 Data: keys, values and queries are standard normal in bf16; queries turn between steps, to a cosine of 0.93 with those before.
 PRKV's static tokens are drawn at random, since what a step costs depends on how many there are; LouisKV's clusters are k-means
 of those keys, which have no structure, so sizes spread as they do for noise. CTkvr's observed queries are a chain of turning
-queries of which the decode steps are the continuation. What happens once in many steps is not in a captured row: making volumes
-or segments of tokens that leave the window, choosing static sets anew.
+queries of which the decode steps are the continuation. A captured row is the engine's own step of a layer (`engine.captured`),
+with what a step does for tokens that leave the window; choosing static sets anew, which happens between steps, is not in it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ _COSINE = 0.93
 _STRIDE = 5
 _STEPS = 50
 """Uncaptured steps that are timed."""
+_ROOM = 1024
+"""Captured steps to make room for."""
 _BEHIND_DENSE = 2
 """Number of the layer in its model: LouisKV's first two are dense."""
 METHODS: dict[str, Callable[[], Method]] = {
@@ -109,7 +111,8 @@ class Layers:
     def __init__(self, shape: str, tokens: int, name: str) -> None:
         self.query_heads, self.heads, self.dim = SHAPES[shape]
         self.tokens, self.method, self.params = tokens, METHODS[name](), AttentionParams(self.dim**-0.5)
-        self._generator = torch.Generator("cuda").manual_seed(7)
+        self._generator, self._checked = torch.Generator("cuda").manual_seed(7), False
+        self._parity = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.new = [self._random(h, 1) for h in (self.query_heads, self.heads, self.heads)]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -118,7 +121,7 @@ class Layers:
         count = 1 if name == "ctkvr" else layers_for(tokens * self.heads * self.dim // 8)
         for _ in range(count):
             self._add_layer()
-        self.layers = [] if name == "ctkvr" else [UnitStep(state) for state in self.states]
+        self.layers = [] if name == "ctkvr" else [UnitStep(state, _ROOM, self._parity) for state in self.states]
         index = self.states[0].index
         self.units = index.units(0).reps.shape[1] if isinstance(index, UnitIndex) else 0
         self.resident = self.states[0].store.resident.lengths[0] + 1
@@ -132,7 +135,7 @@ class Layers:
         state, index_of = LayerState(_BEHIND_DENSE, shape, self.method), self.method.index_config()
         index, sizes = state.index, self.method.zone_sizes()
         assert index is not None and index_of is not None
-        state.store.host[0].reserve(self.tokens - sizes.sink_tokens - sizes.local_tokens)
+        state.store.host[0].reserve(self.tokens + _ROOM)
         moved = state.store.append_chunk(0, keys[0], values[0])
         assert moved is not None
         index.bind([DeviceRows(moved)])
@@ -168,6 +171,7 @@ class Layers:
     def turn(self) -> None:
         """Moves the queries on to the next step's."""
         self.new[0].copy_(_COSINE * self.new[0] + (1 - _COSINE**2) ** 0.5 * torch.randn_like(self.new[0]))
+        self._parity.copy_(1 - self._parity)
 
     def full(self) -> None:
         """Full attention of every layer."""
@@ -176,14 +180,16 @@ class Layers:
 
     def step(self, searching: bool) -> None:
         """One decode step of every layer, by the kernels."""
-        queries, keys, values = (x[:, :, 0] for x in self.new)
+        queries, keys, values = self.new
         for layer in self.layers:
             layer.decode(queries, keys, values, self.params.scaling, searching)
 
     def captured(self, searching: bool) -> tuple[float, float, float]:
         """(p20, p50, p80) microseconds per layer, checked first."""
-        queries, keys, values = (x[:, :, 0] for x in self.new)
-        self.layers[-1].check(queries, keys, values, self.params.scaling)
+        if not self._checked:
+            queries, keys, values = self.new
+            self.layers[-1].check(queries, keys, values, self.params.scaling)
+            self._checked = True
         self.step(True)  # rows for the steps that hold them
         return timed(lambda: self.step(searching), len(self.layers), between=self.turn)
 
@@ -226,6 +232,8 @@ class Layers:
     def uncaptured(self, searching: bool) -> tuple[float, float, float, float]:
         """(p20, p50, p80) microseconds of one layer's step through the pipeline, checked first; and microseconds of its search,
         attention and learning, as an extra pass with a synchronisation around each stage measures them."""
+        for layer in self.layers:
+            layer.layer.finish()
         self.check_uncaptured()
         state, times, before = self.states[0], [], {}
         queries, keys, values = self.new

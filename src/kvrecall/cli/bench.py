@@ -22,6 +22,7 @@ bench = typer.Typer(help="Measure retrieval against full attention. What fails i
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
 Configs = Annotated[str, typer.Option(help="Configurations, one or more: product, product-reuse, product-max, paper.")]
+Systems = Annotated[str, typer.Option(help="Those of `bench layer`, product-early, paper-early, prkv, louiskv, freekv.")]
 
 
 @bench.command()
@@ -47,7 +48,7 @@ def layer(
 @verb
 def decode(
     context: Contexts = "64k",
-    configs: Configs = "product",
+    configs: Systems = "product",
     shape: Annotated[str, typer.Option(help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")] = "llama-3.1-8b",
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has, for long contexts.")] = None,
@@ -57,9 +58,9 @@ def decode(
 ) -> Result:
     """A whole model on a GPU: one captured decode step, in milliseconds."""
     _need_cuda()
-    from kvrecall.bench import gpu_decode, gpu_layer
+    from kvrecall.bench import gpu_decode
 
-    names = _check(shape, gpu_decode.SHAPES, configs, gpu_layer.CONFIGS)
+    names = _check(shape, gpu_decode.SHAPES, configs, gpu_decode.CONFIGS)
     asked = product([shape], [layers], _counts(context), [batch], names, [steps])
     columns = ("context", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip

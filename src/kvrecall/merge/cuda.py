@@ -1,30 +1,18 @@
-"""The log-sum-exp merge on a GPU where what is merged is merged again, so that its log-sum-exp is needed too."""
+"""The log-sum-exp merge on a GPU: the parts of one step, or parts that are merged again, so that their sum is needed too."""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kvrecall.launch import next_power_of_2
-from kvrecall.merge.kernels import merge_kernel
+from kvrecall.launch import next_power_of_2, overlapping
+from kvrecall.merge.kernels import merge_kernel, merge_lse_kernel
 
 _MOST = 64
 """Parts that one program merges: with D = 256 they fill its registers."""
-
-
-@triton.jit
-def merge_lse_kernel(p_parts, p_lse, p_out, p_total, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-                     BP: tl.constexpr):  # fmt: skip
-    """As `merge_kernel` without sinks; total fp32 `[BH_q]` becomes the natural log-sum-exp over the parts."""
-    merge_kernel(p_parts, p_lse, p_lse, p_out, 1, D, BD, PARTS, BP, False)
-    i_bh = tl.program_id(0).to(tl.int64)
-    o_p = tl.arange(0, BP)
-    b_lse = tl.load(p_lse + i_bh * PARTS + o_p, mask=o_p < PARTS, other=float("-inf"))
-    peak = tl.max(b_lse, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(p_total + i_bh, base + tl.log(tl.sum(tl.exp(b_lse - base), 0)))
 
 
 def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,8 +25,8 @@ def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         programs = count * parts // group
         merged, total = out.new_empty(programs, dim), out.new_empty(programs)
         merge_lse_kernel[(programs,)](
-            out.contiguous(), lse.contiguous(), merged, total, D=dim, BD=next_power_of_2(dim), PARTS=group,
-            BP=next_power_of_2(group), num_warps=4,
+            out.contiguous(), lse.contiguous(), lse, merged, total, 1, D=dim, BD=next_power_of_2(dim), PARTS=group,
+            BP=next_power_of_2(group), SINKS=False, PDL=False, num_warps=4,
         )  # fmt: skip
         if group == parts:
             return merged, total
@@ -50,3 +38,19 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     with torch.cuda.device_of(outs[0]):
         out, lse = merge_splits(torch.stack(outs, 3).flatten(0, 2), torch.stack(lses, 3).flatten(0, 2))
     return out.view_as(outs[0]), lse.view_as(lses[0])
+
+
+def merge_step(queries: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, total: Tensor | None = None) -> Tensor:
+    """Attention of queries `[B, H_q, 1, D]` over the union of parts: out fp32 `[B, H_q, P, D]`, lse `[B, H_q, P]`, at fixed
+    addresses -> as queries. sinks: learned logits `[H_q]`. total: fp32 `[B, H_q]`, filled with the log-sum-exp of all."""
+    (b, heads, parts, dim), made = out.shape, torch.empty_like(queries)
+    sizes = {
+        "D": dim, "BD": next_power_of_2(dim), "PARTS": parts, "BP": next_power_of_2(parts), "SINKS": sinks is not None,
+        "num_warps": 4, **overlapping(queries.device),
+    }  # fmt: skip
+    learned = lse if sinks is None else sinks
+    if total is None:
+        merge_kernel[(b * heads,)](out, lse, learned, made, heads, **sizes)
+    else:
+        merge_lse_kernel[(b * heads,)](out, lse, learned, made, total, heads, **sizes)
+    return made

@@ -33,3 +33,24 @@ def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(p_out + i_bh * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
     end(PDL)
+
+
+@triton.jit
+def merge_lse_kernel(p_parts, p_lse, p_sinks, p_out, p_total, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+                     BP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+    """As `merge_kernel`; total fp32 `[BH_q]` becomes the natural log-sum-exp over the parts, and the sinks."""
+    begin(PDL)
+    merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D, BD, PARTS, BP, SINKS)
+    i_bh = tl.program_id(0).to(tl.int64)
+    o_p = tl.arange(0, BP)
+    b_lse = tl.load(p_lse + i_bh * PARTS + o_p, mask=o_p < PARTS, other=float("-inf"))
+    peak = tl.max(b_lse, 0)
+    if SINKS:
+        sink = tl.load(p_sinks + i_bh % HEADS).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    mass = tl.sum(tl.exp(b_lse - base), 0)
+    if SINKS:
+        mass += tl.exp(sink - base)
+    tl.store(p_total + i_bh, base + tl.log(mass))
+    end(PDL)

@@ -22,8 +22,9 @@ class FreeKV(Method):
     4. Pages are ranked by the mean over the group of the softmax of their scores, `top_k` tokens in all; rows that are still
        on the device are not read again.
 
-    Simplified: the selection is the paper's, the time it hides is not: the search runs in the step that uses it, so it also
-    sees tokens that left the window in between. The first step after a prompt searches with its own query.
+    Simplified: the selection is the paper's, but the search runs in the step that uses it, in captured decoding beside that
+    step's projections, so it also sees tokens that left the window in between. The first step after a prompt searches with its
+    own query.
     Source: decisions drawn from the published code (pages of 32, sink and window 512, 2,048 tokens in all; 0.8 for long
     inputs, 0.9 for long outputs).
     """

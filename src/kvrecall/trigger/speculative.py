@@ -19,7 +19,7 @@ class Speculative(Part):
     averaged over the group, is below `threshold` (FreeKV: 0.8 for long inputs, 0.9 for long outputs).
 
     The selection is FreeKV's, except that it may hold tokens that reached the retrieval zone since the step before. The time
-    it hides by searching ahead is not: here the search runs in the step that uses it.
+    it hides by searching ahead is hidden in captured decoding only: elsewhere the search runs in the step that uses it.
     """
 
     role: ClassVar[str] = "trigger"

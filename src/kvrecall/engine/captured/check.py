@@ -6,12 +6,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrecall.errors import CaptureError
+from kvrecall.index.clusters import ClusterConfig
+from kvrecall.index.pages import PageConfig
+from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.launch import LEAST_CAPABILITY
+from kvrecall.methods.base import Method
 
 PLAIN = "Decode with model.generate, which needs no capture."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+_INDEXES = (SphereConfig, PageConfig, ClusterConfig)
 
 
 def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
@@ -22,23 +27,7 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         raise CaptureError(f"the GPU's compute capability is {capability[0]}.{capability[1]}, below {least}", PLAIN)
-    method, config = cache.method, cache.method.index_config()
-    if not isinstance(config, SphereConfig) or method.top_k is None:
-        raise CaptureError(f"{method.name} searches on the host", PLAIN)
-    if config.gqa == "per_head":  # the kernels make one selection per KV head
-        raise CaptureError(f"gqa={config.gqa!r} has no kernel", 'Use another mode, for example "mean_softmax".')
-    if method.attends_on_host:
-        raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
-    if method.static_config() is not None:
-        raise CaptureError("static sets are chosen on the host", PLAIN)
-    if method.prune_config() is not None:
-        raise CaptureError("selections are pruned on the host", PLAIN)
-    if method.trigger_config().name == "speculative":
-        raise CaptureError("the queries of the step before are kept on the host", PLAIN)
-    if method.per_layer:
-        raise CaptureError("layers have settings of their own, and one plan serves every layer of a graph", "Use per_layer=().")
-    if method.dense_layers:
-        raise CaptureError(f"layers {method.dense_layers} attend to the whole zone on the host", "Use dense_layers=().")
+    check_methods(cache)
     if len(cache.retrieval_layers) != len(cache.layers):
         raise CaptureError("the model has sliding-window or linear layers, whose caches grow by copying", PLAIN)
     scaling = getattr(model.config.get_text_config(decoder=True), "rope_scaling", None) or {}
@@ -54,7 +43,46 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
             raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 
+def check_methods(cache: RetrievalCache) -> None:
+    """Raises CaptureError if the method of some layer cannot be captured; layers may differ."""
+    method, numbers = cache.method, [layer.number for layer in cache.retrieval_layers]
+    searching = [number for number in numbers if number not in method.dense_layers]
+    if method.index_config() is None or not searching:
+        raise CaptureError(f"{method.name} searches nothing, so that a graph would hold full attention only", PLAIN)
+    for number in searching:
+        own = method.at(number)
+        try:
+            _check_method(own)
+        except CaptureError as error:
+            if own == method.at(-1):  # what all layers share
+                raise
+            raise CaptureError(f"layer {number}: {error.reason}", error.remedy) from None
+
+
+def _check_method(method: Method) -> None:
+    config = method.index_config()
+    if isinstance(config, CentroidConfig) and method.attends_on_host:
+        raise CaptureError(
+            f"{method.name} reranks and attends on the CPU while the GPU works, and a graph holds the GPU's share only",
+            "Decode uncaptured (capture=None), or with an index that the GPU searches alone.",
+        )
+    if method.attends_on_host:
+        raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
+    if type(config) not in _INDEXES or config is None or method.top_k is None:
+        name = "no index" if config is None else f"index {config.name!r}"
+        raise CaptureError(f"{method.name} has {name}, which asks the host in every step", PLAIN)
+    if config.gqa == "per_head":  # the kernels make one selection per KV head
+        raise CaptureError(f"gqa={config.gqa!r} has no kernel", 'Use another mode, for example "mean_softmax".')
+    if method.static_config() is not None and isinstance(config, SphereConfig):
+        raise CaptureError("static sets beside a sphere index are not captured", 'Use index="pages", or static=None.')
+    if method.prune_config() is not None:
+        raise CaptureError("selections are pruned on the host", PLAIN)
+
+
 def long_enough(cache: RetrievalCache) -> bool:
     """Whether every sequence is long enough to be searched; a shorter one is attended whole, which no graph does."""
     states = [layer.state for layer in cache.retrieval_layers]
-    return all(state is not None and not any(map(state.attends_whole_zone, range(state.shape.sequences))) for state in states)
+    if any(state is None for state in states):
+        return False
+    searching = [state for state in states if state is not None and state.index is not None]
+    return not any(state.attends_whole_zone(b) for state in searching for b in range(state.shape.sequences))

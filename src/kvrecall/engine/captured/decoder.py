@@ -12,16 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.check import PLAIN, check_capture, long_enough
-from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.plan import ROW, StepPlan, pack
+from kvrecall.engine.captured.layers import Layers
 from kvrecall.errors import CaptureError, NonFiniteError
-from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
-from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
-from kvrecall.trigger import EveryStep, FixedStride, StrideTrigger
+from kvrecall.structs import AttentionParams
 
 _CHECKED_STEPS = 64
 """Steps between two looks at the flags of non-finite keys."""
@@ -46,24 +44,24 @@ class CapturedDecoder:
         first = self._states[0]
         device, b = first.shape.device, first.shape.sequences
         self._parity = torch.zeros(1, dtype=torch.int64, device=device)
-        self._plan_rows = torch.zeros(b, ROW, dtype=torch.int32, device=device)
         self.input_ids = torch.zeros(b, 1, dtype=torch.int64, device=device)
         """The tokens of the next step, `[B, 1]`; write them in place."""
         self._positions = torch.tensor([[first.store.zones(i).total] for i in range(b)], device=device)
-        self._steps = 0
+        self._steps = self._since = 0
+        self._found: dict[CapturedState, torch.cuda.Event]
         self._borrow(room_tokens)
 
     def step(self) -> Tensor:
         """Feeds `input_ids` and returns logits `[B, vocabulary]`, valid until the next step. Asks nothing of the GPU."""
-        if any(z.retrieval + self._plan.sizes.update_interval > self._tokens for z in self._plan.zones):
-            made = self._plan.steps
+        if self._since >= self._room:
             self.close()
-            self._borrow(2 * max(made, self._room))
-        self._plan_rows.copy_(pack(self._plan.rows()), non_blocking=True)
+            self._borrow(2 * self._room)
         with deferred_interrupt():  # a token is in all layers and in all counts, or in none
+            self._layers.prepare()
             self._graph.replay()
-            self._plan.advance()
+            self._layers.advance()
             self._steps += 1
+            self._since += 1
             for holder in self._cache.retrieval_layers:
                 holder.count_captured()
         if self._steps % _CHECKED_STEPS == 0:
@@ -72,7 +70,7 @@ class CapturedDecoder:
 
     def check(self) -> None:
         """Raises NonFiniteError if some layer was given a key or value that is not finite; synchronises."""
-        for layer, state in zip(self._layers, self._states, strict=True):
+        for layer, state in zip(self._layers.all, self._states, strict=True):
             bad = layer.bad.nonzero()
             if bad.numel():
                 raise NonFiniteError(state.layer, int(bad[0, 0]))
@@ -80,35 +78,20 @@ class CapturedDecoder:
     def close(self) -> None:
         """Gives the cache back, with everything that was decoded."""
         torch.cuda.current_stream().synchronize()
-        for layer, holder in zip(self._layers, self._cache.retrieval_layers, strict=True):
+        for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
             layer.finish()
             holder.give_back()
 
     def _borrow(self, room_tokens: int) -> None:
-        states, method = self._states, self._cache.method
-        trigger, config = method.trigger_config(), method.index_config()
-        assert isinstance(config, SphereConfig) and method.top_k is not None
-        stride = 1 if isinstance(trigger, EveryStep) else trigger.steps if isinstance(trigger, FixedStride) else 0
-        counter = states[0].trigger
-        b = states[0].shape.sequences
-        for state in states:
-            state.end_prompts(list(range(b)))
-        self._plan = StepPlan(
-            method.zone_sizes(), config.steps, config.min_candidates_per_k, method.top_k,
-            [states[0].store.zones(i) for i in range(b)], stride,
-            counter._since if isinstance(counter, StrideTrigger) else [0] * b,
-            fresh=any(len(state.held) < b for state in states),
-        )  # fmt: skip
-        self._room = room_tokens
-        interval = self._plan.sizes.update_interval
-        self._tokens = 16 * cdiv(max(z.retrieval for z in self._plan.zones) + room_tokens + 2 * interval, 16)  # wide loads
-        self._layers = [CapturedLayer(state, self._plan, self._tokens) for state in states]
-        for layer, holder in zip(self._layers, self._cache.retrieval_layers, strict=True):
-            holder.captured = lambda q, k, v, p, layer=layer: layer.decode(q, k, v, self._plan_rows, self._parity, p)
+        self._room, self._since = room_tokens, 0
+        self._layers, self._found = Layers(self._states, room_tokens), {}
+        for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
+            holder.captured = lambda q, k, v, p, layer=layer: self._attend(layer, q, k, v, p)
         try:
             self._capture()
         except BaseException as error:
-            for holder in self._cache.retrieval_layers:  # nothing was decoded: the cache is as it was
+            for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
+                layer.abandon()  # nothing was decoded: the cache is as it was
                 holder.captured = None
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 told = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -117,8 +100,9 @@ class CapturedDecoder:
 
     def _capture(self) -> None:
         """A trial run compiles the kernels; it writes only where the first real step will write too."""
-        self._plan_rows.copy_(pack(self._plan.rows(quiet=True)))
-        aside = torch.cuda.Stream(self._parity.device)
+        self._layers.prepare(trial=True)
+        device = self._parity.device
+        aside, self._branch = torch.cuda.Stream(device), torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream())
         with attach(self._model), torch.no_grad():
             with torch.cuda.stream(aside):
@@ -130,10 +114,29 @@ class CapturedDecoder:
                 self._logits = self._forward()
                 self._positions += 1
                 self._parity.copy_(1 - self._parity)
-        for layer in self._layers:
+        for layer in self._layers.all:
             layer.forget_trial()
 
+    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        found = self._found.get(layer)
+        if found is not None:
+            torch.cuda.current_stream().wait_event(found)
+        return layer.step(queries, keys, values, self._parity, params)
+
+    def _search_early(self) -> None:
+        """On a branch of the graph, all layers that know a query already search, one after another, while the model computes;
+        the step of each waits for its own search only."""
+        early = [layer for layer in self._layers.all if layer.early]
+        if early:
+            self._branch.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._branch):
+            for layer in early:
+                layer.search_early()
+                self._found[layer] = torch.cuda.Event()
+                self._found[layer].record()
+
     def _forward(self) -> Tensor:
+        self._search_early()
         out = self._call(
             input_ids=self.input_ids,
             position_ids=self._positions,

@@ -1,4 +1,4 @@
-"""What a captured step does besides search and attention: store the new token, encode one that is about to leave, trigger.
+"""What a captured step does besides search and attention: store the new token, encode one that is about to leave.
 
 When the buffer of a sequence is full, `update_interval` tokens move to the retrieval zone at once. All that is left to do by
 then is to count them in: each was encoded and copied to the host in a step of its own while it waited, so no step is slower.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import attend_block, selected_rows, window_rows
+from kvrecall.attend.kernels import step_part
 from kvrecall.index.sphere.kernels.encode import encode_one
 from kvrecall.overlap import begin, end
 
@@ -79,63 +79,8 @@ def step_kernel(
               p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, HIGHEST, MIN_ALPHA, D, BD, S, ROWS,
               COUNTS)  # fmt: skip
     else:
-        o_out = i_bh.to(tl.int64) * G * PARTS
-        p_query, p_part, p_part_lse = p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out
-        if i_p < CHOSEN:
-            o_k = i_p * R + tl.arange(0, R)
-            b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
-            b_k, b_v = selected_rows(p_rows, p_hosts + i_b * 2, p_kept_ids, p_kept, p_parity, p_read + i_b, b_id, o_k, i_bh,
-                                     i_kv, PAIRS, K, D, BD, BK, REUSE)  # fmt: skip
-            attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
-        else:
-            i_part = i_p - PIECES
-            o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)
-            p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
-            b_own_k, b_own_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
-            m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
-            o_new = i_bh.to(tl.int64) * D + o_d[None, :]
-            b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
-            b_own_k, b_own_v = tl.where(m_new, b_new_k, b_own_k), tl.where(m_new, b_new_v, b_own_v)
-            p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
-            tl.store(p_new, b_new_k, mask=m_new)
-            tl.store(p_new + D, b_new_v, mask=m_new)
-            b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
-            if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
-                tl.store(p_bad + i_b, 1)
-            attend_block(p_query, p_part, p_part_lse, i_part, b_own_k, b_own_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
-    end(PDL)
-
-
-@triton.jit
-def trigger_kernel(p_queries, p_before, p_since, p_plan, p_fire, p_searches, threshold, most, STRIDE, D: tl.constexpr,
-                   BD: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, SEMANTIC: tl.constexpr,
-                   LAST: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
-    """Program (sequence): fire[b] = whether to search (LouisKV section 4.1); counts searches.
-
-    before `[B, H, D]` fp32: the query to compare with, the previous one or (LAST) that of the last search. since int32 `[B]`:
-    steps since the last search; after `most` steps (if > 0) one is due.
-    """
-    begin(PDL)
-    i_b = tl.program_id(0)
-    due = tl.load(p_plan + i_b * STRIDE + FIRST + 7)
-    if SEMANTIC:
-        o_d = tl.arange(0, BD)
-        m_d = o_d < D
-        mean = 0.0
-        for h in range(H):
-            o_q = (i_b * H + h) * D + o_d
-            b_q = tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32)
-            b_p = tl.load(p_before + o_q, mask=m_d, other=0.0)
-            size = tl.sqrt(tl.sum(b_q * b_q, 0)) * tl.sqrt(tl.sum(b_p * b_p, 0))
-            mean += tl.where(size > 0, tl.sum(b_q * b_p, 0) / tl.where(size > 0, size, 1.0), 0.0)
-        since = tl.load(p_since + i_b) + 1
-        if (mean / H < threshold) | ((most > 0) & (since >= most)):
-            due = 1
-        tl.store(p_since + i_b, tl.where(due != 0, 0, since))
-        if (due != 0) | (not LAST):
-            for h in range(H):
-                o_q = (i_b * H + h) * D + o_d
-                tl.store(p_before + o_q, tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32), mask=m_d)
-    tl.store(p_fire + i_b, due)
-    tl.store(p_searches + i_b, tl.load(p_searches + i_b) + due)
+        i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)
+        step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids, p_kept,
+                  p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_part, CAPACITY, SINK, PAIRS, K, D, BD,
+                  G, R, W, BK, CHOSEN, PARTS, CAP, REUSE)  # fmt: skip
     end(PDL)

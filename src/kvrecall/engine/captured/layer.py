@@ -8,16 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.engine.captured.kernels import step_kernel, trigger_kernel
+from kvrecall.engine.captured.base import CapturedState, count_steps
+from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
+from kvrecall.engine.captured.trigger import DeviceTrigger
+from kvrecall.engine.captured.window import places
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.layer_state import LayerState
-from kvrecall.merge.kernels import merge_kernel
+from kvrecall.merge.cuda import merge_step
 from kvrecall.structs import AttentionParams, Held
-from kvrecall.trigger import BoundaryTrigger, EveryStep, SemanticBoundary, StrideTrigger, Trigger
 
 _CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4
 """Selected rows or resident rows per program of the split attention, and its warps. Reads of the host are spread widely."""
@@ -25,14 +27,16 @@ _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
 
 
-class CapturedLayer:
-    """Takes over a LayerState whose sequences all search, runs steps on it, and gives it back in `finish`.
+class CapturedLayer(CapturedState):
+    """A layer with a sphere index, whose sequences all search.
 
-    In between the window is a ring: a token stays in its row until it leaves, and nothing is shifted.
+    While it is captured the window is a ring: a token stays in its row until it leaves, and nothing is shifted.
     """
 
-    def __init__(self, state: LayerState, plan: StepPlan, tokens: int) -> None:
-        """tokens: length of the retrieval zone to make room for."""
+    def __init__(self, state: LayerState, plan: StepPlan, tokens: int, plan_rows: Tensor | None = None) -> None:
+        """tokens: length of the retrieval zone to make room for. plan_rows: where `step` finds the rows of the plan."""
+        super().__init__(state)
+        self._plan_rows = plan_rows
         assert isinstance(state.index, SphereIndex)
         shape, device = state.shape, state.shape.device
         self._state, self._index, self._plan_of_all = state, state.index, plan
@@ -54,7 +58,11 @@ class CapturedLayer:
         self._first_counts, self._live = state.index._counts.clone(), state.index._counts.clone()
         self._encode_buffer()
         config = state.index.config
-        self._search = GpuSearch(b, heads, self._group, dim, config.gqa, config.stage1, k, tokens,
+        self._trigger = DeviceTrigger(state, heads if state.method.trigger_config().name == "speculative" else 1)
+        # Where each KV head may search again, it is a sequence of its own.
+        searched = (b * heads, 1) if self._trigger.early else (b, heads)
+        self._pair_plan = zeros(b * heads, ROW)
+        self._search = GpuSearch(*searched, self._group, dim, config.gqa, config.stage1, k, tokens,
                                  plan.most_candidates(tokens), state.index._rotation, ROW)  # fmt: skip
         self._options = overlapping(device)
         self._levels = magnitude_levels(device)
@@ -68,12 +76,22 @@ class CapturedLayer:
         self._kept_ids = torch.full((2, b, heads, k), -1, dtype=torch.int32, device=device)
         self.read = zeros(b, dtype=torch.int64)
         """Rows read from the host so far, per sequence."""
-        self.searches = zeros(b)
         self.bad = zeros(b)
-        """Not 0 for sequences that were given a key or value that is not finite."""
-        self._fire, self._since = torch.ones_like(self.searches), zeros(b)
-        self._before = zeros(b, shape.query_heads, dim, dtype=torch.float32)
-        self._adopt_trigger()
+        self._adopt_held()
+
+    @property
+    def early(self) -> bool:
+        return self._trigger.early
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
+        assert self._plan_rows is not None
+        return self.decode(queries, keys, values, self._plan_rows, parity, params)
+
+    def search_early(self) -> None:
+        assert self._plan_rows is not None
+        self._spread(self._plan_rows)
+        trigger = self._trigger
+        self._search.launch(trigger.before, self._tables(), self._pair_plan, trigger.always.view(-1), self._state.scaling)
 
     def decode(
         self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams
@@ -83,30 +101,35 @@ class CapturedLayer:
         plan int32 `[B, ROW]`; parity int64 `[1]`, the step's number modulo 2.
         """
         queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
-        self._fire_trigger(queries, plan)
-        self._search.launch(queries, self._tables(), plan, self._fire, params.scaling)
+        self._trigger.launch(queries)
+        self.search(queries, plan, params.scaling)
         self._attend(queries, keys, values, plan, parity, params)
         return self._merge(queries, params)
+
+    def search(self, queries: Tensor, plan: Tensor, scaling: float) -> None:
+        """Searches wherever the trigger has fired."""
+        plan = self._pair_plan if self._trigger.early else plan
+        self._search.launch(queries, self._tables(), plan, self._trigger.fire.view(-1), scaling)
 
     def forget_trial(self) -> None:
         """Undoes what a trial run counted, found and remembered."""
         self.read.zero_()
-        self.searches.zero_()
         self.bad.zero_()
         self._kept_ids.fill_(-1)
-        self._adopt_trigger()
+        self._adopt_held()
+        self._trigger.adopt()
 
     def finish(self) -> None:
         """Gives the state back as if the steps had been made uncaptured."""
         state, index, plan = self._state, self._index, self._plan_of_all
         index._counts.copy_(self._first_counts)
+        ids, counts = self._found()
         for b, zones in enumerate(plan.zones):
             state.store.host[b].extend(zones.retrieval)
             index.extend(b, zones.retrieval)
             state.store.resident.replace(b, 0, self._in_order(b))
-            state.held[b] = Held(self._search.ids[b].clone(), self._search.counts[b].clone(), zones.retrieval)
+            state.held[b] = Held(ids[b].clone(), counts[b].clone(), zones.retrieval)
         state.fetched = {}
-        state.trigger = self._trigger_state()
         state._non_finite |= self.bad.bool()
         self._count(plan.steps)
 
@@ -114,20 +137,14 @@ class CapturedLayer:
         index = self._index
         return Tables(index._signs.rows, index._magnitudes.rows, index._weights.rows, index._counts, index._zero_norms)
 
-    def _fire_trigger(self, queries: Tensor, plan: Tensor) -> None:
-        config = self._state.method.trigger_config()
-        if isinstance(config, EveryStep):
-            return  # `_fire` is never anything but 1
-        semantic = isinstance(config, SemanticBoundary)
-        threshold, most, last = -2.0, 0, False
-        if isinstance(config, SemanticBoundary):
-            threshold, most = config.at(self._state.layer), config.max_stride or 0
-            last = config.compare == "retrieval"
-        trigger_kernel[(queries.shape[0],)](
-            queries, self._before, self._since, plan, self._fire, self.searches, threshold, most, ROW,
-            D=self._dim, BD=self._padded, H=queries.shape[1], FIRST=SEARCH_FIELDS, SEMANTIC=semantic, LAST=last, num_warps=1,
-            **self._options,
-        )  # fmt: skip
+    def _found(self) -> tuple[Tensor, Tensor]:
+        """Ids `[B, H_kv, K]` and counts `[B, H_kv]` of the last searches, as views."""
+        size = (self._state.shape.sequences, self._heads)
+        return self._search.ids.view(*size, -1), self._search.counts.view(size)
+
+    def _spread(self, plan: Tensor) -> None:
+        """Gives every KV head the row of its sequence."""
+        self._pair_plan.view(plan.shape[0], self._heads, -1).copy_(plan.unsqueeze(1).expand(-1, self._heads, -1))
 
     def _attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams
@@ -148,24 +165,14 @@ class CapturedLayer:
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:
-        out = torch.empty_like(queries)
-        sinks = params.sink_logits
-        merge_kernel[(queries.shape[0] * queries.shape[1],)](
-            self._part_out, self._part_lse, self._part_lse if sinks is None else sinks, out, queries.shape[1],
-            D=self._dim, BD=self._padded, PARTS=self._parts, BP=next_power_of_2(self._parts), SINKS=sinks is not None,
-            num_warps=4, **self._options,
-        )  # fmt: skip
-        return out
+        return merge_step(queries, self._part_out, self._part_lse, params.sink_logits)
 
     def _fill_ring(self) -> None:
         """Copies the resident rows, each window row to the place that its position gives it."""
-        sizes, ring = self._plan_of_all.sizes, self._plan_of_all.ring
         for b, zones in enumerate(self._plan_of_all.zones):
             rows = self._state.store.resident.view(b)
             self._rows[b, :, : zones.sink] = rows[:, : zones.sink]
-            self._rows[b, :, sizes.sink_tokens + self._places(zones.retrieval, zones.local + zones.buffer, ring)] = rows[
-                :, zones.sink :
-            ]
+            self._rows[b, :, self._window(b)] = rows[:, zones.sink :]
 
     def _encode_buffer(self) -> None:
         """Does for the tokens that wait in the buffer already what `leave` does for later ones in their own steps."""
@@ -183,53 +190,29 @@ class CapturedLayer:
 
     def _in_order(self, b: int) -> Tensor:
         """Resident rows of a sequence as the store keeps them: sink, then the window, oldest first."""
-        sizes, zones = self._plan_of_all.sizes, self._plan_of_all.zones[b]
-        places = self._places(zones.retrieval, zones.local + zones.buffer, self._plan_of_all.ring)
-        return torch.cat([self._rows[b, :, : zones.sink], self._rows[b, :, sizes.sink_tokens + places]], 1)
+        sink = self._plan_of_all.zones[b].sink
+        return torch.cat([self._rows[b, :, :sink], self._rows[b, :, self._window(b)]], 1)
 
-    def _places(self, first: int, count: int, ring: int) -> Tensor:
-        return torch.arange(first, first + count, device=self._state.shape.device) % ring
+    def _window(self, b: int) -> Tensor:
+        """The rows that hold the window of a sequence, oldest first."""
+        plan, zones = self._plan_of_all, self._plan_of_all.zones[b]
+        at = places(zones.retrieval, zones.local + zones.buffer, plan.ring, self._state.shape.device)
+        return plan.sizes.sink_tokens + at
 
-    def _adopt_trigger(self) -> None:
-        """Goes on where the trigger and the held selections of the uncaptured steps ended."""
-        state = self._state
-        for b, held in state.held.items():
+    def _adopt_held(self) -> None:
+        """Goes on with the selections that the uncaptured steps held."""
+        ids, counts = self._found()
+        for b, held in self._state.held.items():
             width = min(held.ids.shape[1], self._search.top_k)
-            self._search.ids[b] = -1
-            self._search.ids[b, :, :width] = held.ids[:, :width]
-            self._search.counts[b] = held.counts
-        if isinstance(state.trigger, BoundaryTrigger):
-            for b, reference in enumerate(state.trigger._reference):
-                if reference is not None:
-                    self._before[b] = reference
-            self._since.copy_(torch.tensor(state.trigger._since, dtype=torch.int32))
-
-    def _trigger_state(self) -> Trigger:
-        """The trigger as uncaptured steps would have left it."""
-        trigger, steps = self._state.trigger, self._plan_of_all.steps
-        if isinstance(trigger, BoundaryTrigger):
-            trigger._reference = list(self._before.clone())
-            trigger._since = self._since.tolist()
-        elif isinstance(trigger, StrideTrigger):
-            trigger._since = [since + steps for since in trigger._since]
-        return trigger
+            ids[b] = -1
+            ids[b, :, :width] = held.ids[:, :width]
+            counts[b] = held.counts
 
     def _count(self, steps: int) -> None:
         """Adds what the steps did to the counters; synchronises."""
-        state, stats = self._state, self._state.stats
-        b, heads, k = state.shape.sequences, self._heads, self._search.top_k
-        row = 2 * self._dim * state.shape.dtype.itemsize
-        stats.steps += steps
-        every = isinstance(state.method.trigger_config(), EveryStep)
-        stats.searches += steps * b if every else int(self.searches.sum())
-        stats.attended_rows += steps * b * heads
-        selected = steps * b * heads * k
-        stats.retrieved_tokens += selected
-        stats.attended_tokens += heads * self._plan_of_all.resident_tokens + selected
-        read = int(self.read.sum())
-        stats.bytes_fetched += read * row
-        stats.bytes_to_device += read * row
-        stats.reused_rows += selected - read
-        stats.bytes_saved += (selected - read) * row
-        moved = sum(z.retrieval for z in self._plan_of_all.zones) - sum(self._first)
-        stats.bytes_to_host += moved * heads * row
+        selected = steps * self._pairs * self._search.top_k
+        count_steps(
+            self._state, steps, searches=self._trigger.give_back(steps), resident=self._plan_of_all.resident_tokens,
+            selected=selected, static=0, read=int(self.read.sum()),
+            moved=sum(z.retrieval for z in self._plan_of_all.zones) - sum(self._first),
+        )  # fmt: skip

@@ -12,11 +12,11 @@ from kvrecall.index.sphere.kernels.search import FIELDS as SEARCH_FIELDS
 from kvrecall.index.sphere.kernels.search import plan_row
 from kvrecall.index.sphere.schedule import RatioStep, StageSizes, stage_sizes
 
-ZONE_FIELDS = 8
+ZONE_FIELDS = 7
 """Numbers of a zone row, in this order:
 
 sink rows · window rows · ring place of the oldest window row · row of the new token · row of the token that is encoded now
-(-1: none) · its id in the retrieval zone · whether the zone grows with this step · whether a search is due anyway.
+(-1: none) · its id in the retrieval zone · whether the zone grows with this step.
 """
 
 ROW = SEARCH_FIELDS + ZONE_FIELDS
@@ -33,12 +33,6 @@ class StepPlan:
     top_k: int
     zones: list[ZoneLengths]
     """As they are before the next step."""
-    stride: int
-    """Steps between two searches that the host decides on; 0 leaves it to a trigger on the device."""
-    since: list[int]
-    """Decode steps that each sequence has made under its trigger."""
-    fresh: bool
-    """Whether nothing is held yet, so that the first step must search."""
     steps: int = 0
     resident_tokens: int = 0
     """Resident tokens attended so far, over all sequences and steps."""
@@ -60,7 +54,7 @@ class StepPlan:
     def rows(self, quiet: bool = False) -> tuple[list[list[int]], list[list[int]]]:
         """(search rows, zone rows) of the next step. quiet: for a trial run, which encodes nothing."""
         search, zone = [], []
-        for b, zones in enumerate(self.zones):
+        for zones in self.zones:
             window = zones.local + zones.buffer + 1
             buffer = max(0, window - self.sizes.local_tokens)
             newest = zones.retrieval + window - 1  # ordinal behind the sink
@@ -68,10 +62,9 @@ class StepPlan:
             leaving = zones.retrieval + buffer - 1 if buffer and not quiet else -1
             row = sink + leaving % self.ring if leaving >= 0 else -1
             grows = self._after(zones)[1] > 0 and not quiet
-            due = (self.fresh and not self.steps) or (self.stride > 0 and (self.since[b] + self.steps) % self.stride == 0)
             search.append(plan_row(zones.retrieval, self.stage(zones.retrieval)))
             place = zones.retrieval % self.ring
-            zone.append([zones.sink, window, place, sink + newest % self.ring, row, leaving, int(grows), int(due)])
+            zone.append([zones.sink, window, place, sink + newest % self.ring, row, leaving, int(grows)])
         return search, zone
 
     def advance(self) -> None:

@@ -96,10 +96,16 @@ class ClusterIndex(UnitIndex):
             self._close(sequence, self._config.stretch_tokens)
 
     def append_generated(self, sequence: int, keys: Tensor) -> None:
+        self.append_segments(sequence, keys, [keys.shape[1]])
+
+    def append_segments(self, sequence: int, keys: Tensor, lengths: list[int]) -> None:
+        """As `append_generated` for several segments at once: keys `[H_kv, sum(lengths), D]`."""
         self._close(sequence, self._open[sequence])
         start = self._closed[sequence].members.shape[1]
-        together = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-        self._add(sequence, grouped_units(keys, together, 1, start))
+        numbers = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+        for number, own in enumerate(numbers.split(lengths, 1)):
+            own.fill_(number)
+        self._add(sequence, grouped_units(keys, numbers, len(lengths), start), lengths)
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.units(sequence)
@@ -143,6 +149,12 @@ class ClusterIndex(UnitIndex):
             self._units[sequence] = made
         return made
 
+    def move(self, sequence: int, units: Units) -> None:
+        """Refers to the same units at another place."""
+        if self._excluded[sequence] is None and not self._open[sequence]:
+            self._closed[sequence] = units
+        self._units[sequence] = units
+
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
         scores = inner_products(queries, units.reps)
         if self._config.size_correction:
@@ -152,7 +164,7 @@ class ClusterIndex(UnitIndex):
     def _close(self, sequence: int, tokens: int) -> None:
         """Makes the first `tokens` of the unfinished stretch final."""
         if tokens:
-            self._add(sequence, self._clustered(sequence, tokens))
+            self._add(sequence, self._clustered(sequence, tokens), [tokens])
             self._open[sequence] -= tokens
 
     def _clustered(self, sequence: int, tokens: int) -> Units:
@@ -161,10 +173,15 @@ class ClusterIndex(UnitIndex):
         clusters = -(-tokens // self._config.cluster_tokens)
         return grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
 
-    def _add(self, sequence: int, units: Units) -> None:
-        closed = self._closed[sequence].joined(units)
-        self._closed[sequence], self._units[sequence] = closed, None
-        self._borders[sequence] = (*self._borders[sequence], (closed.members.shape[1], closed.reps.shape[1]))
+    def _add(self, sequence: int, units: Units, lengths: list[int]) -> None:
+        """lengths: tokens of each part that a cut dissolves as a whole: one unit each, or all where it is the only part."""
+        closed = self._closed[sequence]
+        ends, before = list(self._borders[sequence]), (closed.members.shape[1], closed.reps.shape[1])
+        for length in lengths:
+            before = before[0] + length, before[1] + units.reps.shape[1] // len(lengths)
+            ends.append(before)
+        self._closed[sequence], self._units[sequence] = closed.joined(units), None
+        self._borders[sequence] = tuple(ends)
 
 
 def grouped_units(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:

@@ -66,7 +66,8 @@ class EstimatingIndex(ClusterIndex):
         self._close(sequence, self._open[sequence])
         start = self._closed[sequence].members.shape[1]
         clusters = -(-keys.shape[1] // self._config.cluster_tokens)
-        self._add(sequence, grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start))
+        units = grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
+        self._add(sequence, units, [keys.shape[1]])
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.values(sequence)

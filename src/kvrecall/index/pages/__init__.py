@@ -127,6 +127,10 @@ class PageIndex(UnitIndex):
     def units(self, sequence: int) -> Units:
         return self._units[sequence]
 
+    def move(self, sequence: int, units: Units) -> None:
+        """Refers to the same units at another place; what lies there behind the last whole page may change."""
+        self._units[sequence] = units
+
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
         return inner_products(queries, units.reps) if self._config.points == 1 else volume_scores(queries, units.reps)
 
@@ -173,7 +177,9 @@ def volume_scores(queries: Tensor, reps: Tensor) -> Tensor:
 
 
 def _keys(source: RowSource, count: int, shape: LayerShape) -> Tensor:
-    blocks = [block[:, :, 0] for block in source.blocks()]
+    blocks = list(source.blocks())
+    if shape.device.type == "cuda":  # one run of bytes per head: half of it would have to be picked out by the CPU first
+        blocks = [torch.stack([head.to(shape.device, non_blocking=True) for head in block]) for block in blocks]
     if not blocks:
         return torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)
-    return torch.cat(blocks, 1)[:, :count].to(shape.device)
+    return torch.cat([block[:, :, 0] for block in blocks], 1)[:, :count]

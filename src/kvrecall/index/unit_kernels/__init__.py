@@ -5,5 +5,6 @@ tokens, and where their representations, members and offsets lie with the distan
 need no common tensor, and a captured graph follows units that move or grow.
 """
 
-UNIT_FIELDS = ("units", "tokens", "reps", "reps_stride", "members", "members_stride", "offsets", "offsets_stride")
-"""Columns of a plan: two counts, then address and elements from one KV head to the next of `reps`, `members`, `offsets`."""
+UNIT_FIELDS = ("units", "tokens", "reps", "reps_stride", "members", "members_stride", "offsets", "offsets_stride", "budget")
+"""Columns of a plan: two counts, then address and elements from one KV head to the next of `reps`, `members`, `offsets`, then
+the most tokens to find, where that is less than the whole search's budget."""

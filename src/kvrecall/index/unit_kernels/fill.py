@@ -67,7 +67,7 @@ def fill_kernel(
     LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
     BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (BC of the units, sequence and KV head): the best of its units that fill min(BUDGET, tokens) tokens.
+    """Program (BC of the units, sequence and KV head): the best of its units that fill BUDGET, or what the plan allows.
 
     First level: scores `[bh, LANES, ROOM]`, ranked by their softmax shares (peak, mass: see `score_kernel`, for parts of R
     units) or by the largest lane. Writes unit numbers, ascending, and keys `[bh, CHUNKS, SLOTS]`, and how many to kept
@@ -80,6 +80,7 @@ def fill_kernel(
     if tl.load(p_fire + i_b) != 0:
         p_row = p_plan + i_b * FIELDS
         units, wanted = tl.load(p_row).to(tl.int32), tl.minimum(tl.load(p_row + 1).to(tl.int32), BUDGET)
+        wanted = tl.minimum(wanted, tl.load(p_row + 8).to(tl.int32))
         o_c = i_chunk * BC + tl.arange(0, BC)
         o_left = i_bh.to(tl.int64) * CHUNKS * SLOTS
         if CHUNKED:

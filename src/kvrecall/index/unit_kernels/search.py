@@ -27,10 +27,12 @@ _ONE_LEVEL = 4096
 """Up to so many units one program per KV head ranks them all."""
 _LEAST_CHUNK, _MOST_CHUNK, _LEAST_BLOCK = 2048, 16_384, 128
 _TOKENS, _COMPARED = 64, 128
+_UNBOUNDED = 2**31 - 1
 
 
-def plan_row(reps: Tensor, members: Tensor, offsets: Tensor) -> list[int]:
-    """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`.
+def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, budget: int = _UNBOUNDED) -> list[int]:
+    """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`, and the most
+    tokens that a search may find in them.
 
     The tensors must stay where they are while the plan is in use; only their distance between KV heads is free.
     """
@@ -39,7 +41,7 @@ def plan_row(reps: Tensor, members: Tensor, offsets: Tensor) -> list[int]:
     row = [reps.shape[1], members.shape[1]]
     for tensor in (reps, members, offsets):
         row += [tensor.data_ptr(), tensor.stride(0)]
-    return row
+    return [*row, budget]
 
 
 @dataclass(frozen=True)

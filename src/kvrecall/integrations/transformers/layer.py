@@ -211,8 +211,10 @@ class RetrievalLayer(CacheLayerMixin):
         check_device([state], tokens)
         sizes = state.store.sizes
         retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
+        # A captured decode writes rows that are still in the window, and pools that are too short for it are copied.
+        ahead = sizes.local_tokens + 2 * sizes.update_interval + 16 if state.shape.device.type == "cuda" else 0
         for pool in state.store.host:
-            pool.reserve(retrieved)
+            pool.reserve(retrieved + ahead)
         if state.index is not None:
             with explained(self.number, state.shape, state.method, tokens):
                 state.index.reserve(retrieved)

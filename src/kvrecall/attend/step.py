@@ -1,0 +1,101 @@
+"""One decode step's attention at fixed addresses: selected rows of the host and the rows on the device, in one launch.
+
+A selected row is read straight from page-locked host memory (ParisKV section 4.2.3), or kept where the step before had it too
+(LouisKV section 4.2); static rows (PRKV section 4.1) lie in front of the window, which is a ring. Sizes are read from device
+memory, so one captured graph serves all steps. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads of a
+group, over the bus for fetched rows.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrecall.attend.kernels import step_part
+from kvrecall.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.merge.cuda import merge_step
+from kvrecall.overlap import begin, end
+from kvrecall.structs import AttentionParams
+
+_CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48
+"""Selected rows per program, which spreads reads of the host widely, unless that makes more parts than one program merges."""
+_RESIDENT_ROWS = 64
+
+
+@triton.jit
+def attend_kernel(
+    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
+    scaling, softcap, HEADS, CAPACITY, FRONT, ZONE, PAIRS, K,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, part), see `step_part`; zone int32 `[bh, ZONE]`. Readers of the host come first."""
+    begin(PDL)
+    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
+    step_part(p_queries, p_keys, p_values, p_rows, p_zone + i_bh * ZONE, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids,
+              p_kept, p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_p, CAPACITY, FRONT, PAIRS, K, D, BD,
+              G, R, W, BK, CHOSEN, PARTS, CAP, REUSE)  # fmt: skip
+    end(PDL)
+
+
+class StepAttention:
+    """Rows of one layer on the device, and the parts of an attention over them and selected rows."""
+
+    def __init__(
+        self, pools: list[Tensor], query_heads: int, front: int, ring: int, top_k: int, keep: bool, like: Tensor
+    ) -> None:
+        """pools: page-locked host rows `[H_kv, room, 2, D]`, one per sequence, which must stay where they are. front: rows in
+        front of the window. ring: most rows of the window. keep: whether selected rows stay for the next step. like: any tensor
+        on the device, of the rows' dtype."""
+        b, (heads, _, _, dim), device = len(pools), pools[0].shape, like.device
+        self.top_k, self.front, self.ring, self._pools = top_k, front, ring, pools
+        self._dim, self._group, self._keep, self._options = dim, query_heads // heads, keep, overlapping(device)
+        self._chosen_rows = _CHOSEN_ROWS
+        while cdiv(top_k, self._chosen_rows) > _CHOSEN_PARTS:
+            self._chosen_rows *= 2
+        self._parts = cdiv(top_k, self._chosen_rows) + cdiv(front + ring, _RESIDENT_ROWS)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        self.rows = zeros(b, heads, front + ring, 2, dim, dtype=like.dtype)
+        """`[B, H_kv, front + ring, 2, D]`: the rows in front, then those of the window, each where its number says."""
+        self.hosts = torch.tensor([[p.data_ptr(), p.shape[1]] for p in pools], device=device)
+        """int64 `[B, 2]`: address of each pool, and its room."""
+        self._kept = zeros(2, b, heads, top_k if keep else 0, 2, dim, dtype=like.dtype)
+        self._kept_ids = zeros(2, b, heads, top_k)
+        self.read, self.bad = zeros(b, dtype=torch.int64), zeros(b)
+        """read: rows that came from the host. bad: not 0 for sequences that were given a row that is not finite."""
+        self._out = zeros(b, query_heads, self._parts, dim, dtype=torch.float32)
+        self._lse = zeros(b, query_heads, self._parts, dtype=torch.float32)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keeps no selected rows, and counts those that are read anew."""
+        self._kept_ids.fill_(-1)
+        self.read.zero_()
+
+    def launch(
+        self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, zone: Tensor, parity: Tensor, params: AttentionParams,
+        total: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attends for queries `[B, H_q, 1, D]` and the new token's keys and values `[B, H_kv, 1, D]`, all contiguous.
+
+        ids: int32 `[B, H_kv, K]`, padded with -1. zone: int32 `[B H_kv, ·]`, see `step_part`. parity: int64 `[1]`, which of two
+        places the kept rows go to. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
+        """
+        (b, heads, capacity), k = self.rows.shape[:3], self.top_k
+        attend_kernel[(b * heads, self._parts)](
+            queries, keys, values, self.rows, zone, self.bad, ids, self.hosts, self._kept_ids, self._kept, parity, self.read,
+            self._out, self._lse, params.scaling, params.softcap, heads, capacity, self.front, zone.stride(0), b * heads, k,
+            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self._chosen_rows, W=_RESIDENT_ROWS,
+            BK=next_power_of_2(k), CHOSEN=cdiv(k, self._chosen_rows), PARTS=self._parts, CAP=params.softcap != 0,
+            REUSE=self._keep, num_warps=4, **self._options,
+        )  # fmt: skip
+        return merge_step(queries, self._out, self._lse, params.sink_logits, total)

@@ -1,0 +1,112 @@
+"""One decode step's attention to everything, where all rows lie on the device: a fixed number of parts, however long it is.
+
+For the layers of a captured decode that never search. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads
+of a group.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrecall.launch import next_power_of_2, overlapping
+from kvrecall.merge.cuda import merge_step
+from kvrecall.overlap import begin, end
+from kvrecall.structs import AttentionParams
+
+_PARTS = 64
+_ROW_BYTES = 16384
+"""Bytes of keys that one step of a program's loop reads, at most."""
+
+
+@triton.jit
+def whole_kernel(
+    p_queries, p_keys, p_values, p_rows, p_counts, p_bad, p_out, p_lse, scaling, softcap, HEADS, CAPACITY,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, part): a PARTS-th of the rows `[BH, CAPACITY, 2, D]`, R at a time, with a running softmax.
+
+    counts int32 `[B]`: rows that are real before this step, whose token `[BH, D]` is attended from where the model put it and
+    stored behind them; bad[b] becomes 1 if it is not finite. Weights are rounded to the values' dtype, sums are fp32.
+    """
+    begin(PDL)
+    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    count = tl.load(p_counts + i_bh // HEADS)
+    share = tl.cdiv(tl.cdiv(count + 1, PARTS), R) * R
+    o_g, o_d, o_r = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, R)
+    m_d = (o_d < D)[None, :]
+    m_q = (o_g < G)[:, None] & m_d
+    p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
+    o_new = i_bh.to(tl.int64) * D + o_d[None, :]
+    b_q = tl.load(p_queries + (i_bh.to(tl.int64) * G + o_g[:, None]) * D + o_d[None, :], mask=m_q, other=0.0)
+    b_peak = tl.full([BG], float("-inf"), tl.float32)
+    b_total = tl.zeros([BG], tl.float32)
+    b_sum = tl.zeros([BG, BD], tl.float32)
+    i_r = i_p * share
+    stop = tl.minimum(i_r + share, count + 1)
+    while i_r < stop:
+        o_row = i_r + o_r
+        m_r = o_row < stop
+        m_old, m_new = (m_r & (o_row < count))[:, None] & m_d, (m_r & (o_row == count))[:, None] & m_d
+        p_row = p_own + o_row.to(tl.int64)[:, None] * (2 * D) + o_d[None, :]
+        b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
+        b_k = tl.where(m_new, b_new_k, tl.load(p_row, mask=m_old, other=0.0))  # [R, BD]
+        b_v = tl.where(m_new, b_new_v, tl.load(p_row + D, mask=m_old, other=0.0))
+        tl.store(p_row, b_new_k, mask=m_new)
+        tl.store(p_row + D, b_new_v, mask=m_new)
+        b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
+        if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
+            tl.store(p_bad + i_bh // HEADS, 1)
+        b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
+        if CAP:
+            b_logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0))  # tanh
+        b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
+        b_high = tl.maximum(b_peak, tl.max(b_logit, 1))  # some row of the step is real
+        b_p = tl.exp(b_logit - b_high[:, None])
+        b_old = tl.exp(b_peak - b_high)
+        b_total = b_total * b_old + tl.sum(b_p, 1)
+        b_sum = b_sum * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_peak = b_high
+        i_r += R
+    b_sum = b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None]
+    o_out = i_bh.to(tl.int64) * G * PARTS
+    tl.store(p_out + (o_out + o_g[:, None] * PARTS + i_p) * D + o_d[None, :], b_sum, mask=m_q)
+    b_lse = tl.where(b_total > 0, b_peak + tl.log(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
+    tl.store(p_lse + o_out + o_g * PARTS + i_p, b_lse, mask=o_g < G)
+    end(PDL)
+
+
+class WholeAttention:
+    """All rows of one layer on the device, `[B, H_kv, capacity, 2, D]`, and the parts of an attention over them."""
+
+    def __init__(self, rows: Tensor, query_heads: int) -> None:
+        """rows: with room for those to come."""
+        b, device = rows.shape[0], rows.device
+        self.rows = rows
+        self.counts = torch.zeros(b, dtype=torch.int32, device=device)
+        """int32 `[B]`: rows that are real."""
+        self.bad = torch.zeros(b, dtype=torch.int32, device=device)
+        """Not 0 for sequences that were given a row that is not finite."""
+        self._out = torch.zeros(b, query_heads, _PARTS, rows.shape[4], dtype=torch.float32, device=device)
+        self._lse = torch.zeros(b, query_heads, _PARTS, dtype=torch.float32, device=device)
+
+    def launch(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        """Attends for queries `[B, H_q, 1, D]`, and appends keys and values `[B, H_kv, 1, D]`, all contiguous."""
+        b, heads, capacity, _, dim = self.rows.shape
+        padded = next_power_of_2(dim)
+        whole_kernel[(b * heads, _PARTS)](
+            queries, keys, values, self.rows, self.counts, self.bad, self._out, self._lse, params.scaling, params.softcap,
+            heads, capacity, D=dim, BD=padded, G=queries.shape[1] // heads,
+            R=max(16, min(64, _ROW_BYTES // (padded * self.rows.element_size()))), PARTS=_PARTS, CAP=params.softcap != 0,
+            num_warps=4, **overlapping(queries.device),
+        )  # fmt: skip
+        out = merge_step(queries, self._out, self._lse, params.sink_logits)
+        self.counts += 1
+        return out

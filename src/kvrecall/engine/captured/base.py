@@ -1,0 +1,80 @@
+"""What the layers of a captured decode have in common: how the decoder calls them, and what they count."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from kvrecall.layer_state import LayerState
+from kvrecall.structs import AttentionParams
+
+
+class CapturedState(ABC):
+    """Takes over the state of one layer, runs steps on it, and gives it back in `finish`."""
+
+    bad: Tensor
+    """int32 `[B]`, not 0 for sequences that were given a key or value that is not finite."""
+
+    def __init__(self, state: LayerState) -> None:
+        self.state = state
+
+    @abstractmethod
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
+        """One token per sequence, as `pipeline.decode_step`; queries `[B, H_q, 1, D]`, keys, values `[B, H_kv, 1, D]`.
+
+        parity: int64 `[1]`, the step's number modulo 2. Launches kernels and asks nothing of the device.
+        """
+
+    def search_early(self) -> None:  # noqa: B027 - optional: only a speculative trigger searches twice
+        """Searches with the queries of the step before; what `step` does on another stream comes after it."""
+
+    @property
+    def early(self) -> bool:
+        """Whether `search_early` is part of a step."""
+        return False
+
+    def begin_trial(self) -> None:  # noqa: B027 - optional: a trial of most layers leaves nothing that matters
+        """The next step is a trial: it must change nothing that `forget_trial` cannot bring back."""
+
+    @abstractmethod
+    def forget_trial(self) -> None:
+        """Undoes a step that was a trial."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Gives the state back as if the steps had been made uncaptured; synchronises."""
+
+    def abandon(self) -> None:  # noqa: B027 - optional: most take nothing from a state before the first step
+        """Gives the state back though no step was made."""
+
+    def renew(self) -> bool:
+        """Called before every step, while nothing runs that was captured: does what happens once in many steps, and says
+        whether there was anything to do."""
+        return False
+
+    def moved_on(self) -> None:  # noqa: B027 - optional: some count by themselves
+        """A step was made."""
+
+
+def count_steps(
+    state: LayerState, steps: int, *, searches: int, resident: int, selected: int, static: int, read: int, moved: int
+) -> None:
+    """Adds decode steps to a layer's counters.
+
+    resident: tokens attended outside the selection, summed over steps and sequences. selected, static: tokens summed over steps
+    and KV heads; read of the selected ones came from the host. moved: tokens that left the window.
+    """
+    stats, shape = state.stats, state.shape
+    row = 2 * shape.head_dim * shape.dtype.itemsize
+    stats.steps += steps
+    stats.searches += searches
+    stats.attended_rows += steps * shape.sequences * shape.kv_heads
+    stats.retrieved_tokens += selected
+    stats.static_tokens += static
+    stats.attended_tokens += shape.kv_heads * resident + selected + static
+    stats.bytes_fetched += read * row
+    stats.bytes_to_device += read * row
+    stats.reused_rows += selected - read
+    stats.bytes_saved += (selected - read) * row
+    stats.bytes_to_host += moved * shape.kv_heads * row

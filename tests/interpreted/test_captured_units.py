@@ -1,0 +1,124 @@
+"""Captured layers that search units, or nothing, launched step by step without a graph, do what the pipeline does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall.layer_state import LayerState
+from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.structs import AttentionParams
+from tests.layers import DIM, ZONES, start, state, tokens
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine.captured.layers import Layers
+
+PARAMS = AttentionParams(DIM**-0.5)
+CLUSTERS: dict[str, Any] = {"dense_layers": (), "cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": 6}
+CLUSTERED = "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=6"
+PAGES: dict[str, Any] = {"page_tokens": 4, "window_tokens": 6, "refresh_interval": 5, "static_ratio": 0.5}
+METHODS = {
+    "louiskv": kvrecall.LouisKV(top_k=9, threshold=0.0, **CLUSTERS, **ZONES),
+    "louiskv-retrieval": kvrecall.LouisKV(top_k=9, threshold=0.0, compare="retrieval", max_stride=3, **CLUSTERS, **ZONES),
+    "stride": kvrecall.LouisKV(top_k=9, trigger="fixed-stride:steps=3", gqa="max", **CLUSTERS, **ZONES),
+    "prkv": kvrecall.PRKV(top_k=16, **PAGES, **ZONES),
+    "landmarks": kvrecall.Method(
+        top_k=10, index="pages:page_tokens=4,bounds=mean", static="outlier-pages:pages=1,page_tokens=2", **ZONES
+    ),
+    "early": kvrecall.Method(
+        top_k=10, index="pages:page_tokens=3,bounds=min-max", gqa="max", trigger="speculative:threshold=0.0", **ZONES
+    ),
+    "mixed": kvrecall.Method(
+        top_k=12, index=CLUSTERED, trigger="semantic-boundary:threshold=0.0",
+        static="observation-window:ratio=online,window_tokens=5,interval=4,page_tokens=1", **ZONES,
+    ),
+}  # fmt: skip
+
+
+def both(method: kvrecall.Method, warm: int, lengths: list[int]) -> tuple[LayerState, LayerState]:
+    """Two states of one ragged prompt, a few steps further."""
+    plain, other = state(method, len(lengths)), state(method, len(lengths))
+    start(plain, lengths), start(other, lengths)
+    for number in range(warm):
+        new = tokens(500 + 3 * number, len(lengths), 1)
+        decode_step(plain, *new, None, PARAMS), decode_step(other, *new, None, PARAMS)
+    return plain, other
+
+
+def go_on(plain: LayerState, other: LayerState, steps: int, seed: int, params: AttentionParams = PARAMS) -> None:
+    """Captured steps beside uncaptured ones; every output and every selection must agree."""
+    b = plain.shape.sequences
+    layers = Layers([other], steps)
+    layers.prepare(trial=True)
+    layers.all[0].step(*tokens(9, b, 1), torch.zeros(1, dtype=torch.int64), params)
+    layers.all[0].forget_trial()
+    for number in range(steps):
+        new = tokens(seed + 3 * number, b, 1)
+        expected = decode_step(plain, *new, None, params)
+        layers.prepare()
+        if layers.all[0].early:
+            layers.all[0].search_early()
+        out = layers.all[0].step(*new, torch.tensor([number % 2]), params)
+        layers.advance()
+        torch.testing.assert_close(
+            out, expected, atol=2e-6, rtol=2e-6, msg=lambda text, number=number: f"step {number}: {text}"
+        )
+    layers.all[0].finish()
+
+
+def same(plain: LayerState, other: LayerState) -> None:
+    """What the steps left behind."""
+    for b in range(plain.shape.sequences):
+        assert other.store.zones(b) == plain.store.zones(b)
+        assert torch.equal(other.store.resident.view(b), plain.store.resident.view(b))
+        rows = [torch.cat(list(x.store.host[b].blocks()), 1) for x in (other, plain)]
+        assert torch.equal(*rows)
+        if plain.index is None:
+            continue
+        width = min(other.held[b].ids.shape[1], plain.held[b].ids.shape[1])
+        assert torch.equal(other.held[b].ids[:, :width], plain.held[b].ids[:, :width])
+        assert torch.equal(other.held[b].counts, plain.held[b].counts)
+        units = [x.index.units(b) for x in (other, plain)]
+        assert torch.equal(units[0].members, units[1].members) and torch.equal(units[0].offsets, units[1].offsets)
+        torch.testing.assert_close(units[0].reps, units[1].reps)
+        if plain.static[b] is not None:
+            assert torch.equal(other.static[b].ids, plain.static[b].ids) and other.static[b].age == plain.static[b].age
+    if plain.segments is not None:
+        assert other.segments._starts == plain.segments._starts
+    for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens", "static_tokens"):
+        assert getattr(other.stats, name) == getattr(plain.stats, name), name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_and_what_is_left_behind_are_the_pipelines(name: str) -> None:
+    """Segments of several lengths leave while the trigger fires and holds; static sets are chosen anew in between."""
+    plain, other = both(METHODS[name], 5, [74, 55])
+    before = plain.stats.searches
+    go_on(plain, other, 5 if name == "early" else 9, 1000)
+    same(plain, other)
+    if "louiskv" in name:
+        assert 4 <= plain.stats.searches - before <= 14  # of 18: it holds and it fires
+    for number in range(3):  # and the pipeline can go on with it
+        new = tokens(3000 + number, 2, 1)
+        torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+
+
+@pytest.mark.parametrize("name", ["louiskv", "prkv"])
+def test_a_prompt_that_has_just_ended_and_a_second_turn(name: str) -> None:
+    plain, other = both(METHODS[name], 0, [74, 55])
+    go_on(plain, other, 5, 1000)
+    same(plain, other)
+    chunk = tokens(70, 2, 13)
+    prefill_layer(other, *chunk, None, PARAMS), prefill_layer(plain, *chunk, None, PARAMS)
+    go_on(plain, other, 4, 2000, AttentionParams(DIM**-0.5, softcap=5.0, sink_logits=torch.tensor([0.3, -1.0, 2.0, 0.0])))
+    same(plain, other)
+
+
+def test_a_dense_layer() -> None:
+    method = kvrecall.LouisKV(top_k=9, **CLUSTERS | ZONES | {"dense_layers": (0,)})
+    plain, other = both(method, 6, [74, 55])
+    go_on(plain, other, 3, 1000)
+    same(plain, other)
