@@ -88,24 +88,23 @@ def pool(answers: Iterable[Answer]) -> Pool:
 
 
 def comparisons(found: Pool, columns: Iterable[Column]) -> list[Comparison]:
-    """Complete comparisons of the methods that are there, with full attention.
+    """Complete comparisons of the methods that are there, with full attention in each; every method is in one.
 
     The first takes methods, in the order of how much they have answered, as long as that adds answers to the table: methods x
-    shared samples. Those that are left then stand beside the first ones on the fewer samples that all have, if there are any.
+    shared samples. Those that are left make the next one, on the fewer samples that they share.
     """
     if FULL not in found:
         return []
-    rest = sorted((c for c in columns if c in found and c != FULL), key=lambda c: -len(_shared(found, (FULL, c))))
-    order = [FULL, *(c for c in columns if c in rest)]
+    there = [c for c in columns if c in found and c != FULL]
+    rest = sorted(there, key=lambda c: -len(_shared(found, (FULL, c))))
     made: list[Comparison] = []
-    taken: list[Column] = [FULL]
     while rest:
-        sizes = [len(_shared(found, [*taken, *rest[:n]])) * n for n in range(1, len(rest) + 1)]
+        sizes = [len(_shared(found, [FULL, *rest[:n]])) * n for n in range(1, len(rest) + 1)]
         if not max(sizes):
             break
         best = sizes.index(max(sizes)) + 1
-        taken, rest = [*taken, *rest[:best]], rest[best:]
-        made.append(Comparison(found, tuple(c for c in order if c in taken)))
+        taken, rest = rest[:best], rest[best:]
+        made.append(Comparison(found, (FULL, *(c for c in there if c in taken))))
     return made
 
 

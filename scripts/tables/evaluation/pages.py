@@ -63,7 +63,7 @@ def overview(rows: Rows) -> str:
     """Suite averages less full attention's, everywhere."""
     columns, found = columns_of(rows.plan, "systems"), {}
     for place in places(rows):
-        for comparison in reversed(at(rows, place, columns)):  # the one with the most samples counts
+        for comparison in reversed(at(rows, place, columns)):  # full attention's average is that of the first
             found |= {(place, line.column): line for line in comparison.lines()}
     shown = [p for p in places(rows) if any(place == p for place, _ in found)]
     headings = ["method", "budget", *(f"{model}, {_length(context)}" for model, context in shown)]
@@ -148,12 +148,10 @@ def targets(rows: Rows) -> str:
     """Is the average as close to full attention as wanted? Decided only where the whole interval lies on one side."""
     lines = []
     for place in places(rows):
-        seen: set[Column] = set()
         for comparison in at(rows, place, columns_of(rows.plan, "systems")):
             for line in comparison.lines():
                 wanted = rows.plan["wanted"].get(line.column[0])
-                if wanted is not None and line.column not in seen:
-                    seen.add(line.column)
+                if wanted is not None:
                     d = line.difference
                     sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
                     verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
@@ -196,12 +194,13 @@ def figure_name(what: str, model: str, context: int) -> str:
     return f"results_{what}_{model}_{_length(context).lower()}.svg"
 
 
-def _everywhere(rows: Rows, columns: list[Column], least: int = 2) -> str:
+def _everywhere(rows: Rows, columns: list[Column], least: int = 0) -> str:
     parts = []
     for model, context in places(rows):
-        for number, comparison in enumerate(at(rows, (model, context), columns)):
-            if len(comparison.columns) >= least:
-                again = ", with those that have fewer samples" if number else ""
+        found = at(rows, (model, context), columns)
+        for number, comparison in enumerate(found):
+            if sum(len(each.columns) - 1 for each in found) >= least:
+                again = ", those that have fewer samples" if number else ""
                 parts.append(f"**{model}, {_length(context)}{again}.** {_samples_told(comparison)}\n\n{_table(comparison)}")
     return "\n\n".join(parts) or "Nothing yet."
 

@@ -24,7 +24,8 @@ _WINDOW_AXES = {
 def accuracy_by_budget(rows: list[Row]) -> str:
     """Score against budget with its 95% interval, a line per method; full attention and tuned methods are level lines."""
     figure, axes = _figure()
-    for method in dict.fromkeys(row.method for row in rows):
+    names = list(dict.fromkeys(row.method for row in rows))
+    for place, method in enumerate(names):
         own = sorted((r for r in rows if r.method == method), key=lambda r: r.budget or 0)
         if own[0].budget is None:
             style = {"color": "black"} if method == FULL else {}
@@ -32,7 +33,8 @@ def accuracy_by_budget(rows: list[Row]) -> str:
             continue
         spread = [[r.score - (r.low if r.low is not None else r.score) for r in own],
                   [(r.high if r.high is not None else r.score) - r.score for r in own]]  # fmt: skip
-        budgets = [r.budget for r in own]
+        # Side by side around the budget: methods that score the same would hide one another.
+        budgets = [(r.budget or 0) * 2 ** (0.06 * (place - len(names) / 2)) for r in own]
         # Rounding may leave a bound on the wrong side of its mean by one unit in the last place.
         errors = [[max(0.0, e) for e in side] for side in spread]
         axes.errorbar(budgets, [r.score for r in own], errors, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
