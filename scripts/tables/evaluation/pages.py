@@ -149,11 +149,13 @@ def targets(rows: Rows) -> str:
     lines = []
     for place in places(rows):
         for comparison in at(rows, place, columns_of(rows.plan, "systems")):
+            count = sum(map(len, comparison.tasks.values()))
             for line in comparison.lines():
                 wanted = rows.plan["wanted"].get(line.column[0])
                 if wanted is not None:
                     d = line.difference
                     sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
+                    sure = f" in {count} samples, of which none differs" if d.low == d.high == 0 else sure
                     verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
                     lines.append((place[0], _length(place[1]), *_name(line.column), _change(d), f"−{wanted}", verdict))
     return markdown(("model", "context", "method", "budget", "− full", "wanted", "met"), lines) if lines else "Nothing yet."
