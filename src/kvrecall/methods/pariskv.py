@@ -78,6 +78,9 @@ class ParisKVBalanced(ParisKV):
 
     `ParisKV(stage1="product", center=True, balance=True, gqa="mean_softmax")` under a name of its own: what we found best with
     the bytes per token and the work per step of the paper's (docs/methods/pariskv.md). Nothing of that is in the paper.
+
+    The parameters are those of ParisKV: stage1, center, balance, gqa (with other defaults), candidate_ratio, collision_ratio,
+    schedule, min_candidates_per_k, seed, weight_dtype.
     """
 
     name: ClassVar[str] = "pariskv-balanced"
