@@ -95,7 +95,8 @@ def test_kernels_of_a_captured_layer(
         "rotate_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel", "merge_kernel",
     } | {
         "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
-        "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"}, "balanced": {"product_kernel"},
+        "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
+        "balanced": {"product_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 
