@@ -10,7 +10,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
-from kvrecall.methods import Method
+from kvrecall.methods import Method, get
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
 from tests.attend.dense import dense
@@ -25,6 +25,8 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
     """Every method that retrieves, in every way of sharing a search."""
     zones = ZONES | zones
     found: dict[str, Method] = {f"pariskv-{mode}": kvrecall.ParisKV(top_k=top_k, gqa=mode, **zones) for mode in MODES}
+    for mode in ("mean_q", "max_softmax"):
+        found[f"pariskv-balanced-{mode}"] = get("pariskv-balanced", top_k=top_k, gqa=mode, **zones)
     found |= {f"exact-{mode}": kvrecall.Exact(top_k=top_k, gqa=mode, **zones) for mode in MODES}
     found["prkv"] = kvrecall.PRKV(top_k=top_k, page_tokens=2, window_tokens=8, refresh_interval=5, **zones)
     found["ctkvr"] = kvrecall.CTKVR(top_k=top_k, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **zones)

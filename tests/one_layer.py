@@ -22,6 +22,8 @@ def methods(top_k: int) -> dict[str, kvrecall.Method]:
     found: dict[str, kvrecall.Method] = {"full": kvrecall.Full(**ZONES)}
     for mode in GQA_MODES:
         found[f"pariskv-{mode}"] = kvrecall.ParisKV(top_k=top_k, gqa=mode, **ZONES)
+        if mode in ("mean_softmax", "max", "per_head"):
+            found[f"pariskv-balanced-{mode}"] = kvrecall.methods.get("pariskv-balanced", top_k=top_k, gqa=mode, **ZONES)
         found[f"exact-{mode}"] = kvrecall.Exact(top_k=top_k, gqa=mode, **ZONES)
         found[f"louiskv-{mode}"] = kvrecall.LouisKV(
             top_k=top_k, gqa=mode, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **ZONES

@@ -202,7 +202,7 @@ def test_8_zero_norm_and_huge_keys_never_win_by_accident(name: str) -> None:
         keys[h, :5] = 0  # scores 0: more than the negative half, yet a key of zero norm is padding, not a match
         keys[h, 5:9] = -1e30 * group[0, h].mean(0)  # huge and opposed
     keys = torch.where((keys * group[0].mean(1, keepdim=True)).sum(-1, keepdim=True) > 0, -keys, keys)  # all others score < 0
-    state.index.append(0, keys)
+    index_keys(state, 0, keys)
     found = state.index.search(query, Budget(390, 0.125), [0])
     for h in range(2):
         ids = set(found.ids[0, h].tolist())

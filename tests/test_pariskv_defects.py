@@ -33,7 +33,7 @@ def assert_indexed_keys_are_the_tokens(layer: LayerState, history: History) -> N
         zones = layer.store.zones(b)
         zone = history.keys[b][:, 4 : 4 + zones.retrieval]
         assert layer.index.lengths[b] == zones.retrieval
-        expected = layer.index._encode(zone)
+        expected = layer.index._encode(b, zone)
         ours = layer.index.codes(b)
         assert (ours.weights > 0).all()
         assert (ours.signs != expected.signs).float().mean() < 1e-3
@@ -116,7 +116,7 @@ def test_6_stage_one_ids_are_the_signs_that_the_codes_store() -> None:
     start(layer, [2020])
     index = layer.index
     keys = torch.cat(list(layer.store.host[0].blocks()), 1)[:, :, 0]
-    rotated = (keys @ index._rotation.T).unflatten(-1, (-1, 8))
+    rotated = (keys @ index.maps.rotation.T).unflatten(-1, (-1, 8))
     patterns = torch.tensor([[1.0 if c >> j & 1 else -1.0 for j in range(8)] for c in range(256)])
     nearest = (rotated @ patterns.T).argmax(-1)
     assert (nearest != index.codes(0).signs).float().mean() < 1e-4

@@ -14,6 +14,7 @@ from kvrecall.errors import CaptureError
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import encode as reference_encode
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.structs import Budget
@@ -40,15 +41,37 @@ def test_encode(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_encode_with_a_centre_and_maps_of_heads(dim: int) -> None:
+    from kvrecall.index.sphere.kernels.encode import encode
+
+    keys = (torch.randn(3, 4097, dim, device="cuda") * torch.linspace(0.1, 5, dim, device="cuda") + 3).to(torch.bfloat16)
+    keys[:, 7] = 0
+    shape = LayerShape(1, 3, 3, dim, torch.bfloat16, keys.device)
+    maps = Maps(shape, rotation_matrix(dim, 3).cuda(), center=True, balance=True)
+    maps.fit(0, [keys])
+    turn, centre = maps.of_keys(0)
+    assert centre is not None
+    centre[:] = keys[:, 9].float()
+    made, expected = encode(keys, turn, centre=centre), reference_encode(keys, turn, centre=centre)
+    for name in ("signs", "magnitudes"):
+        assert (getattr(made, name) != getattr(expected, name)).float().mean() < 2e-4, name
+    weights, wanted = made.weights.float(), expected.weights.float()
+    assert ((weights - wanted).abs() > wanted.abs() * 2**-6).float().mean() < 2e-4
+    assert not weights[:, 7].any() and weights[:, 9].all()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(("mode", "stage1", "group"), [
     ("mean_q", "collision", 4), ("mean_softmax", "product", 4), ("max", "product", 7), ("max_softmax", "collision", 2),
     ("mean_softmax", "product", 1), ("mean_softmax", "product", 12),
 ])  # fmt: skip
-def test_search(dim: int, mode: str, stage1: str, group: int) -> None:
+@pytest.mark.parametrize("balanced", [False, True], ids=["rotated", "balanced"])
+def test_search(balanced: bool, dim: int, mode: str, stage1: str, group: int) -> None:
     shape = LayerShape(3, 2 * group, 2, dim, torch.bfloat16, torch.device("cuda"))
-    index = SphereIndex(shape, SphereConfig(gqa=mode, stage1=stage1, schedule=(RatioStep(None, 0.1, 0.2),)))
+    own = {"center": balanced, "balance": balanced}
+    index = SphereIndex(shape, SphereConfig(gqa=mode, stage1=stage1, schedule=(RatioStep(None, 0.1, 0.2),), **own))
     for b, n in enumerate((30_000, 5_000, 1_025)):
-        keys = torch.randn(2, n, dim, device="cuda").bfloat16()
+        keys = (torch.randn(2, n, dim, device="cuda") + balanced * torch.randn(2, 1, dim, device="cuda")).bfloat16()
         keys[:, 5] = 0
         index.append(b, keys)
     index.exclude(1, torch.arange(40, 90, device="cuda", dtype=torch.int32).expand(2, -1))
@@ -127,6 +150,10 @@ METHODS = {
         static="outlier-pages:pages=2,page_tokens=4",
         full_attention_threshold=0,
         **ZONES,
+    ),
+    "balanced": kvrecall.methods.get("pariskv-balanced", top_k=24, full_attention_threshold=0, **ZONES),
+    "balanced-collisions": kvrecall.ParisKV(
+        top_k=24, center=True, balance=True, gqa="max", full_attention_threshold=0, **ZONES
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,9 @@ METHODS = {
     "early": kvrecall.ParisKV(
         stage1="product", gqa="mean_softmax", trigger="speculative:threshold=0.0", **EXACT | {"update_interval": 7}
     ),
+    "balanced": kvrecall.methods.get("pariskv-balanced", **EXACT),
+    "balanced-collisions": kvrecall.ParisKV(center=True, balance=True, gqa="max", trigger="fixed-stride:steps=2", **EXACT),
+    "centred": kvrecall.ParisKV(center=True, stage1="product", fetch="direct:reuse=true", **EXACT),
     "semantic-retrieval": kvrecall.ParisKV(
         stage1="product", trigger="semantic-boundary:threshold=0.0,compare=retrieval,max_stride=3", **EXACT
     ),
@@ -78,6 +82,9 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
         assert torch.equal(other.store.resident.view(b), plain.store.resident.view(b))
         assert all(torch.equal(x, y) for x, y in zip(other.store.host[b].blocks(), plain.store.host[b].blocks(), strict=True))
         assert torch.equal(other.index.codes(b).signs, plain.index.codes(b).signs)
+        assert torch.equal(other.index.codes(b).magnitudes, plain.index.codes(b).magnitudes)
+        torch.testing.assert_close(other.index.codes(b).weights, plain.index.codes(b).weights, rtol=1e-5, atol=0)
+        assert torch.equal(other.index.maps.of_keys(b)[0], plain.index.maps.of_keys(b)[0])
         assert torch.equal(other.index._counts, plain.index._counts)
         assert torch.equal(other.held[b].ids, plain.held[b].ids)
     for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens"):
@@ -87,6 +94,28 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
     for number in range(3):  # and the pipeline can go on with it
         new = tokens(3000 + number, 2, 1)
         torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
+
+
+@pytest.mark.parametrize("name", ["collisions", "balanced", "centred"])
+def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
+    """Encoded by `leave` as the reference encodes them: the one is average, the other behind everything."""
+    layer = state(replace(METHODS[name], local_tokens=2, update_interval=2), 1)
+    start(layer, [90])
+    captured, plan = borrowed(layer, 64)
+    centres = layer.index.maps.centres
+    keys = [torch.zeros(2, 1, DIM), torch.zeros(2, 1, DIM) if centres is None else centres[0].unsqueeze(1)]
+    parity, params = torch.zeros(1, dtype=torch.int64), AttentionParams(DIM**-0.5)
+    for number in range(6):  # until both have left the window
+        queries, key, values = tokens(number, 1, 1)
+        key = keys[number].unsqueeze(0) if number < 2 else key
+        captured.decode(queries, key, values, pack(plan.rows()), parity, params)
+        plan.advance()
+        parity.copy_(1 - parity)
+    captured.finish()
+    weights = layer.index.codes(0).weights[:, 86:88]
+    assert layer.index.lengths[0] >= 88 and not weights[:, 0].any()
+    assert weights[:, 1].all() == (centres is not None) and weights.abs().max() < 1e-30
+    assert layer.index._zero_norms.all()
 
 
 def test_softcap_and_learned_sinks_reach_the_kernels() -> None:

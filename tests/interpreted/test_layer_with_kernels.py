@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is only there on Linux")
 
 METHODS = {
     "sphere": kvrecall.ParisKV(top_k=6, **ZONES),
+    "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, **ZONES),
     "per-head": kvrecall.Exact(top_k=6, gqa="per_head", **ZONES),
     "static": kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, fetch="direct", **ZONES),
     "kept": kvrecall.ParisKV(top_k=6, trigger="fixed-stride:steps=3", **ZONES),

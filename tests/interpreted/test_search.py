@@ -7,10 +7,11 @@ import torch
 
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import encode as reference_encode
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.structs import Budget
-from tests.index.sphere.build import index_of, synthetic_keys
+from tests.index.sphere.build import index_of, shape, synthetic_keys
 from tests.strategies import HEAD_DIMS, gaussian
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -28,6 +29,23 @@ def test_encode(dim: int) -> None:
     assert torch.equal(made.signs, expected.signs)
     assert torch.equal(made.magnitudes, expected.magnitudes)
     torch.testing.assert_close(made.weights, expected.weights, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_encode_with_a_centre_and_maps_of_heads(dim: int, dtype: torch.dtype) -> None:
+    keys = torch.cat([gaussian(1, 2, 60, dim) * torch.linspace(0.1, 5, dim) + 3, gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
+    keys[:, 7] = 0
+    made = Maps(shape(1, 2, 1, dim), rotation_matrix(dim, 3), center=True, balance=True)
+    made.fit(0, [keys])
+    turn, centre = made.of_keys(0)
+    assert centre is not None
+    centre[:] = keys[:, 9].float()  # one key at the centre
+    ours, expected = (f(keys, turn, torch.float32, centre) for f in (encode, reference_encode))
+    assert torch.equal(ours.signs, expected.signs)
+    assert torch.equal(ours.magnitudes, expected.magnitudes)
+    torch.testing.assert_close(ours.weights, expected.weights, rtol=1e-5, atol=0)
+    assert not ours.weights[:, 7].any() and ours.weights[:, 9].all()
 
 
 def search_both(index: SphereIndex, queries: torch.Tensor, top_k: int) -> None:
@@ -51,6 +69,21 @@ def test_ids_are_the_references(dim: int, group: int, mode: str, stage1: str, to
     index = index_of(keys, group, gqa=mode, stage1=stage1, schedule=STEP, weight_dtype="float32", min_candidates_per_k=1)
     index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
     search_both(index, gaussian(3, 2, 2 * group, dim), top_k)
+
+
+@pytest.mark.parametrize(("dim", "group", "mode", "stage1", "kind"), [
+    (64, 2, "max", "collision", {"center": True, "balance": True}), (80, 3, "mean_q", "collision", {"balance": True}),
+    (96, 7, "max", "product", {"center": True}), (128, 4, "mean_softmax", "product", {"center": True, "balance": True}),
+    (192, 5, "max_softmax", "product", {"center": True, "balance": True}), (256, 1, "max", "product", {"balance": True}),
+])  # fmt: skip
+def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str, stage1: str, kind: dict[str, bool]) -> None:
+    """Queries go through the map of their own sequence and head; in mode `max` their products with the centre come back."""
+    keys = [3 * gaussian(4 + b, 2, 1, dim) + synthetic_keys("gaussian", b, 2, n, dim) for b, n in enumerate((230, 61))]
+    keys[0][:, 11::40] = 0
+    config = {"gqa": mode, "stage1": stage1, "schedule": STEP, "weight_dtype": "float32", "min_candidates_per_k": 1}
+    index = index_of(keys, group, **config, **kind)
+    index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
+    search_both(index, gaussian(3, 2, 2 * group, dim), 15)
 
 
 def test_many_tiles_many_chunks_and_ties() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.index.base import LayerShape
 from kvrecall.structs import AttentionParams, HostRows, Rows
 from tests.layers import DIM, ZONES, state, tokens
 
@@ -68,6 +69,7 @@ METHODS = {
     "products": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **ZONES),
     "semantic": kvrecall.ParisKV(top_k=6, stage1="product", gqa="max", trigger="semantic-boundary", **ZONES),
     "early": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", trigger="speculative", **ZONES),
+    "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, gqa="max", **ZONES),
 }
 
 
@@ -94,6 +96,7 @@ def test_kernels_of_a_captured_layer(
     } | {
         "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
         "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
+        "balanced": {"product_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 
@@ -104,6 +107,22 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.sphere.kernels.encode import encode
 
     encode(torch.zeros(2, 50, dim, dtype=torch.bfloat16), torch.eye(dim))
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_queries_through_maps_of_their_own(dim: int, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
+    from kvrecall.index.sphere.maps import Maps
+
+    shape = LayerShape(2, 8, 2, dim, torch.bfloat16, torch.device("cpu"))
+    made = Maps(shape, torch.eye(dim), center=True, balance=True)
+    search = GpuSearch(2, 2, 4, dim, "max", "product", 100, 1000, 400, made)
+    none, fire = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    tables = Tables(*(torch.zeros(2, 2, 1000, w, dtype=torch.uint8) for w in (dim // 8, dim // 8 * 3, 0)), none, none)
+    search.make_tables(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, none, fire)
+    assert {kernel.__name__ for kernel, *_ in launches.values()} == {"rotate_kernel"}
     compile_all(launches, capability)
 
 

@@ -90,7 +90,7 @@ def test_promised_summary_bytes_are_those_of_its_index(name: str, tokens: int) -
     if state.index is None:
         assert promised == 0
         return
-    held = state.index.nbytes - (before - promised if name in ("pariskv", "exact") else 0)
+    held = state.index.nbytes - (before - promised if name in ("pariskv", "pariskv-balanced", "exact") else 0)
     least, most = 0.9 * promised, 1.02 * promised + 4096
     if name in ("ctkvr", "h2o"):  # the resident tokens count for the number of centroids, and what they receive is counted
         most = method.summary_bytes(shape, prompt)
@@ -126,6 +126,14 @@ def test_single_ratios_override_the_whole_schedule() -> None:
 )
 def test_full_attention_below(given: dict[str, int], expected: int) -> None:
     assert kvrecall.ParisKV(**given).full_attention_below() == expected
+
+
+def test_the_balanced_form_is_a_name_for_settings_that_the_papers_form_has_not() -> None:
+    ours, theirs = methods.get("pariskv-balanced"), methods.get("pariskv")
+    same = kvrecall.ParisKV(stage1="product", center=True, balance=True, gqa="mean_softmax")
+    assert isinstance(ours, kvrecall.ParisKV) and ours.index_config() == same.index_config()
+    assert not theirs.center and not theirs.balance and theirs.stage1 == "collision" and theirs.index_config().gqa == "mean_q"
+    assert "balance" in str(methods.describe("pariskv-balanced")["parameters"])
 
 
 def test_a_schedule_may_come_as_lists() -> None:

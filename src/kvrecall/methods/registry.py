@@ -11,6 +11,7 @@ from kvrecall.methods.base import Method
 
 _METHODS = {
     "pariskv": ("kvrecall.methods.pariskv", "ParisKV"),
+    "pariskv-balanced": ("kvrecall.methods.pariskv", "ParisKVBalanced"),
     "prkv": ("kvrecall.methods.prkv", "PRKV"),
     "ctkvr": ("kvrecall.methods.ctkvr", "CTKVR"),
     "louiskv": ("kvrecall.methods.louiskv", "LouisKV"),

@@ -98,7 +98,7 @@ def test_rerank(seed: int) -> None:
     coarse_hits = 0
     for query in queries:
         bonus = reference.collision_bonus(
-            (query @ index._rotation.T).view(1, 1, -1), index._counts[0].unsqueeze(1), sizes.tier_targets
+            (query @ index.maps.rotation.T).view(1, 1, -1), index._counts[0].unsqueeze(1), sizes.tier_targets
         )
         scores = reference.collision_scores(index.codes(0).signs.unsqueeze(1), bonus)[0, 0]
         coarse_hits += len(truth(keys, query) & set(top_k_positions(scores, K).tolist()))
@@ -113,7 +113,7 @@ def test_magnitude_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         codes, "lloyd_max", lambda m: (torch.ones(7).double().numpy() * 2, torch.full((8,), 8**-0.5).double().numpy())
     )
-    monkeypatch.setattr(SphereIndex, "_encode", lambda self, k: encode(k, self._rotation, torch.float32))
+    monkeypatch.setattr(SphereIndex, "_encode", lambda self, b, k: encode(k, self.maps.rotation, torch.float32))
     assert full > searched(keys, queries) + 0.05
 
 

@@ -14,7 +14,7 @@ from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
 from kvrecall.engine.captured.trigger import DeviceTrigger
 from kvrecall.engine.captured.window import places
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds
+from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, least_weight, magnitude_levels, magnitude_thresholds
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.layer_state import LayerState
@@ -45,6 +45,8 @@ class CapturedLayer(CapturedState):
         self._padded = next_power_of_2(shape.head_dim)
         b, heads, dim, k = shape.sequences, shape.kv_heads, shape.head_dim, state.top_k
         self._heads, self._dim, self._pairs = heads, dim, b * heads
+        for i in range(b):
+            state.index.settle(i)
         state.index.reserve(tokens)
         self._pools = [pool.consolidate(tokens) for pool in state.store.host]
 
@@ -63,7 +65,7 @@ class CapturedLayer(CapturedState):
         searched = (b * heads, 1) if self._trigger.early else (b, heads)
         self._pair_plan = zeros(b * heads, ROW)
         self._search = GpuSearch(*searched, self._group, dim, config.gqa, config.stage1, k, tokens,
-                                 plan.most_candidates(tokens), state.index._rotation, ROW)  # fmt: skip
+                                 plan.most_candidates(tokens), state.index.maps, ROW)  # fmt: skip
         self._options = overlapping(device)
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)
@@ -150,18 +152,21 @@ class CapturedLayer(CapturedState):
         self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams
     ) -> None:
         """Selected rows, resident rows and the token that leaves, in one launch."""
-        index, k = self._index, self._search.top_k
+        index, k, maps = self._index, self._search.top_k, self._index.maps
+        weights, centred = index._weights.rows, maps.centres is not None
         pieces = cdiv(self._dim, _ENCODED_ROWS)
         step_kernel[(self._pairs, self._parts + pieces)](
             queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
-            parity, self.read, self._part_out, self._part_lse, index._rotation, self._levels, self._thresholds,
-            index._signs.rows, index._magnitudes.rows, index._weights.rows, index._counts, self._live, index._zero_norms,
+            parity, self.read, self._part_out, self._part_lse, maps.keys, maps.keys if maps.centres is None else maps.centres,
+            self._levels, self._thresholds, index._signs.rows, index._magnitudes.rows, weights, index._counts, self._live,
+            index._zero_norms,
             params.scaling, params.softcap, self._heads, self._rows.shape[2], ROW, self._plan_of_all.sizes.sink_tokens,
-            self._pairs, k, index._signs.rows.shape[2], torch.finfo(index._weights.rows.dtype).max, MIN_ALPHA,
+            self._pairs, k, index._signs.rows.shape[2], maps.stride, torch.finfo(weights.dtype).max,
+            least_weight(weights.dtype, centred), MIN_ALPHA,
             D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
             W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
-            FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, num_warps=_PART_WARPS,
-            **self._options,
+            FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, CENTRED=centred,
+            num_warps=_PART_WARPS, **self._options,
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:
@@ -182,7 +187,7 @@ class CapturedLayer(CapturedState):
             if rows.shape[1]:
                 at = slice(zones.retrieval, zones.retrieval + rows.shape[1])
                 self._pools[b][:, at] = rows.cpu()
-                codes = index._encode(rows[:, :, 0])
+                codes = index._encode(b, rows[:, :, 0])
                 index._signs.rows[b, :, at], index._magnitudes.rows[b, :, at] = codes.signs, codes.magnitudes
                 index._weights.rows[b, :, at] = codes.weights
                 index._zero_norms[b] |= (codes.weights == 0).all(-1).any(-1)

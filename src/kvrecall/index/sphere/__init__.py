@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from kvrecall.errors import UnknownNameError
-from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, as_steps, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
+from kvrecall.index.tokens import keys_of
 from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
 from kvrecall.structs import Budget, Selection, lasting_tensors
@@ -29,6 +32,8 @@ query with its signs."""
 WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
+_FIT_PIECES = 8
+"""Maps are fitted to at most so many pieces of `_ENCODE_TOKENS` tokens, evenly spaced: more would not change them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class SphereConfig(IndexConfig):
     """What a sphere index is made with.
 
     stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
+    center, balance: whether the mean key is taken from all keys, and whether they and the queries go through the balanced
+    transform (`maps.py`); both are fitted to each sequence. Neither is in the paper.
     """
 
     name: ClassVar[str] = "sphere"
@@ -46,6 +53,8 @@ class SphereConfig(IndexConfig):
     min_candidates_per_k: int = 4
     seed: int = 42
     weight_dtype: torch.dtype | str = "bfloat16"
+    center: bool = False
+    balance: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,17 +80,25 @@ class SphereConfig(IndexConfig):
         return SphereIndex(shape, self)
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
-        return int(SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype) * tokens) * shape.kv_heads
+        maps = Maps.nbytes_per_head(shape.head_dim, self.center, self.balance)
+        return (int(SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype) * tokens) + maps) * shape.kv_heads
 
 
 class SphereIndex(Index):
-    """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids."""
+    """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids.
+
+    With centres or balanced maps, the first keys of a sequence wait in the host rows until it is first searched, however many
+    chunks they come in. The maps are then fitted to all of them, and stay; later keys are coded as they come.
+    """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, compiled: bool | None = None) -> None:
         """compiled: None picks the compiled path on a CPU where numba can be imported."""
         blocks = shape.head_dim // BLOCK
         self.config, self._kv_heads = config, shape.kv_heads
-        self._rotation = rotation_matrix(shape.head_dim, config.seed).to(shape.device)
+        rotation = rotation_matrix(shape.head_dim, config.seed).to(shape.device)
+        self.maps = Maps(shape, rotation, config.center, config.balance)
+        self._waiting = [0] * shape.sequences  # tokens behind the coded ones
+        self._sources: Sequence[RowSource] = ()
 
         def table(width: int, dtype: torch.dtype) -> TokenTable:
             return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
@@ -102,12 +119,12 @@ class SphereIndex(Index):
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
-        return self._signs.lengths
+        return [coded + waiting for coded, waiting in zip(self._signs.lengths, self._waiting, strict=True)]
 
     @property
     def nbytes(self) -> int:
         tables = self._signs.nbytes + self._magnitudes.nbytes + self._weights.nbytes
-        return tables + self._counts.numel() * self._counts.element_size()
+        return tables + self._counts.nbytes + self.maps.nbytes
 
     @staticmethod
     def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16) -> float:
@@ -118,24 +135,60 @@ class SphereIndex(Index):
         for table in (self._signs, self._magnitudes, self._weights):
             table.reserve(tokens)
 
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
     def append(self, sequence: int, keys: Tensor) -> None:
+        """An index that is bound to no rows fits its maps to the first keys that it is given."""
+        fitted = self.maps.fitted[sequence]
+        if self._waiting[sequence] or (self._sources and not fitted):
+            self._waiting[sequence] += keys.shape[1]
+            return
+        if not fitted:
+            self.maps.fit(sequence, [keys])
         for piece in keys.split(_ENCODE_TOKENS, dim=1):
-            codes = self._encode(piece)
-            self._signs.append(sequence, codes.signs)
-            self._magnitudes.append(sequence, codes.magnitudes)
-            self._weights.append(sequence, codes.weights)
-            self._count(sequence, codes.signs, 1)
-            self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
+            self._append_codes(sequence, self._encode(sequence, piece))
+
+    def settle(self, sequence: int) -> None:
+        """Fits the maps of a sequence that has none and codes the tokens that waited; may be called again after an error."""
+        if not self._waiting[sequence]:
+            return
+        source, length = self._sources[sequence], self.lengths[sequence]
+        starts = range(0, length, _ENCODE_TOKENS)
+
+        def piece(start: int) -> Tensor:
+            return keys_of(source, start, min(start + _ENCODE_TOKENS, length), self._signs.rows.device)
+
+        if not self.maps.fitted[sequence]:
+            self.maps.fit(sequence, map(piece, starts[:: -(-len(starts) // _FIT_PIECES)]))
+        self.reserve(length)
+        while self._waiting[sequence]:
+            codes = self._encode(sequence, piece(self._signs.lengths[sequence]))
+            self._append_codes(sequence, codes)
+            self._waiting[sequence] -= codes.signs.shape[1]
+
+    def _append_codes(self, sequence: int, codes: Codes) -> None:
+        self._signs.append(sequence, codes.signs)
+        self._magnitudes.append(sequence, codes.magnitudes)
+        self._weights.append(sequence, codes.weights)
+        self._count(sequence, codes.signs, 1)
+        self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
+        self._waiting[sequence] = max(0, min(self.lengths[sequence], tokens) - self._signs.lengths[sequence])
         for table in (self._signs, self._magnitudes, self._weights):
             table.truncate(sequence, tokens)
+        if not tokens:
+            self.maps.forget(sequence)
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
         for name in ("_signs", "_magnitudes", "_weights"):
             setattr(chosen, name, getattr(self, name).select(sequences))
+        chosen.maps = self.maps.select(sequences)
+        chosen._waiting = [self._waiting[b] for b in sequences]
+        chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
         chosen._excluded = [self._excluded[b] for b in sequences]
         chosen._gpu = chosen._flags = None
         with lasting_tensors():
@@ -145,10 +198,12 @@ class SphereIndex(Index):
         return chosen
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        if ids is not None:
+            self.settle(sequence)  # they are flagged beside the summaries
         self._excluded[sequence], self._flags = ids, None
 
     def codes(self, sequence: int) -> Codes:
-        """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
+        """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append. Tokens that wait have none yet."""
         return Codes(self._signs.view(sequence), self._magnitudes.view(sequence), self._weights.view(sequence))
 
     def extend(self, sequence: int, tokens: int) -> None:
@@ -160,9 +215,11 @@ class SphereIndex(Index):
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config
+        for b in sequences:
+            self.settle(b)
         if self._kernels and config.gqa != "per_head":
             return self._search_gpu(queries, budget, sequences)
-        rotated, sizes = self._prepare(queries, budget, sequences)
+        rotated, shifts, sizes = self._prepare(queries, budget, sequences)
         excluded = [self._excluded[b] for b in sequences]
         if self._compiled:
             from kvrecall.index.sphere.compiled import search_batch
@@ -171,19 +228,22 @@ class SphereIndex(Index):
             lengths = [self.lengths[b] for b in sequences]
             zero_norms = [bool(self._zero_norms[b].any()) for b in sequences]
             return search_batch(
-                tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded, config.stage1
+                tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded, config.stage1, shifts
             )
         found = [
             reference.search_sequence(
-                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1
+                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1,
+                None if shifts is None else shifts[i],
             )
-            for b, query, size, barred in zip(sequences, rotated, sizes, excluded, strict=True)
+            for i, (b, query, size, barred) in enumerate(zip(sequences, rotated, sizes, excluded, strict=True))
         ]  # fmt: skip
         return stack_selections(found)
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor]:
         """What stage I leaves for the rerank, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
-        rotated, sizes = self._prepare(queries, budget, sequences)
+        for b in sequences:
+            self.settle(b)
+        rotated, _, sizes = self._prepare(queries, budget, sequences)
         return [
             reference.stage_one(
                 self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b], self.config.stage1
@@ -203,7 +263,7 @@ class SphereIndex(Index):
         if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != capacity or gpu.candidates < most:
             group, dim = queries.shape[1] // heads, blocks * BLOCK
             room = most * 9 // 8
-            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self._rotation)
+            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self.maps)
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
         told = (*self.lengths, *excluded, *sequences, budget.top_k)
@@ -236,24 +296,26 @@ class SphereIndex(Index):
                     self._flags[b].scatter_(1, ids.long().to(rows.device), 1)
         return self._flags
 
-    def _prepare(self, queries: Tensor, budget: Budget, sequences: list[int]) -> tuple[Tensor, list[StageSizes]]:
+    def _prepare(self, queries: Tensor, budget: Budget, sequences: list[int]) -> tuple[Tensor, Tensor | None, list[StageSizes]]:
+        """Turned queries, what their estimates lack (None where no two of them are compared), sizes of the stages."""
         config = self.config
         grouped = search_queries(queries, self._kv_heads, config.gqa)
-        # One product per sequence: a batched one may round differently, and a sequence must find what it finds alone.
-        rotated = torch.stack([query @ self._rotation.T for query in grouped])
+        shifts = self.maps.shifts(grouped, sequences) if config.gqa == "max" else None
         least = config.min_candidates_per_k
-        return rotated, [stage_sizes(config.steps, self.lengths[b], budget.top_k, least) for b in sequences]
+        sizes = [stage_sizes(config.steps, self.lengths[b], budget.top_k, least) for b in sequences]
+        return self.maps.turn(grouped, sequences), shifts, sizes
 
-    def _encode(self, keys: Tensor) -> Codes:
+    def _encode(self, sequence: int, keys: Tensor) -> Codes:
+        turn, centre = self.maps.of_keys(sequence)
         if self._compiled:
             from kvrecall.index.sphere import compiled_encode
 
-            return compiled_encode.encode(keys, self._rotation, self.config.stored_dtype)
+            return compiled_encode.encode(keys, turn, self.config.stored_dtype, centre)
         if self._kernels:
             from kvrecall.index.sphere.kernels import encode as kernels
 
-            return kernels.encode(keys, self._rotation, self.config.stored_dtype)
-        return encode(keys, self._rotation, self.config.stored_dtype)
+            return kernels.encode(keys, turn, self.config.stored_dtype, centre)
+        return encode(keys, turn, self.config.stored_dtype, centre)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
         self._add_counts(self._counts[sequence], signs, sign)

@@ -46,14 +46,16 @@ def magnitude_thresholds(device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=device)
 
 
-def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16) -> Codes:
-    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32), for a rotation `[D, D]` on the same device."""
-    x = keys.float()
-    scale = key_scale(x)
-    x = x / scale
+def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16, centre: Tensor | None = None) -> Codes:
+    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32).
+
+    rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, any matrix that the queries' one is the inverse transpose of.
+    centre: fp32 `[..., D]`, taken from the keys first.
+    """
+    x, scale = scaled(keys, centre)
     relative_norm = x.norm(dim=-1, keepdim=True)
     unit = x / torch.where(relative_norm > 0, relative_norm, 1.0)
-    blocks = (unit @ rotation.T).unflatten(-1, (-1, BLOCK))  # [..., n, S, 8]
+    blocks = (unit @ rotation.mT).unflatten(-1, (-1, BLOCK))  # [..., n, S, 8]
     radius = blocks.norm(dim=-1)
     direction = blocks / torch.where(radius > 0, radius, 1.0).unsqueeze(-1)
 
@@ -62,8 +64,32 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     reconstructed = magnitude_levels(keys.device)[levels]  # magnitudes of v; its signs are those of u
     alpha = (reconstructed * direction.abs()).sum(-1).clamp_min(MIN_ALPHA)  # <v, u>, Eq. 7
     norm = (scale * relative_norm).clamp_max(torch.finfo(torch.float32).max)
-    weights = (norm * (radius / alpha)).clamp_max(torch.finfo(weight_dtype).max)
-    return Codes(pack_bits(positive), pack_magnitudes(levels), weights.to(weight_dtype))
+    weights = stored_weights(norm * (radius / alpha), scale, weight_dtype, centre is not None)
+    return Codes(pack_bits(positive), pack_magnitudes(levels), weights)
+
+
+def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Keys less their centre, divided by a power of two; and that, fp32 `[..., n, 1]`, but 0 for a key of zero norm."""
+    x = keys.float()
+    if centre is None:
+        scale = key_scale(x)
+        return x / scale, scale
+    blank = (x == 0).all(-1, keepdim=True)
+    most = torch.finfo(torch.float32).max
+    x = (x - centre.unsqueeze(-2)).clamp(-most, most)
+    scale = key_scale(x)
+    return x / scale, torch.where(blank, 0.0, scale)
+
+
+def least_weight(weight_dtype: torch.dtype, centred: bool) -> float:
+    """A key at the centre has no direction either, but is an average match and not one of zero norm: its weights are not 0."""
+    return torch.finfo(weight_dtype).tiny if centred else 0.0
+
+
+def stored_weights(weights: Tensor, scale: Tensor, weight_dtype: torch.dtype, centred: bool) -> Tensor:
+    """Weights fp32 `[..., n, S]` within what the dtype can hold, those of keys of zero norm 0; scale as `scaled` gives it."""
+    weights = weights.clamp(least_weight(weight_dtype, centred), torch.finfo(weight_dtype).max)
+    return (torch.where(scale > 0, weights, 0.0) if centred else weights).to(weight_dtype)
 
 
 def key_scale(keys: Tensor) -> Tensor:

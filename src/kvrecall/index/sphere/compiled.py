@@ -51,6 +51,7 @@ def search_batch(
     mode: str,
     excluded: list[Tensor | None],
     stage1: str,
+    shifts: Tensor | None = None,
 ) -> Selection:
     """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`.
 
@@ -58,7 +59,8 @@ def search_batch(
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
     need not look at weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that may not be found.
-    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own.
+    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own. shifts: fp32
+    `[b, H_kv, G']`, added to the estimates of mode "max".
     """
     signs, magnitudes, weights, counts = tables
     weight_bits, kind = as_bits(weights)
@@ -71,12 +73,13 @@ def search_batch(
     if stage1 == "product":
         (offset, shift), most = product_scale(queries.shape[-1]), PRODUCT_TOP
         products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()
+    added = torch.full(queries.shape[:3], -0.0) if shifts is None else shifts.contiguous()  # -0 leaves every number as it is
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        barred, barred_counts, products, offset, shift, most,
+        barred, barred_counts, products, offset, shift, most, added.numpy(),
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -104,6 +107,7 @@ def _search(
     score_offset,
     score_shift,
     most_score,
+    added,
 ):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
@@ -185,6 +189,7 @@ def _search(
                         chosen,
                         scores[b, h, g, first:taken],
                         False,
+                        added[b, h, g],
                     )
             elif mode == _PER_HEAD:
                 rerank(
@@ -196,6 +201,7 @@ def _search(
                     chosen,
                     scores[b, h, j, first:taken],
                     False,
+                    added[b, h, j],
                 )
             else:
                 for g in range(group):
@@ -208,6 +214,7 @@ def _search(
                         chosen,
                         scores[b, h, 0, first:taken],
                         g > 0,
+                        added[b, h, g],
                     )
 
     best = np.empty((b_n, heads, sets, top_k), np.int32)

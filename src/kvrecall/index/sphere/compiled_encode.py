@@ -11,17 +11,16 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes, key_scale
+from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes, scaled, stored_weights
 from kvrecall.index.sphere.levels import lloyd_max
 
 
-def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16) -> Codes:
+def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16, centre: Tensor | None = None) -> Codes:
     """As `codes.encode`, for CPU tensors `[H_kv, n, D]`."""
     heads, count, dim = keys.shape
     blocks = dim // BLOCK
-    x = keys.float()
-    scale = key_scale(x)
-    rotated = (x / scale) @ rotation.T  # dividing by the norm afterwards is the same up to rounding and saves a pass
+    x, scale = scaled(keys, centre)
+    rotated = x @ rotation.mT  # dividing by the norm afterwards is the same up to rounding and saves a pass
     signs = torch.empty(heads, count, blocks, dtype=torch.uint8)
     magnitudes = torch.empty(heads, count, blocks * MAGNITUDE_BYTES, dtype=torch.uint8)
     weights = torch.empty(heads, count, blocks, dtype=torch.float32)
@@ -30,8 +29,7 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
         rotated.view(heads * count, blocks, BLOCK).numpy(), scale.flatten().numpy(), thresholds, levels,
         signs.flatten(0, 1).numpy(), magnitudes.flatten(0, 1).numpy(), weights.flatten(0, 1).numpy(),
     )  # fmt: skip
-    limit = min(torch.finfo(weight_dtype).max, torch.finfo(torch.float32).max)
-    return Codes(signs, magnitudes, weights.clamp_max(limit).to(weight_dtype))
+    return Codes(signs, magnitudes, stored_weights(weights, scale, weight_dtype, centre is not None))
 
 
 @njit(cache=True, parallel=True, nogil=True)

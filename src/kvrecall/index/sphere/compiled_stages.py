@@ -190,8 +190,8 @@ def compact(coarse, start, end, threshold, quota, out, at):
 
 
 @njit(cache=True)
-def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger):
-    """Estimated inner products (Eq. 24) of the chosen tokens; the sums are ordered as in the reference.
+def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, added):
+    """Estimated inner products (Eq. 24) of the chosen tokens, plus `added`; the sums are ordered as in the reference.
 
     Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
     """
@@ -219,4 +219,5 @@ def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger):
             dot = np.float32(dot + pairs[s, 3, ((word >> 18) & 63) | (((sign >> 6) & 3) << 6)])
             term = np.float32(load_float(weights[i, s], kind) * dot)
             total = np.float32(total + term) if s > 0 else term
+        total = np.float32(total + added)
         out[c] = max(out[c], total) if keep_larger else total

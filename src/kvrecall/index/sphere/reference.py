@@ -123,15 +123,18 @@ def stage_one(
 
 
 def stage_two(
-    codes: Codes, queries: Tensor, candidates: Tensor, top_k: int, mode: str, scaling: float
+    codes: Codes, queries: Tensor, candidates: Tensor, top_k: int, mode: str, scaling: float, shifts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The best `top_k` candidates by estimated inner product (Appendix B.2.2); arguments as in `stage_one`.
 
+    shifts: fp32 `[H_kv, G']`, added to the estimates: what centred keys lack, which differs between the heads of a group.
     Returns (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`).
     """
     heads = torch.arange(codes.signs.shape[0], device=candidates.device)[:, None, None]
     picked = Codes(codes.signs[heads, candidates], codes.magnitudes[heads, candidates], codes.weights[heads, candidates])
     estimates = estimate_scores(picked, queries)  # [H_kv, G', C]
+    if shifts is not None:
+        estimates = estimates + shifts.unsqueeze(-1)
     if mode != "per_head":
         estimates = reduce_scores(estimates, mode, scaling).unsqueeze(1)
     barred = _zero_norm(codes).expand(-1, candidates.shape[1], -1).gather(-1, candidates)
@@ -141,11 +144,11 @@ def stage_two(
 
 def search_sequence(
     codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, top_k: int, mode: str, scaling: float,
-    excluded: Tensor | None = None, stage1: str = "collision",
+    excluded: Tensor | None = None, stage1: str = "collision", shifts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both stages over the n tokens of one sequence."""
     candidates = stage_one(codes, counts, queries, sizes, mode, excluded, stage1)
-    return stage_two(codes, queries, candidates, top_k, mode, scaling)
+    return stage_two(codes, queries, candidates, top_k, mode, scaling, shifts)
 
 
 def _zero_norm(codes: Codes) -> Tensor:

@@ -84,17 +84,17 @@ def in_rows(p_x, o_x):
 
 @triton.jit
 def rerank_kernel(
-    p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, scaling,
-    HEADS, CAPACITY, ROOM, PARTS, UNITS,
+    p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, p_shifts,
+    scaling, HEADS, CAPACITY, ROOM, PARTS, UNITS,
     D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
 
     The id of a key of zero norm becomes -1 - id: it ranks behind all others. LARGEST: keeps only the group's largest estimate,
-    in lane 0. SOFTMAX: also writes peak and mass `[bh, lane, part]` of a softmax over the candidates. A key has UNITS units of
-    U blocks, which one thread reads: 4 blocks as one word of signs and three of levels, or 1 as bytes. levels: fp32 `[16]`,
-    negative magnitudes, then positive ones.
+    in lane 0; SHIFT: after adding its head's shifts `[bh, lane]` to each. SOFTMAX: also writes peak and mass `[bh, lane, part]`
+    of a softmax over the candidates. A key has UNITS units of U blocks, which one thread reads: 4 blocks as one word of signs
+    and three of levels, or 1 as bytes. levels: fp32 `[16]`, negative magnitudes, then positive ones.
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
@@ -136,6 +136,8 @@ def rerank_kernel(
         p_estimate = p_estimates + i_bh.to(tl.int64) * (ROOM if LARGEST else LANES * ROOM) + o_c
         for lane in tl.static_range(LANES):
             b_estimate = tl.sum(b_dots[lane], 1)
+            if SHIFT:
+                b_estimate += tl.load(p_shifts + i_bh * LANES + lane)
             if LARGEST:
                 b_best = tl.maximum(b_best, b_estimate)
             else:

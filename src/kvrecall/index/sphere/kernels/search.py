@@ -20,6 +20,7 @@ from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import compact_kernel, rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, PRODUCT_TOP, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
@@ -70,12 +71,12 @@ class GpuSearch:
 
     def __init__(
         self, sequences: int, heads: int, group: int, dim: int, mode: str, stage1: str, top_k: int, tokens: int,
-        candidates: int, rotation: Tensor, stride: int = FIELDS,
+        candidates: int, maps: Maps, stride: int = FIELDS,
     ) -> None:  # fmt: skip
         """stride: numbers per row of the plans, of which the first FIELDS are ours."""
-        device, self._stride = rotation.device, stride
+        device, self._stride = maps.rotation.device, stride
         self.mode, self.stage1, self.top_k, self.tokens, self.candidates = mode, stage1, top_k, tokens, candidates
-        self._heads, self._group, self._dim, self._rotation = heads, group, dim, rotation
+        self._heads, self._group, self._dim, self._maps = heads, group, dim, maps
         self._lanes = 1 if mode == "mean_q" else group
         self._words = cdiv(self._lanes, 4)
         self._blocks = dim // BLOCK
@@ -96,6 +97,8 @@ class GpuSearch:
         kept = 1 if mode == "max" else self._lanes
         self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
         self._quantised = scratch(pairs, self._lanes, dim, dtype=torch.int8)
+        self._shifted = mode == "max" and maps.centres is not None
+        self._shifts = scratch(pairs, self._lanes, dtype=torch.float32)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
         most = PRODUCT_TOP if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
         self._bins = next_power_of_2(most + 3)
@@ -130,12 +133,14 @@ class GpuSearch:
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor) -> None:
         """Rotated queries and, for collisions, look-up tables; empties the histogram."""
-        pairs = self._total.shape[0]
-        rotate_kernel[(pairs, self._lanes, cdiv(self._dim, _ROTATED_ROWS))](
-            queries, self._rotation, fire, self._rotated, self._quantised, self._total,
-            PRODUCT_RMS * self._dim**0.5, self._heads,
-            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
-            MEAN=self.mode == "mean_q", BINS=self._bins, PEAK=PRODUCT_PEAK, num_warps=4, **self._options,
+        pairs, maps, padded = self._total.shape[0], self._maps, next_power_of_2(self._dim)
+        rows = padded if maps.stride else _ROTATED_ROWS  # who quantises a coordinate has to know how long the whole query is
+        rotate_kernel[(pairs, self._lanes, cdiv(self._dim, rows))](
+            queries, maps.queries, maps.queries if maps.centres is None else maps.centres, fire, self._rotated,
+            self._quantised, self._shifts, self._total, PRODUCT_RMS * self._dim**0.5, maps.stride, self._heads,
+            D=self._dim, BD=padded, G=self._group, LANES=self._lanes, ROWS=rows, MEAN=self.mode == "mean_q",
+            SHIFT=self._shifted, BINS=self._bins, PEAK=PRODUCT_PEAK, num_warps=max(4, padded // 16) if maps.stride else 4,
+            **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(pairs, self._blocks)](
@@ -191,11 +196,11 @@ class GpuSearch:
         words = torch.int32 if unit == 4 else torch.uint8
         rerank_kernel[(self._parts, self._total.shape[0])](
             tables.signs.view(words), tables.magnitudes.view(words), tables.weights, self._levels, self._rotated, plan,
-            fire, self._ids, self._estimates, self._peak, self._mass, scaling, self._heads, tables.signs.shape[2],
-            self.candidates, self._parts, self._blocks // unit,
+            fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
+            tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit,
             D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes, R=_RERANKED,
             FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode,
-            num_warps=_RERANK_WARPS, **self._options,
+            SHIFT=self._shifted, num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 
     def pick(self, plan: Tensor, fire: Tensor, scaling: float) -> None:
