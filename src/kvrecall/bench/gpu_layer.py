@@ -47,6 +47,9 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product-reuse": lambda n: _method(
         stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05, fetch="direct:reuse=true"
     ),
+    "balanced": lambda n: _method(
+        stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05, center=True, balance=True
+    ),
     "product-max": lambda n: _method(stage1="product", gqa="max", candidate_ratio=0.02 if n >= 1_000_000 else 0.05),
     "paper": lambda n: _method(gqa="mean_q", schedule=(RatioStep(None, 0.02 if n >= 1_000_000 else 0.05, 0.2),)),
 }
@@ -109,13 +112,14 @@ class Bench:
         sizes = self.method.zone_sizes()
         retrieved = self.tokens - sizes.sink_tokens - sizes.local_tokens
         state.store.host[0].reserve(retrieved + 1024)
-        assert state.index is not None
+        assert isinstance(state.index, SphereIndex)
         state.index.reserve(retrieved + 1024)
         moved = state.store.append_chunk(0, keys[0], values[0])
         assert moved is not None
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         state.index.append(0, moved[:, :, 0])
+        state.index.settle(0)
         end.record()
         torch.cuda.synchronize()
         self.build_us = start.elapsed_time(end) * 1e3
