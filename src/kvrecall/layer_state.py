@@ -20,7 +20,7 @@ from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
 from kvrecall.non_finite import NonFinite
 from kvrecall.select.queries import ObservedQueries, QueryLog
-from kvrecall.select.static import StaticChoice, StaticSet, rows_of
+from kvrecall.select.static import StaticChoice, StaticSet, first_age, rows_of
 from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
@@ -393,5 +393,6 @@ class LayerState:
             ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, self._static_counts[sequence])
             self._static_counts[sequence] = ids.shape[1]
             self.index.exclude(sequence, ids if ids.shape[1] else None)
-            self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device))
+            age = first_age(self.layer, config.interval) if before is None else 0
+            self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device), age)
         self.held.pop(sequence, None)

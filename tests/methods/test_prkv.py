@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,6 +123,23 @@ def test_the_static_set_is_chosen_every_interval_by_the_last_queries(interval: i
         else:
             assert before is not None and chosen.ids is before.ids and chosen.rows is before.rows
         before = chosen
+
+
+def test_layers_choose_anew_at_different_steps_but_each_every_interval() -> None:
+    steps = []
+    for number in range(4):
+        course, chosen = random_course(refresh_interval=8), []
+        course.state.layer = number
+        for step in range(30):
+            before = course.state.static[0]
+            course.step()
+            after = course.state.static[0]
+            assert after is not None
+            if before is None or before.ids is not after.ids:
+                chosen.append(step)
+        assert [b - a for a, b in pairwise(chosen[1:])] == [8] * (len(chosen) - 2) and chosen[0] == 0 < chosen[1] <= 8
+        steps.append(chosen[1])
+    assert len(set(steps)) == 4 and steps[0] == 8
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.4, 0.5, 1.0, "online"])

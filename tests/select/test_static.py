@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvrecall.errors import ParameterError
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import ObservationWindow, choose, window_shares
+from kvrecall.select.static import ObservationWindow, choose, first_age, window_shares
 from tests.strategies import DTYPES, SEEDS, examples, gaussian
 
 DIM, SCALING = 8, 0.5
@@ -221,3 +221,10 @@ def test_impossible_counts(name: str, value: Any) -> None:
         return
     with pytest.raises(ParameterError, match=f"{name}: expected an integer >= 1"):
         ObservationWindow(**{name: value})
+
+
+@pytest.mark.parametrize("layers", [16, 28, 32, 48])
+def test_no_two_layers_begin_at_the_same_age(layers: int) -> None:
+    ages = [first_age(number, 128) for number in range(layers)]
+    assert len(set(ages)) == layers and ages[0] == 0 and all(0 <= age < 128 for age in ages)
+    assert first_age(5, None) == 0

@@ -97,6 +97,12 @@ class StaticSet:
     age: int = 0
 
 
+def first_age(layer: int, interval: int | None) -> int:
+    """Age that a layer's first set begins with: layers whose sets were chosen at the same step, the end of a prompt, choose
+    anew at different ones. Multiples of the golden ratio lie apart however many layers there are."""
+    return 0 if interval is None else int(layer * 0.6180339887 % 1 * interval)
+
+
 def rows_of(sets: list[StaticSet | None], nothing: Tensor) -> Rows:
     """The rows of several sequences as one batch. nothing: rows `[H_kv, 0, 2, D]`, for a sequence that has no set."""
     rows = [nothing if chosen is None else chosen.rows for chosen in sets]
