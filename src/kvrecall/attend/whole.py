@@ -5,7 +5,7 @@ of a group.
 """
 
 # A launch takes what only Triton knows.
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def page_kernel(
             b_k = b_key.to(tl.float32)
             size = tl.minimum(rest + moved - i, PAGE)
             p_rep = p_reps + (i_bh.to(tl.int64) * UNITS + page) * (POINTS * D) + o_d
-            if (POINTS == 1) | SPREAD:
+            if POINTS == 1 or SPREAD:
                 b_centre = tl.sum(b_k, 0) / size
                 b_high, b_low = b_centre, b_centre
                 if POINTS == 2:
@@ -168,9 +168,9 @@ def page_kernel(
             else:
                 b_high = tl.max(tl.where(m_row, b_k, float("-inf")), 0)
                 b_low = tl.min(tl.where(m_row, b_k, float("inf")), 0)
-            tl.store(p_rep, b_high.to(p_reps.dtype.element_ty), mask=o_d < D)
+            tl.store(p_rep, tl.cast(b_high, p_reps.dtype.element_ty), mask=o_d < D)
             if POINTS == 2:
-                tl.store(p_rep + D, b_low.to(p_reps.dtype.element_ty), mask=o_d < D)
+                tl.store(p_rep + D, tl.cast(b_low, p_reps.dtype.element_ty), mask=o_d < D)
             tl.debug_barrier()  # the old tail has been read
             m_tail = m_row & (size < PAGE)
             tl.store(p_tail + o_t[:, None] * D + o_d[None, :], b_key, mask=m_tail)
