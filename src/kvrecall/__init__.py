@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kvrecall.methods.exact import Exact
     from kvrecall.methods.full import Full
     from kvrecall.methods.louiskv import LouisKV
-    from kvrecall.methods.pariskv import ParisKV
+    from kvrecall.methods.pariskv import ParisKV, ParisKVBalanced
     from kvrecall.methods.prkv import PRKV
 
 __version__ = "0.1.0"
 __all__ = [
-    "CTKVR", "PRKV", "Exact", "Full", "LouisKV", "Method", "ParisKV", "RetrievalCache", "__version__", "attach",
+    "CTKVR", "PRKV", "Exact", "Full", "LouisKV", "Method", "ParisKV", "ParisKVBalanced", "RetrievalCache", "__version__", "attach",
 ]  # fmt: skip
 
 _HOMES = {
@@ -40,6 +40,7 @@ _HOMES = {
     "Full": "kvrecall.methods.full",
     "Method": "kvrecall.methods.base",
     "ParisKV": "kvrecall.methods.pariskv",
+    "ParisKVBalanced": "kvrecall.methods.pariskv",
     "RetrievalCache": "kvrecall.integrations.transformers",
     "attach": "kvrecall.integrations.transformers",
     "methods": None,  # packages that are attributes too
