@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CTKVR", "PRKV", "Exact", "Full", "LouisKV", "Method", "ParisKV", "ParisKVBalanced", "RetrievalCache", "__version__", "attach",
+    "CTKVR", "PRKV", "Exact", "Full", "LouisKV", "Method", "ParisKV", "ParisKVBalanced", "RetrievalCache", "__version__",
+    "attach",
 ]  # fmt: skip
 
 _HOMES = {
