@@ -115,10 +115,11 @@ def test_layers_that_the_model_lacks_and_plans_and_graphs() -> None:
     assert sizes[0] < sizes[1]
 
 
-def test_one_graph_cannot_serve_layers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_serves_layers_that_differ_and_refuses_one_of_them_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(per_layer={0: {"top_k": 8}}))
-    with pytest.raises(CaptureError, match="settings of their own"):
+    check_capture(model, kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(per_layer={0: {"top_k": 8}})))
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(per_layer={1: {"gqa": "per_head"}}))
+    with pytest.raises(CaptureError, match="layer 1: gqa='per_head' has no kernel"):
         check_capture(model, cache)

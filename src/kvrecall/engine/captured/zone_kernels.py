@@ -172,8 +172,8 @@ def page_kernel(
             if POINTS == 2:
                 tl.store(p_rep + D, tl.cast(b_low, p_reps.dtype.element_ty), mask=o_d < D)
             tl.debug_barrier()  # the old tail has been read
-            m_tail = m_row & (size < PAGE)
-            tl.store(p_tail + o_t[:, None] * D + o_d[None, :], b_key, mask=m_tail)
+            if size < PAGE:
+                tl.store(p_tail + o_t[:, None] * D + o_d[None, :], b_key, mask=m_row)
             page += 1
             i += PAGE
             tl.store(p_offset + page, tokens - rest + tl.minimum(i, rest + moved))
