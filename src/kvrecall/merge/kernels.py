@@ -9,14 +9,12 @@ from kvrecall.overlap import begin, end
 
 
 @triton.jit
-def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-                 BP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+def merge_head(i_bh, p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+               BP: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
     """out[bh] = attention over the union of parts `[BH_q, PARTS, D]` with lse `[BH_q, PARTS]`; an empty part has lse -inf.
 
-    SINKS: one learned logit per query head takes mass and gives no value.
+    SINKS: one learned logit per query head takes mass and gives no value. Returns the natural log-sum-exp over all of it.
     """
-    begin(PDL)
-    i_bh = tl.program_id(0).to(tl.int64)
     o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
     b_lse = tl.load(p_lse + i_bh * PARTS + o_p, mask=o_p < PARTS, other=float("-inf"))
     peak = tl.max(b_lse, 0)
@@ -32,25 +30,24 @@ def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.
     b_part = tl.load(p_parts + (i_bh * PARTS + o_p)[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(p_out + i_bh * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
+    return base + tl.log(mass)
+
+
+@triton.jit
+def merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+                 BP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+    """`merge_head` for every sequence and query head."""
+    begin(PDL)
+    merge_head(tl.program_id(0).to(tl.int64), p_parts, p_lse, p_sinks, p_out, HEADS, D, BD, PARTS, BP, SINKS)
     end(PDL)
 
 
 @triton.jit
 def merge_lse_kernel(p_parts, p_lse, p_sinks, p_out, p_total, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
                      BP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
-    """As `merge_kernel`; total fp32 `[BH_q]` becomes the natural log-sum-exp over the parts, and the sinks."""
+    """As `merge_kernel`; total fp32 `[BH_q]` becomes the log-sum-exp."""
     begin(PDL)
-    merge_kernel(p_parts, p_lse, p_sinks, p_out, HEADS, D, BD, PARTS, BP, SINKS)
     i_bh = tl.program_id(0).to(tl.int64)
-    o_p = tl.arange(0, BP)
-    b_lse = tl.load(p_lse + i_bh * PARTS + o_p, mask=o_p < PARTS, other=float("-inf"))
-    peak = tl.max(b_lse, 0)
-    if SINKS:
-        sink = tl.load(p_sinks + i_bh % HEADS).to(tl.float32)
-        peak = tl.maximum(peak, sink)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    mass = tl.sum(tl.exp(b_lse - base), 0)
-    if SINKS:
-        mass += tl.exp(sink - base)
-    tl.store(p_total + i_bh, base + tl.log(mass))
+    total = merge_head(i_bh, p_parts, p_lse, p_sinks, p_out, HEADS, D, BD, PARTS, BP, SINKS)
+    tl.store(p_total + i_bh, total)
     end(PDL)

@@ -57,6 +57,15 @@ class CapturedState(ABC):
         """A step was made."""
 
 
+def adopt_held(state: LayerState, ids: Tensor, counts: Tensor) -> None:
+    """Writes the selections that uncaptured steps held into ids `[B, H_kv, K]` and counts `[B, H_kv]`."""
+    for b, held in state.held.items():
+        width = min(held.ids.shape[1], ids.shape[2])
+        ids[b] = -1
+        ids[b, :, :width] = held.ids[:, :width]
+        counts[b] = held.counts
+
+
 def count_steps(
     state: LayerState, steps: int, *, searches: int, resident: int, selected: int, static: int, read: int, moved: int
 ) -> None:

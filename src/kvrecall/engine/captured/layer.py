@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.engine.captured.base import CapturedState, count_steps
+from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
 from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
 from kvrecall.engine.captured.trigger import DeviceTrigger
@@ -79,7 +79,7 @@ class CapturedLayer(CapturedState):
         self.read = zeros(b, dtype=torch.int64)
         """Rows read from the host so far, per sequence."""
         self.bad = zeros(b)
-        self._adopt_held()
+        adopt_held(self._state, *self._found())
 
     @property
     def early(self) -> bool:
@@ -118,7 +118,7 @@ class CapturedLayer(CapturedState):
         self.read.zero_()
         self.bad.zero_()
         self._kept_ids.fill_(-1)
-        self._adopt_held()
+        adopt_held(self._state, *self._found())
         self._trigger.adopt()
 
     def finish(self) -> None:
@@ -203,15 +203,6 @@ class CapturedLayer(CapturedState):
         plan, zones = self._plan_of_all, self._plan_of_all.zones[b]
         at = places(zones.retrieval, zones.local + zones.buffer, plan.ring, self._state.shape.device)
         return plan.sizes.sink_tokens + at
-
-    def _adopt_held(self) -> None:
-        """Goes on with the selections that the uncaptured steps held."""
-        ids, counts = self._found()
-        for b, held in self._state.held.items():
-            width = min(held.ids.shape[1], self._search.top_k)
-            ids[b] = -1
-            ids[b, :, :width] = held.ids[:, :width]
-            counts[b] = held.counts
 
     def _count(self, steps: int) -> None:
         """Adds what the steps did to the counters; synchronises."""

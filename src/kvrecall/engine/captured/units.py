@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.step import StepAttention
-from kvrecall.engine.captured.base import CapturedState, count_steps
+from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
 from kvrecall.engine.captured.trigger import DeviceTrigger, Marks
 from kvrecall.engine.captured.unit_tables import UnitTables
 from kvrecall.engine.captured.window import QueryRing, places
@@ -182,16 +182,8 @@ class UnitLayer(CapturedState):
                 starts = [p - zones.sink for p in state.segments._starts[b] if p - zones.sink >= zones.retrieval]
                 self._marks[b, torch.tensor(starts, dtype=torch.int64, device=shape.device)] = 1
         self.zone.copy_(torch.tensor(lines, dtype=torch.int32))
-        self._adopt_held()
+        adopt_held(state, *self._held())
         self.trigger.adopt()
-
-    def _adopt_held(self) -> None:
-        ids, counts = self._held()
-        for b, held in self.state.held.items():
-            width = min(held.ids.shape[1], self.search.top_k)
-            ids[b] = -1
-            ids[b, :, :width] = held.ids[:, :width]
-            counts[b] = held.counts
 
     def _store_window(self) -> None:
         """Every token of the window lies in the host pool already, as later ones do from their own step on."""

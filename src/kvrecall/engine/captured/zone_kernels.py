@@ -38,6 +38,19 @@ def remember(p_queries, p_lse, p_log, p_log_lse, place, D: tl.constexpr, BD: tl.
 
 
 @triton.jit
+def keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_log_lse, i_bh, HEADS, WINDOW, D: tl.constexpr,
+               BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr):  # fmt: skip
+    """What every step does with its token, whatever its units are: row, queries (LOG) and the count of resident rows."""
+    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
+    store_token(p_rows, p_zone, p_hosts + i_b * 2, i_kv, D, BD)
+    if LOG:
+        o_log, place = i_bh.to(tl.int64) * WINDOW * G, tl.load(p_zone + 5) % WINDOW
+        remember(p_queries + i_bh * G * D, p_lse + i_bh * G, p_log + o_log * D, p_log_lse + o_log, place, D, BD, G)
+    if i_kv == 0:
+        tl.store(p_resident + i_b, tl.load(p_resident + i_b) + tl.load(p_zone + 1))
+
+
+@triton.jit
 def leaving(p_zone, LOCAL, INTERVAL):
     """How many tokens may leave the window: what it holds beyond LOCAL, as soon as that is INTERVAL."""
     buffer = tl.load(p_zone + 1) - LOCAL
@@ -79,16 +92,11 @@ def segment_kernel(
     UNITS, D]`, members int32 `[bh, TOKENS]`, offsets int32 `[bh, UNITS + 1]`, plan int64 `[bh, FIELDS]` get one unit more.
     """
     i_bh = tl.program_id(0)
-    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
+    i_b = i_bh // HEADS
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
     p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
-    store_token(p_rows, p_zone, p_hosts + i_b * 2, i_kv, D, BD)
+    keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_log_lse, i_bh, HEADS, WINDOW, D, BD, G, LOG)
     first, token = tl.load(p_zone + 4), tl.load(p_zone + 5)
-    if LOG:
-        o_log = i_bh.to(tl.int64) * WINDOW * G
-        remember(p_queries + i_bh * G * D, p_lse + i_bh * G, p_log + o_log * D, p_log_lse + o_log, token % WINDOW, D, BD, G)
-    if i_kv == 0:
-        tl.store(p_resident + i_b, tl.load(p_resident + i_b) + tl.load(p_zone + 1))
     moved = leaving(p_zone, LOCAL, INTERVAL)
     if moved > 0:
         o_m = first + 1 + tl.arange(0, BM)
@@ -128,16 +136,10 @@ def page_kernel(
     deviation (SPREAD), or extremes; see `index.pages.volumes`. The rest as in `segment_kernel`.
     """
     i_bh = tl.program_id(0)
-    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
     p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
-    store_token(p_rows, p_zone, p_hosts + i_b * 2, i_kv, D, BD)
-    first, token = tl.load(p_zone + 4), tl.load(p_zone + 5)
-    if LOG:
-        o_log = i_bh.to(tl.int64) * WINDOW * G
-        remember(p_queries + i_bh * G * D, p_lse + i_bh * G, p_log + o_log * D, p_log_lse + o_log, token % WINDOW, D, BD, G)
-    if i_kv == 0:
-        tl.store(p_resident + i_b, tl.load(p_resident + i_b) + tl.load(p_zone + 1))
+    keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_log_lse, i_bh, HEADS, WINDOW, D, BD, G, LOG)
+    first = tl.load(p_zone + 4)
     moved = leaving(p_zone, LOCAL, INTERVAL)
     if moved > 0:
         tokens = tl.load(p_plan + 1).to(tl.int32)
