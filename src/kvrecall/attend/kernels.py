@@ -12,6 +12,20 @@ import triton.language as tl
 
 
 @triton.jit
+def capped(b_logit, softcap):
+    """softcap * tanh(b_logit / softcap)."""
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0))
+
+
+@triton.jit
+def flag_odd(p_bad, b_k, b_v):
+    """bad[0] = 1 if a number of the new token's key or value is infinite or none."""
+    b_odd = (b_k.to(tl.float32) * 0.0 != 0.0) | (b_v.to(tl.float32) * 0.0 != 0.0)
+    if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
+        tl.store(p_bad, 1)
+
+
+@triton.jit
 def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softcap, D: tl.constexpr, BD: tl.constexpr,
                  G: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """G queries over rows b_k, b_v `[R, BD]` of the cache's dtype: parts out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
@@ -24,8 +38,7 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
     b_q = tl.load(p_queries + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(b_k.dtype)
     b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
     if CAP:
-        b_fast = 1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0)  # tanh
-        b_logit = softcap * b_fast
+        b_logit = capped(b_logit, softcap)
     b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
     b_peak = tl.max(b_logit, 1)
     b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
@@ -127,7 +140,5 @@ def step_part(
         p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
         tl.store(p_new, b_new_k, mask=m_new)
         tl.store(p_new + D, b_new_v, mask=m_new)
-        b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
-        if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
-            tl.store(p_bad, 1)
+        flag_odd(p_bad, b_new_k, b_new_v)
         attend_block(p_query, p_part, p_part_lse, i_part, b_own_k, b_own_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrecall.attend.kernels import capped, flag_odd
 from kvrecall.launch import next_power_of_2, overlapping
 from kvrecall.merge.cuda import merge_step
 from kvrecall.overlap import begin, end
@@ -61,12 +62,10 @@ def whole_kernel(
         b_v = tl.where(m_new, b_new_v, tl.load(p_row + D, mask=m_old, other=0.0))
         tl.store(p_row, b_new_k, mask=m_new)
         tl.store(p_row + D, b_new_v, mask=m_new)
-        b_odd = (b_new_k.to(tl.float32) * 0.0 != 0.0) | (b_new_v.to(tl.float32) * 0.0 != 0.0)  # infinity or NaN
-        if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
-            tl.store(p_bad + i_bh // HEADS, 1)
+        flag_odd(p_bad + i_bh // HEADS, b_new_k, b_new_v)
         b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
         if CAP:
-            b_logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0))  # tanh
+            b_logit = capped(b_logit, softcap)
         b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
         b_high = tl.maximum(b_peak, tl.max(b_logit, 1))  # some row of the step is real
         b_p = tl.exp(b_logit - b_high[:, None])

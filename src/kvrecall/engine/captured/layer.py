@@ -39,7 +39,7 @@ class CapturedLayer(CapturedState):
         self._plan_rows = plan_rows
         assert isinstance(state.index, SphereIndex)
         shape, device = state.shape, state.shape.device
-        self._state, self._index, self._plan_of_all = state, state.index, plan
+        self._index, self._plan_of_all = state.index, plan
         self._collides = state.index.config.stage1 == "collision"
         self._group = shape.query_heads // shape.kv_heads
         self._padded = next_power_of_2(shape.head_dim)
@@ -79,7 +79,7 @@ class CapturedLayer(CapturedState):
         self.read = zeros(b, dtype=torch.int64)
         """Rows read from the host so far, per sequence."""
         self.bad = zeros(b)
-        adopt_held(self._state, *self._found())
+        adopt_held(self.state, *self._found())
 
     @property
     def early(self) -> bool:
@@ -93,7 +93,7 @@ class CapturedLayer(CapturedState):
         assert self._plan_rows is not None
         self._spread(self._plan_rows)
         trigger = self._trigger
-        self._search.launch(trigger.before, self._tables(), self._pair_plan, trigger.always.view(-1), self._state.scaling)
+        self._search.launch(trigger.before, self._tables(), self._pair_plan, trigger.always.view(-1), self.state.scaling)
 
     def decode(
         self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams
@@ -118,12 +118,12 @@ class CapturedLayer(CapturedState):
         self.read.zero_()
         self.bad.zero_()
         self._kept_ids.fill_(-1)
-        adopt_held(self._state, *self._found())
+        adopt_held(self.state, *self._found())
         self._trigger.adopt()
 
     def finish(self) -> None:
         """Gives the state back as if the steps had been made uncaptured."""
-        state, index, plan = self._state, self._index, self._plan_of_all
+        state, index, plan = self.state, self._index, self._plan_of_all
         index._counts.copy_(self._first_counts)
         ids, counts = self._found()
         for b, zones in enumerate(plan.zones):
@@ -141,7 +141,7 @@ class CapturedLayer(CapturedState):
 
     def _found(self) -> tuple[Tensor, Tensor]:
         """Ids `[B, H_kv, K]` and counts `[B, H_kv]` of the last searches, as views."""
-        size = (self._state.shape.sequences, self._heads)
+        size = (self.state.shape.sequences, self._heads)
         return self._search.ids.view(*size, -1), self._search.counts.view(size)
 
     def _spread(self, plan: Tensor) -> None:
@@ -175,7 +175,7 @@ class CapturedLayer(CapturedState):
     def _fill_ring(self) -> None:
         """Copies the resident rows, each window row to the place that its position gives it."""
         for b, zones in enumerate(self._plan_of_all.zones):
-            rows = self._state.store.resident.view(b)
+            rows = self.state.store.resident.view(b)
             self._rows[b, :, : zones.sink] = rows[:, : zones.sink]
             self._rows[b, :, self._window(b)] = rows[:, zones.sink :]
 
@@ -183,7 +183,7 @@ class CapturedLayer(CapturedState):
         """Does for the tokens that wait in the buffer already what `leave` does for later ones in their own steps."""
         index = self._index
         for b, zones in enumerate(self._plan_of_all.zones):
-            rows = self._state.store.resident.view(b, zones.sink)[:, : zones.buffer]
+            rows = self.state.store.resident.view(b, zones.sink)[:, : zones.buffer]
             if rows.shape[1]:
                 at = slice(zones.retrieval, zones.retrieval + rows.shape[1])
                 self._pools[b][:, at] = rows.cpu()
@@ -201,14 +201,14 @@ class CapturedLayer(CapturedState):
     def _window(self, b: int) -> Tensor:
         """The rows that hold the window of a sequence, oldest first."""
         plan, zones = self._plan_of_all, self._plan_of_all.zones[b]
-        at = places(zones.retrieval, zones.local + zones.buffer, plan.ring, self._state.shape.device)
+        at = places(zones.retrieval, zones.local + zones.buffer, plan.ring, self.state.shape.device)
         return plan.sizes.sink_tokens + at
 
     def _count(self, steps: int) -> None:
         """Adds what the steps did to the counters; synchronises."""
         selected = steps * self._pairs * self._search.top_k
         count_steps(
-            self._state, steps, searches=self._trigger.give_back(steps), resident=self._plan_of_all.resident_tokens,
+            self.state, steps, searches=self._trigger.give_back(steps), resident=self._plan_of_all.resident_tokens,
             selected=selected, static=0, read=int(self.read.sum()),
             moved=sum(z.retrieval for z in self._plan_of_all.zones) - sum(self._first),
         )  # fmt: skip
