@@ -98,7 +98,7 @@ def cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None) 
     if not past:
         return out
     before, before_lse = part(slice(past), False)
-    share = torch.sigmoid(before_lse - lse).view(*out.shape[:3], 1)
+    share = torch.sigmoid(before_lse - lse).reshape(*out.shape[:3], 1)
     return torch.lerp(out, before, share.to(out.dtype))
 
 
