@@ -83,7 +83,7 @@ def record(folder: Path, name: str, context: int, samples: int, steps: int, devi
         prompt = DocumentPrompt.of(tokenizer, document, task.instruction)
         ids = torch.tensor([prompt.ask(turn.question)], device=device)
         layers = tuple(range(1, model.config.num_hidden_layers, 2))
-        made = capture(model, ids, layers=layers, steps=steps, observe_queries=0, chunk_tokens=4096, name=name)
+        made = capture(model, ids, layers=layers, steps=steps, observe_queries=256, chunk_tokens=4096, name=name)
         made.save(folder / f"{sample}.safetensors")
         print(f"sample {sample}: {ids.shape[1]} tokens", flush=True)
 
