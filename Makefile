@@ -47,6 +47,7 @@ bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model o
 	$(BIN)/kvrecall bench methods --out benchmarks/results/gpu_methods.csv
 	$(BIN)/kvrecall bench ops --out benchmarks/results/gpu_ops.csv
 	$(BIN)/kvrecall bench decode --out benchmarks/results/gpu_decode.csv
+	$(BIN)/kvrecall bench prefill --out benchmarks/results/gpu_prefill.csv
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

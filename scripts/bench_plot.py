@@ -1,55 +1,120 @@
-"""Draws benchmarks/results/gpu_layer.csv: latency of one layer against context, with the rooflines.
+"""Draws the committed rows of the benchmarks: latency against context, for docs/performance.md.
 
-python scripts/bench_plot.py [FILE.csv [FILE.svg]]          (needs `pip install "kvrecall[plot]"`)
+python -m scripts.bench_plot [gpu_layer gpu_decode gpu_methods]          (needs `pip install "kvrecall[plot]"`)
 """
 
 from __future__ import annotations
 
-import csv
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from scripts.tables.bench import decode, layers
+from scripts.tables.bench.rows import FOLDER, Row, Table, number, tokens
+from scripts.tables.common import ROOT
 
-ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "docs" / "figures"
 DEVICE_BYTES_PER_US, BUS_BYTES_PER_US = 4.27e6, 50e3
 """A device copy, read and written bytes together, and rows read from page-locked host memory."""
 KV_HEADS, DIM, TOP_K = 8, 128, 100
 
 
-def main() -> None:
+def gpu_layer(axes: Any, rows: list[Row]) -> None:
     """One line per configuration, one for full attention, and the fewest microseconds their bytes allow."""
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "benchmarks" / "results" / "gpu_layer.csv"
-    target = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "docs" / "figures" / "gpu_layer.svg"
-    with source.open() as file:
-        rows = list(csv.DictReader(file))
-    plt.rcParams["svg.hashsalt"] = "kvrecall"  # the same file from the same numbers
-    figure, axes = plt.subplots(figsize=(7, 4.2))
     for name in dict.fromkeys(row["config"] for row in rows):
         own = [row for row in rows if row["config"] == name]
         axes.plot([int(r["tokens"]) for r in own], [float(r["retrieval_p50_us"]) for r in own], "o-", label=f"ParisKV, {name}")
     own = [row for row in rows if row["config"] == rows[0]["config"]]
-    tokens = [int(row["tokens"]) for row in own]
-    axes.plot(tokens, [float(row["full_p50_us"]) for row in own], "s-", color="black", label="full attention (cuDNN)")
-    full = [4 * DIM * KV_HEADS * n / DEVICE_BYTES_PER_US for n in tokens]
-    axes.plot(tokens, full, ":", color="black", label="its bytes at copy bandwidth")
+    counts = [int(row["tokens"]) for row in own]
+    axes.plot(counts, [float(row["full_p50_us"]) for row in own], "s-", color="black", label="full attention (cuDNN)")
+    full = [4 * DIM * KV_HEADS * n / DEVICE_BYTES_PER_US for n in counts]
+    axes.plot(counts, full, ":", color="black", label="its bytes at copy bandwidth")
     ours = [
         KV_HEADS * (n * DIM / 8 + int(row["candidates"]) * 6 * DIM / 8) / DEVICE_BYTES_PER_US
         + KV_HEADS * TOP_K * 4 * DIM / BUS_BYTES_PER_US
-        for n, row in zip(tokens, own, strict=True)
+        for n, row in zip(counts, own, strict=True)
     ]
-    axes.plot(tokens, ours, ":", color="tab:blue", label="ParisKV's bytes at copy and bus bandwidth")
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer and step")
-    axes.set_xticks(tokens, [f"{n // 1024}K" if n < 1 << 20 else "1M" for n in tokens], minor=False)
+    axes.plot(counts, ours, ":", color="tab:blue", label="ParisKV's bytes at copy and bus bandwidth")
+    axes.set(yscale="log", ylabel="µs per layer and step")
+    _contexts(axes, counts)
+
+
+def gpu_decode(axes: Any, rows: list[Row]) -> None:
+    """One sequence: a line per configuration and one for full attention. Open markers are projected from fewer layers."""
+    ours = [step for step in decode.retrieval_steps(rows) if step.batch == 1]
+    full = [step for step in decode.full_steps(rows) if step.batch == 1]
+    models = dict.fromkeys(step.shape for step in [*ours, *full])
+    for shape in models:
+        of = f"{shape}, " if len(models) > 1 else ""
+        for name in dict.fromkeys(step.config for step in ours if step.shape == shape):
+            own = [step for step in ours if (step.shape, step.config) == (shape, name)]
+            _steps(axes, own, "o", f"{of}{name}", None)
+        _steps(axes, [step for step in full if step.shape == shape], "s", f"{of}full attention", "black")
+    if any(step.layers for step in [*ours, *full]):
+        axes.plot([], [], "o", color="gray", markerfacecolor="white", label="open: projected from fewer layers")
+    axes.set(ylabel=f"ms per step, {', '.join(models)}", ylim=(0, None))
+    _contexts(axes, [step.context for step in [*ours, *full]])
+
+
+def gpu_methods(axes: Any, rows: list[Row]) -> None:
+    """One line per system and one for full attention, which is measured beside each."""
+    for number_of, name in enumerate(dict.fromkeys(row["system"] for row in rows)):
+        own = sorted((row for row in rows if row["system"] == name), key=lambda r: int(r["tokens"]))
+        style = "o--" if name.endswith("uncaptured") else "o-"
+        counts, times = [int(r["tokens"]) for r in own], [number(r, "p50_us") for r in own]
+        axes.plot(counts, times, style, color=f"C{number_of}", label=layers.system(name))
+    counts = sorted({int(row["tokens"]) for row in rows})
+    full = [min(number(row, "full_p50_us") for row in rows if int(row["tokens"]) == n) for n in counts]
+    axes.plot(counts, full, "s-", color="black", label="full attention")
+    axes.set(yscale="log", ylabel="µs per layer and step")
+    _contexts(axes, counts)
+
+
+DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {f.__name__: f for f in (gpu_layer, gpu_decode, gpu_methods)}
+
+
+def _steps(axes: Any, steps: list[decode.Step], marker: str, label: str, color: str | None) -> None:
+    """A line through all steps, with a filled marker for each that was measured and an open one for each that was not."""
+    if not steps:
+        return
+    (line,) = axes.plot([s.context for s in steps], [s.ms for s in steps], "-", color=color)
+    shade = line.get_color()
+    for some, inside in (([s for s in steps if not s.layers], shade), ([s for s in steps if s.layers], "white")):
+        axes.plot([s.context for s in some], [s.ms for s in some], marker, color=shade, markerfacecolor=inside)
+    axes.plot([], [], f"{marker}-", color=shade, label=label)
+
+
+def _contexts(axes: Any, counts: Iterable[int]) -> None:
+    """The axis of contexts, with a mark at every one that was measured."""
+    every = list(dict.fromkeys(counts))
+    axes.set(xscale="log", xlabel="tokens")
+    axes.set_xticks(every, [tokens(n) for n in every], minor=False)
+
+
+def draw(name: str) -> None:
+    """One figure, the same file from the same rows."""
+    plt.rcParams["svg.hashsalt"] = "kvrecall"
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    DRAWN[name](axes, Table.read(FOLDER / f"{name}.csv").rows)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None})
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """See the module's text."""
+    for name in sys.argv[1:] or DRAWN:
+        if name not in DRAWN:
+            raise SystemExit(f"expected {', '.join(DRAWN)}, got {name}")
+        draw(name)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,53 @@
-"""Prints the rows of benchmarks/results/cpu_layer.csv as the Markdown table of docs/performance.md.
+"""Makes the tables of docs/performance.md from the committed rows of the benchmarks.
 
-python scripts/bench_table.py [FILE.csv]
+python -m scripts.bench_table [--write]
+
+--write: into the page, between its markers; without it the tables are printed.
 """
 
 from __future__ import annotations
 
-import csv
-import sys
-from pathlib import Path
+import argparse
+from collections.abc import Callable
 
-DEFAULT = Path(__file__).parent.parent / "benchmarks" / "results" / "cpu_layer.csv"
+from scripts.tables.bench import decode, layers, prefill
+from scripts.tables.bench.rows import FOLDER, Row, Table
+from scripts.tables.common import ROOT, filled
+
+PAGE = ROOT / "docs" / "performance.md"
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "stages": ("gpu_layer", layers.stages),
+    "systems": ("gpu_methods", layers.systems),
+    "decode": ("gpu_decode", decode.steps),
+    "throughput": ("gpu_decode", decode.throughput),
+    "prefill": ("gpu_prefill", prefill.shares),
+    "cpu": ("cpu_layer", layers.cpu),
+    "cpu methods": ("cpu_methods", layers.cpu),
+}
+"""By marker: the file of the rows, and what makes a table of them."""
+
+
+def tables() -> dict[str, str]:
+    """All tables, by marker."""
+    return {name: make(Table.read(FOLDER / f"{file}.csv").rows) for name, (file, make) in TABLES.items()}
+
+
+def page() -> str:
+    """docs/performance.md with its tables made anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        text = filled(text, name, table)
+    return text
 
 
 def main() -> None:
-    """One line per row; times in ms, the median of each."""
-    with Path(sys.argv[1] if len(sys.argv) > 1 else DEFAULT).open() as file:
-        rows = list(csv.DictReader(file))
-    print("| shape | dtype | tokens | method | step (of it search) | SDPA, enable_gqa | SDPA, folded | speed-up | attended |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        ours, search = float(row["retrieval_p50_ms"]), float(row["search_ms"])
-        gqa, folded = float(row["sdpa_gqa_p50_ms"]), float(row["sdpa_folded_p50_ms"])
-        times = f"{ours:.2f} ({search:.2f}) | {gqa:.2f} | {folded:.2f} | **{float(row['speedup']):.2f}×**"
-        what = f"{row['shape']} | {row['dtype']} | {int(row['tokens']) // 1024}K | {row['method']}"
-        print(f"| {what} | {times} | {float(row['attended_tokens']):.0f} |")
-    last = rows[-1]
-    versions = f"Python {last['python']}, torch {last['torch']}, numba {last['numba']}"
-    print(f"\n{last['cpu']}, {last['threads']} threads, {versions}; medians, ms.")
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(*(f"{name}\n\n{table}\n" for name, table in tables().items()), sep="\n")
 
 
 if __name__ == "__main__":

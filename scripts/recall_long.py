@@ -30,7 +30,7 @@ from kvrecall.evaluate.trace import LayerTrace, Trace, capture
 _TRUTH = 100
 _ROOM = 300
 """Tokens of a prompt that are not the document's, at most."""
-_BETTER = {"stage1": "product", "center": True, "balance": True}
+_BETTER = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
 
 MODES: dict[str, Callable[[], ParisKV]] = {
     "each head: paper, beta 10 %, k 100": lambda: _each(100, 0.1),

@@ -15,14 +15,16 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+from kvrecall.small_floats import OFFSET, SHIFT
+
+FLOAT32, BFLOAT16, FLOAT16, SMALL = 0, 1, 2, 3
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: SMALL}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
-    """Zero-copy view of a CPU float tensor as unsigned integers, and the kind that `load_float` needs."""
-    bits = torch.uint32 if tensor.dtype == torch.float32 else torch.uint16
-    return tensor.detach().view(bits).numpy(), _KINDS[tensor.dtype]
+    """A CPU float tensor (uint8: small floats) as unsigned integers, not copied, and the kind that `load_float` needs."""
+    return tensor.detach().view(_UNSIGNED[tensor.itemsize]).numpy(), _KINDS[tensor.dtype]
 
 
 @intrinsic
@@ -63,8 +65,10 @@ def prefetch(typingctx, address):
 
 @njit(inline="always")
 def load_float(bits, kind):
-    """Finite fp32, bf16 or fp16 bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""
+    """Finite fp32, bf16, fp16 or small-float bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""
     wide = np.uint32(bits)
+    if kind == SMALL:
+        return bits_to_float(np.uint32((wide + np.uint32(OFFSET)) << np.uint32(SHIFT))) if wide else np.float32(0.0)
     if kind == FLOAT32:
         return bits_to_float(wide)
     if kind == BFLOAT16:

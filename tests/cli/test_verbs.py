@@ -162,7 +162,8 @@ def test_sizes_and_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "what"), [("layer", "configs"), ("decode", "configs"), ("ops", "ops"), ("methods", "systems")]
+    ("verb", "what"),
+    [("layer", "configs"), ("decode", "configs"), ("prefill", "configs"), ("ops", "ops"), ("methods", "systems")],
 )
 def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -171,3 +172,11 @@ def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, what: str, monke
     assert "unknown configuration 'papers'" in cli.error("bench", verb, f"--{what}", "papers")
     assert "unknown shape '70b'" in cli.error("bench", verb, "--shape", "70b")
     assert "1.5k" in cli.error("bench", verb, "--context", "1.5k")
+
+
+def test_bench_of_whole_models_says_which_layers_and_sides_there_are(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for verb in ("decode", "prefill"):
+        assert "numbers such as 8 or 8,16" in cli.error("bench", verb, "--layers", "8,")
+        assert "numbers such as 8 or 8,16" in cli.error("bench", verb, "--layers", "0")
+    assert "unknown side 'ours'" in cli.error("bench", "decode", "--side", "ours")

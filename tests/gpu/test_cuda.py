@@ -12,8 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvrecall
 from kvrecall.cache.host_memory import allocate
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.engine.prefill import prefill
 from kvrecall.errors import NonFiniteError
-from kvrecall.index.sphere import reference
+from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, stage_sizes
@@ -135,3 +137,23 @@ def test_non_finite_keys_are_reported_at_the_next_host_check() -> None:
         model(ids[:, :1], past_key_values=cache)
     with pytest.raises(NonFiniteError, match="layer 1"):
         cache.stats()
+
+
+def test_a_captured_decode_finds_announced_memory_large_enough() -> None:
+    model = _tiny(torch.bfloat16)
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=16, full_attention_threshold=0, **ZONES))
+    prefill(model, torch.randint(0, 512, (2, 700), device="cuda"), cache, chunk_tokens=256, expect_tokens=740)
+
+    def places() -> list[int]:
+        found = []
+        for state in (layer.state for layer in cache.retrieval_layers):
+            assert state is not None and isinstance(state.index, SphereIndex)
+            found += [state.index._signs.rows.data_ptr(), *(pool.segments()[0][1].data_ptr() for pool in state.store.host)]
+        return found
+
+    before = places()
+    decoder = CapturedDecoder(model, cache, 40)
+    for _ in range(40):
+        decoder.step()
+    decoder.close()
+    assert places() == before

@@ -52,7 +52,9 @@ def test_encode_with_a_centre_and_maps_of_heads(dim: int) -> None:
     turn, centre = maps.of_keys(0)
     assert centre is not None
     centre[:] = keys[:, 9].float()
-    made, expected = encode(keys, turn, centre=centre), reference_encode(keys, turn, centre=centre)
+    made, expected = (f(keys, turn, centre=centre, norms=True) for f in (encode, reference_encode))
+    assert made.norms is not None and expected.norms is not None
+    assert (made.norms != expected.norms).float().mean() < 2e-4
     for name in ("signs", "magnitudes"):
         assert (getattr(made, name) != getattr(expected, name)).float().mean() < 2e-4, name
     weights, wanted = made.weights.float(), expected.weights.float()
@@ -68,7 +70,9 @@ def test_encode_with_a_centre_and_maps_of_heads(dim: int) -> None:
 @pytest.mark.parametrize("balanced", [False, True], ids=["rotated", "balanced"])
 def test_search(balanced: bool, dim: int, mode: str, stage1: str, group: int) -> None:
     shape = LayerShape(3, 2 * group, 2, dim, torch.bfloat16, torch.device("cuda"))
-    own = {"center": balanced, "balance": balanced}
+    own: dict[str, Any] = {"center": balanced, "balance": balanced}
+    if balanced and stage1 == "product":
+        own |= {"norms": True, "weight_dtype": "uint8"}
     index = SphereIndex(shape, SphereConfig(gqa=mode, stage1=stage1, schedule=(RatioStep(None, 0.1, 0.2),), **own))
     for b, n in enumerate((30_000, 5_000, 1_025)):
         keys = (torch.randn(2, n, dim, device="cuda") + balanced * torch.randn(2, 1, dim, device="cuda")).bfloat16()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kvrecall.index.sphere.codes import encode as reference_encode
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.small_floats import pack
 from kvrecall.structs import Budget
 from tests.index.sphere.build import index_of, shape, synthetic_keys
 from tests.strategies import HEAD_DIMS, gaussian
@@ -18,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.index.sphere.kernels.encode import encode
 
 STEP = (RatioStep(None, 0.2, 0.3),)
+EIGHT = {"balance": True, "norms": True, "weight_dtype": "uint8"}
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -41,11 +45,14 @@ def test_encode_with_a_centre_and_maps_of_heads(dim: int, dtype: torch.dtype) ->
     turn, centre = made.of_keys(0)
     assert centre is not None
     centre[:] = keys[:, 9].float()  # one key at the centre
-    ours, expected = (f(keys, turn, torch.float32, centre) for f in (encode, reference_encode))
+    ours, expected = (f(keys, turn, torch.float32, centre, True) for f in (encode, reference_encode))
     assert torch.equal(ours.signs, expected.signs)
     assert torch.equal(ours.magnitudes, expected.magnitudes)
     torch.testing.assert_close(ours.weights, expected.weights, rtol=1e-5, atol=0)
     assert not ours.weights[:, 7].any() and ours.weights[:, 9].all()
+    assert ours.norms is not None and torch.equal(ours.norms, expected.norms)  # type: ignore[arg-type]
+    small = encode(keys, turn, torch.uint8, centre)
+    assert torch.equal(small.weights, pack(ours.weights)) and small.norms is None
 
 
 def search_both(index: SphereIndex, queries: torch.Tensor, top_k: int) -> None:
@@ -75,13 +82,15 @@ def test_ids_are_the_references(dim: int, group: int, mode: str, stage1: str, to
     (64, 2, "max", "collision", {"center": True, "balance": True}), (80, 3, "mean_q", "collision", {"balance": True}),
     (96, 7, "max", "product", {"center": True}), (128, 4, "mean_softmax", "product", {"center": True, "balance": True}),
     (192, 5, "max_softmax", "product", {"center": True, "balance": True}), (256, 1, "max", "product", {"balance": True}),
+    (64, 7, "mean_softmax", "product", {"center": True, **EIGHT}), (80, 1, "mean_q", "product", EIGHT),
+    (128, 4, "max", "product", {"center": True, **EIGHT}), (256, 2, "max_softmax", "product", EIGHT),
 ])  # fmt: skip
-def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str, stage1: str, kind: dict[str, bool]) -> None:
+def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str, stage1: str, kind: dict[str, Any]) -> None:
     """Queries go through the map of their own sequence and head; in mode `max` their products with the centre come back."""
     keys = [3 * gaussian(4 + b, 2, 1, dim) + synthetic_keys("gaussian", b, 2, n, dim) for b, n in enumerate((230, 61))]
     keys[0][:, 11::40] = 0
     config = {"gqa": mode, "stage1": stage1, "schedule": STEP, "weight_dtype": "float32", "min_candidates_per_k": 1}
-    index = index_of(keys, group, **config, **kind)
+    index = index_of(keys, group, **config | kind)
     index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
     search_both(index, gaussian(3, 2, 2 * group, dim), 15)
 

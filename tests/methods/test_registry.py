@@ -130,7 +130,7 @@ def test_full_attention_below(given: dict[str, int], expected: int) -> None:
 
 def test_the_balanced_form_is_a_name_for_settings_that_the_papers_form_has_not() -> None:
     ours, theirs = methods.get("pariskv-balanced"), methods.get("pariskv")
-    same = kvrecall.ParisKV(stage1="product", center=True, balance=True, gqa="mean_softmax")
+    same = kvrecall.ParisKV(stage1="product", center=True, balance=True, norms=True, weight_dtype="uint8", gqa="mean_softmax")
     assert isinstance(ours, kvrecall.ParisKV) and ours.index_config() == same.index_config()
     assert not theirs.center and not theirs.balance and theirs.stage1 == "collision" and theirs.index_config().gqa == "mean_q"
     assert "balance" in str(methods.describe("pariskv-balanced")["parameters"])

@@ -227,10 +227,10 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     full, backend = full_attention(bench)
     (q, k, v), p = bench.new, bench.params
     stages: dict[str, Callable[[CapturedLayer], None]] = {
-        "tables_us": lambda x: x._search.make_tables(q, x._tables(), bench.rows, x._trigger.fire.view(-1)),
-        "scan_us": lambda x: x._search.scan(x._tables(), bench.rows, x._trigger.fire.view(-1)),
-        "compact_us": lambda x: x._search.compact(x._tables(), bench.rows, x._trigger.fire.view(-1)),
-        "rerank_us": lambda x: x._search.rerank(x._tables(), bench.rows, x._trigger.fire.view(-1), p.scaling),
+        "tables_us": lambda x: x._search.make_tables(q, x._index.tables(), bench.rows, x._trigger.fire.view(-1)),
+        "scan_us": lambda x: x._search.scan(x._index.tables(), bench.rows, x._trigger.fire.view(-1)),
+        "compact_us": lambda x: x._search.compact(x._index.tables(), bench.rows, x._trigger.fire.view(-1)),
+        "rerank_us": lambda x: x._search.rerank(x._index.tables(), bench.rows, x._trigger.fire.view(-1), p.scaling),
         "top_us": lambda x: x._search.pick(bench.rows, x._trigger.fire.view(-1), p.scaling),
         "attend_us": lambda x: x._attend(q, k, v, bench.rows, bench.parity, p),
         "merge_us": lambda x: bench.drop(x._merge(q, p)),

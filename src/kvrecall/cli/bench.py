@@ -22,6 +22,8 @@ bench = typer.Typer(help="Measure retrieval against full attention. What fails i
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
 Configs = Annotated[str, typer.Option(help="Configurations, one or more: product, product-reuse, product-max, paper.")]
+Layers = Annotated[str | None, typer.Option(help="Fewer layers than the model has, one or more: 8,16.")]
+ModelShape = Annotated[str, typer.Option("--shape", help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")]
 Systems = Annotated[str, typer.Option(help="Those of `bench layer`, product-early, paper-early, prkv, louiskv, freekv.")]
 
 
@@ -49,9 +51,10 @@ def layer(
 def decode(
     context: Contexts = "64k",
     configs: Systems = "product",
-    shape: Annotated[str, typer.Option(help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")] = "llama-3.1-8b",
+    shape: ModelShape = "llama-3.1-8b",
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has, for long contexts.")] = None,
+    layers: Layers = None,
+    side: Annotated[str, typer.Option(help="What to time: both, retrieval or full; the rows lack the other.")] = "both",
     steps: Annotated[int, typer.Option(min=10, help="Decode steps to time.")] = 600,
     out: Out = None,
     as_json: options.AsJson = False,
@@ -59,12 +62,40 @@ def decode(
     """A whole model on a GPU: one captured decode step, in milliseconds."""
     _need_cuda()
     from kvrecall.bench import gpu_decode
+    from kvrecall.bench.models import CONFIGS, SHAPES
 
-    names = _check(shape, gpu_decode.SHAPES, configs, gpu_decode.CONFIGS)
-    asked = product([shape], [layers], _counts(context), [batch], names, [steps])
-    columns = ("context", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
+    names = _check(shape, SHAPES, configs, CONFIGS)
+    if side not in gpu_decode.SIDES:
+        raise UnknownNameError("side", side, gpu_decode.SIDES)
+    names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
+    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
+    columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
     return _rows(gpu_decode.measure, asked, columns, out, as_json)
+
+
+@bench.command()
+@verb
+def prefill(
+    context: Contexts = "128k",
+    configs: Systems = "product,paper,balanced",
+    shape: ModelShape = "llama-3.1-8b",
+    layers: Layers = "2",
+    chunk_tokens: options.ChunkTokens = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes of each kind to take the median of.")] = 3,
+    out: Out = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Reading a prompt on a GPU, in seconds, and what share of it building the index takes."""
+    _need_cuda()
+    from kvrecall.bench import gpu_prefill
+    from kvrecall.bench.models import CONFIGS, SHAPES
+
+    names = _check(shape, SHAPES, configs, CONFIGS)
+    asked = product([shape], _layers(layers), _counts(context), [chunk_tokens], names, [repeats])
+    columns = ("context", "config", "layers", "plain_s", "plain_backend", "retrieval_s", "encode_s", "settle_s", "build_share",
+               "offload_s", "pin_s", "hidden_error")  # fmt: skip
+    return _rows(gpu_prefill.measure, asked, columns, out, as_json)
 
 
 @bench.command()
@@ -120,13 +151,23 @@ def _rows(
         table = plain_table(None, *columns)
         for row in rows:
             cells = (getattr(row, name) for name in columns)
-            table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
+            table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
         Console(file=sys.stdout, highlight=False).print(table)
     return {"rows": [asdict(row) for row in rows], "environment": environment()}
 
 
 def _counts(context: str) -> list[int]:
     return [options.token_count(text) for text in context.split(",")]
+
+
+def _layers(layers: str | None) -> list[int | None]:
+    """Numbers of layers, by commas; None: all that the model has."""
+    if layers is None:
+        return [None]
+    counts = layers.split(",")
+    if not all(count.isdigit() and int(count) for count in counts):
+        raise ParameterError("--layers", "numbers such as 8 or 8,16", layers, "Leave it out for the whole model.")
+    return [int(count) for count in counts]
 
 
 def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) -> list[str]:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from kvrecall.structs import lasting_tensors
 
+WIDE = 16
+"""Tokens in a multiple of which a captured decode lays summaries out, so that they are read in wide loads."""
+
 
 class TokenTable:
     """Rows `[B, H_kv, capacity, width]`; the first `lengths[b]` tokens of sequence b are real, the rest is undefined.

@@ -27,9 +27,11 @@ class ParisKV(Method):
     stage1: "collision" (the paper), or "product": the query's product with a key's signs, which finds more at the same cost and
     has no use for collision_ratio.
     Its own gqa is "mean_q", as in the paper's code.
-    seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
+    seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32"; "uint8" needs balance.
     center, balance: ours, not the paper's. The mean key of a prompt is taken from all keys of its sequence; keys and queries go
-    through the balanced transform that the prompt's keys ask for. Scores stay what they are, and codes say more about them.
+    through the balanced transform that the prompt's keys and last queries ask for. Scores stay what they are, and codes say
+    more about them.
+    norms: ours too. Stage I multiplies its products by the keys' norms, a byte per token; needs "product" and balance.
     """
 
     name: ClassVar[str] = "pariskv"
@@ -44,6 +46,7 @@ class ParisKV(Method):
     weight_dtype: str = "bfloat16"
     center: bool = False
     balance: bool = False
+    norms: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_steps(self.schedule))
@@ -69,6 +72,7 @@ class ParisKV(Method):
             weight_dtype=self.weight_dtype,
             center=self.center,
             balance=self.balance,
+            norms=self.norms,
         )
 
 
@@ -76,11 +80,12 @@ class ParisKV(Method):
 class ParisKVBalanced(ParisKV):
     """ParisKV with codes that are fitted to the prompt, one-bit products and the mean softmax of a group.
 
-    `ParisKV(stage1="product", center=True, balance=True, gqa="mean_softmax")` under a name of its own: what we found best with
-    the bytes per token and the work per step of the paper's (docs/methods/pariskv.md). Nothing of that is in the paper.
+    `ParisKV(stage1="product", center=True, balance=True, norms=True, weight_dtype="uint8", gqa="mean_softmax")` under a name of
+    its own: what we found best, with fewer bytes per token than the paper's and its work per step (docs/methods/pariskv.md).
+    Nothing of that is in the paper.
 
-    The parameters are those of ParisKV: stage1, center, balance, gqa (with other defaults), candidate_ratio, collision_ratio,
-    schedule, min_candidates_per_k, seed, weight_dtype.
+    The parameters are those of ParisKV: stage1, center, balance, norms, weight_dtype, gqa (with other defaults),
+    candidate_ratio, collision_ratio, schedule, min_candidates_per_k, seed.
     """
 
     name: ClassVar[str] = "pariskv-balanced"
@@ -88,4 +93,6 @@ class ParisKVBalanced(ParisKV):
     stage1: str = "product"
     center: bool = True
     balance: bool = True
+    norms: bool = True
+    weight_dtype: str = "uint8"
     gqa: str | None = "mean_softmax"

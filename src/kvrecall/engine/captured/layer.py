@@ -14,8 +14,8 @@ from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
 from kvrecall.engine.captured.trigger import DeviceTrigger
 from kvrecall.engine.captured.window import places
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, least_weight, magnitude_levels, magnitude_thresholds
-from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
+from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.kernels.search import GpuSearch
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.layer_state import LayerState
 from kvrecall.merge.cuda import merge_step
@@ -93,7 +93,7 @@ class CapturedLayer(CapturedState):
         assert self._plan_rows is not None
         self._spread(self._plan_rows)
         trigger = self._trigger
-        self._search.launch(trigger.before, self._tables(), self._pair_plan, trigger.always.view(-1), self.state.scaling)
+        self._search.launch(trigger.before, self._index.tables(), self._pair_plan, trigger.always.view(-1), self.state.scaling)
 
     def decode(
         self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams
@@ -111,7 +111,7 @@ class CapturedLayer(CapturedState):
     def search(self, queries: Tensor, plan: Tensor, scaling: float) -> None:
         """Searches wherever the trigger has fired."""
         plan = self._pair_plan if self._trigger.early else plan
-        self._search.launch(queries, self._tables(), plan, self._trigger.fire.view(-1), scaling)
+        self._search.launch(queries, self._index.tables(), plan, self._trigger.fire.view(-1), scaling)
 
     def forget_trial(self) -> None:
         """Undoes what a trial run counted, found and remembered."""
@@ -135,10 +135,6 @@ class CapturedLayer(CapturedState):
         state._non_finite |= self.bad.bool()
         self._count(plan.steps)
 
-    def _tables(self) -> Tables:
-        index = self._index
-        return Tables(index._signs.rows, index._magnitudes.rows, index._weights.rows, index._counts, index._zero_norms)
-
     def _found(self) -> tuple[Tensor, Tensor]:
         """Ids `[B, H_kv, K]` and counts `[B, H_kv]` of the last searches, as views."""
         size = (self.state.shape.sequences, self._heads)
@@ -153,20 +149,21 @@ class CapturedLayer(CapturedState):
     ) -> None:
         """Selected rows, resident rows and the token that leaves, in one launch."""
         index, k, maps = self._index, self._search.top_k, self._index.maps
-        weights, centred = index._weights.rows, maps.centres is not None
-        pieces = cdiv(self._dim, _ENCODED_ROWS)
+        tables, centred = index.tables(), maps.centres is not None
+        measured = tables.norms is not None
+        pieces = cdiv(self._dim, _ENCODED_ROWS) + measured
+        least, most = weight_range(tables.weights.dtype, centred)
         step_kernel[(self._pairs, self._parts + pieces)](
             queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
             parity, self.read, self._part_out, self._part_lse, maps.keys, maps.keys if maps.centres is None else maps.centres,
-            self._levels, self._thresholds, index._signs.rows, index._magnitudes.rows, weights, index._counts, self._live,
-            index._zero_norms,
+            self._levels, self._thresholds, tables.signs, tables.magnitudes, tables.weights,
+            tables.norms if measured else tables.signs, tables.counts, self._live, tables.zero_norms,
             params.scaling, params.softcap, self._heads, self._rows.shape[2], ROW, self._plan_of_all.sizes.sink_tokens,
-            self._pairs, k, index._signs.rows.shape[2], maps.stride, torch.finfo(weights.dtype).max,
-            least_weight(weights.dtype, centred), MIN_ALPHA,
+            self._pairs, k, tables.signs.shape[2], maps.stride, most, least, MIN_ALPHA,
             D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
             W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
             FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, CENTRED=centred,
-            num_warps=_PART_WARPS, **self._options,
+            NORMS=measured, num_warps=_PART_WARPS, **self._options,
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:
@@ -187,11 +184,7 @@ class CapturedLayer(CapturedState):
             if rows.shape[1]:
                 at = slice(zones.retrieval, zones.retrieval + rows.shape[1])
                 self._pools[b][:, at] = rows.cpu()
-                codes = index._encode(b, rows[:, :, 0])
-                index._signs.rows[b, :, at], index._magnitudes.rows[b, :, at] = codes.signs, codes.magnitudes
-                index._weights.rows[b, :, at] = codes.weights
-                index._zero_norms[b] |= (codes.weights == 0).all(-1).any(-1)
-                index._add_counts(self._live[b], codes.signs, 1)
+                index._add_counts(self._live[b], index.encode_ahead(b, rows[:, :, 0], at), 1)
 
     def _in_order(self, b: int) -> Tensor:
         """Resident rows of a sequence as the store keeps them: sink, then the window, oldest first."""

@@ -10,11 +10,9 @@ from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import ROW, StepPlan, pack
 from kvrecall.engine.captured.units import UnitLayer
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.table import WIDE
 from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
-
-_WIDE = 16
-"""Tokens in a multiple of which keys' summaries are laid out, so that they are read in wide loads."""
 
 
 class Layers:
@@ -32,7 +30,7 @@ class Layers:
         """int32 `[plan, B, ROW]`, as the next step reads them."""
         zones = [states[0].store.zones(b) for b in every]
         interval = states[0].store.sizes.update_interval
-        zone = _WIDE * cdiv(max(z.total - z.sink - z.local for z in zones) + room_tokens + 2 * interval, _WIDE)
+        zone = WIDE * cdiv(max(z.total - z.sink - z.local for z in zones) + room_tokens + 2 * interval, WIDE)
         behind_sink = max(z.total - z.sink for z in zones) + room_tokens + 1
         self.all: list[CapturedState] = []
         try:

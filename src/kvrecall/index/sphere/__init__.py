@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.errors import UnknownNameError
+from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
@@ -25,12 +25,12 @@ from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection, lasting_tensors
 
 if TYPE_CHECKING:
-    from kvrecall.index.sphere.kernels.search import GpuSearch
+    from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 
 STAGE_ONE = ("collision", "product")
 """How the first stage scores a key: collisions of its sign patterns with the query's best (the paper), or the product of the
 query with its signs."""
-WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
@@ -39,9 +39,11 @@ _ENCODE_TOKENS = 8192
 class SphereConfig(IndexConfig):
     """What a sphere index is made with.
 
-    stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32".
+    stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32", or "uint8" for floats of
+    eight bits, which need the balanced transform.
     center, balance: whether the mean key is taken from all keys, and whether they and the queries go through the balanced
-    transform (`maps.py`); both are fitted to each sequence, one to its prompt's last queries too. Neither is the paper's.
+    transform (`maps.py`); both are fitted to each sequence, one to its prompt's last queries too. norms: whether products of
+    stage I are multiplied by the norms of balanced keys. None of that is in the paper.
     """
 
     name: ClassVar[str] = "sphere"
@@ -54,6 +56,7 @@ class SphereConfig(IndexConfig):
     weight_dtype: torch.dtype | str = "bfloat16"
     center: bool = False
     balance: bool = False
+    norms: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +67,11 @@ class SphereConfig(IndexConfig):
             raise UnknownNameError("stage1", self.stage1, STAGE_ONE)
         if str(self.weight_dtype).removeprefix("torch.") not in WEIGHT_DTYPES:
             raise UnknownNameError("weight_dtype", str(self.weight_dtype), WEIGHT_DTYPES)
+        if self.norms and (self.stage1 != "product" or not self.balance):
+            raise ParameterError("norms", "False, or True with stage1='product' and balance=True", True, "Set these too.")
+        if self.stored_dtype == torch.uint8 and not self.balance:
+            remedy = "Keys without it may have any norm, which eight bits do not hold: set balance=True, or take bfloat16."
+            raise ParameterError("weight_dtype", "a 16 or 32-bit type without the balanced transform", "uint8", remedy)
 
     @property
     def steps(self) -> tuple[RatioStep, ...]:
@@ -84,7 +92,8 @@ class SphereConfig(IndexConfig):
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         maps = Maps.nbytes_per_head(shape.head_dim, self.center, self.balance)
-        return (int(SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype) * tokens) + maps) * shape.kv_heads
+        tables = SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype, self.norms) * tokens
+        return (int(tables) + maps) * shape.kv_heads
 
 
 class SphereIndex(Index):
@@ -110,6 +119,7 @@ class SphereIndex(Index):
         self._signs = table(blocks, torch.uint8)
         self._magnitudes = table(blocks * MAGNITUDE_BYTES, torch.uint8)
         self._weights = table(blocks, config.stored_dtype)
+        self._norms = table(1, torch.uint8) if config.norms else None
         counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
         with lasting_tensors():
             self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
@@ -127,16 +137,20 @@ class SphereIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        tables = self._signs.nbytes + self._magnitudes.nbytes + self._weights.nbytes
-        return tables + self._counts.nbytes + self.maps.nbytes
+        return sum(table.nbytes for table in self._tables) + self._counts.nbytes + self.maps.nbytes
 
     @staticmethod
-    def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16) -> float:
-        """Device bytes per token and KV head: 96 at D = 128 with 16-bit weights."""
-        return head_dim // BLOCK * (1 + MAGNITUDE_BYTES + weight_dtype.itemsize)
+    def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False) -> float:
+        """Device bytes per token and KV head: 96 at D = 128 with 16-bit weights, 81 with norms and 8-bit ones."""
+        return head_dim // BLOCK * (1 + MAGNITUDE_BYTES + weight_dtype.itemsize) + norms
+
+    @property
+    def _tables(self) -> list[TokenTable]:
+        """One per part of the codes."""
+        return [x for x in (self._signs, self._magnitudes, self._weights, self._norms) if x is not None]
 
     def reserve(self, tokens: int) -> None:
-        for table in (self._signs, self._magnitudes, self._weights):
+        for table in self._tables:
             table.reserve(tokens)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
@@ -177,23 +191,31 @@ class SphereIndex(Index):
             self._waiting[sequence] -= codes.signs.shape[1]
 
     def _append_codes(self, sequence: int, codes: Codes) -> None:
-        self._signs.append(sequence, codes.signs)
-        self._magnitudes.append(sequence, codes.magnitudes)
-        self._weights.append(sequence, codes.weights)
+        for table, rows in zip(self._tables, codes.parts, strict=True):
+            table.append(sequence, rows)
         self._count(sequence, codes.signs, 1)
         self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
+
+    def encode_ahead(self, sequence: int, keys: Tensor, at: slice) -> Tensor:
+        """Codes of keys `[H_kv, n, D]` into the rows `at`, behind those that count; returns their signs."""
+        codes = self._encode(sequence, keys)
+        for table, rows in zip(self._tables, codes.parts, strict=True):
+            table.rows[sequence, :, at] = rows
+        self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
+        return codes.signs
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
         self._waiting[sequence] = max(0, min(self.lengths[sequence], tokens) - self._signs.lengths[sequence])
-        for table in (self._signs, self._magnitudes, self._weights):
+        for table in self._tables:
             table.truncate(sequence, tokens)
         self.maps.truncate(sequence, tokens)
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
-        for name in ("_signs", "_magnitudes", "_weights"):
-            setattr(chosen, name, getattr(self, name).select(sequences))
+        for name in ("_signs", "_magnitudes", "_weights", "_norms"):
+            table = getattr(self, name)
+            setattr(chosen, name, None if table is None else table.select(sequences))
         chosen.maps = self.maps.select(sequences)
         chosen._waiting = [self._waiting[b] for b in sequences]
         chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
@@ -212,12 +234,12 @@ class SphereIndex(Index):
 
     def codes(self, sequence: int) -> Codes:
         """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append. Tokens that wait have none yet."""
-        return Codes(self._signs.view(sequence), self._magnitudes.view(sequence), self._weights.view(sequence))
+        return Codes(*(table.view(sequence) for table in self._tables))
 
     def extend(self, sequence: int, tokens: int) -> None:
         """Counts in summaries that kernels have written behind those that were there, up to `tokens` in all."""
         before = self._signs.lengths[sequence]
-        for table in (self._signs, self._magnitudes, self._weights):
+        for table in self._tables:
             table.lengths[sequence] = tokens
         self._count(sequence, self._signs.view(sequence)[:, before:], 1)
 
@@ -236,8 +258,9 @@ class SphereIndex(Index):
             lengths = [self.lengths[b] for b in sequences]
             zero_norms = [bool(self._zero_norms[b].any()) for b in sequences]
             return search_batch(
-                tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded, config.stage1, shifts
-            )
+                tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded, config.stage1, shifts,
+                None if self._norms is None else self._norms.rows,
+            )  # fmt: skip
         found = [
             reference.search_sequence(
                 self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1,
@@ -261,7 +284,7 @@ class SphereIndex(Index):
 
     def _search_gpu(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         """By the kernels: nothing is asked of the host, so ids keep the width of the budget."""
-        from kvrecall.index.sphere.kernels.search import GpuSearch, Tables, plan_row
+        from kvrecall.index.sphere.kernels.search import GpuSearch, plan_row
 
         config, signs = self.config, self._signs.rows
         count, heads, capacity, blocks = signs.shape
@@ -286,11 +309,18 @@ class SphereIndex(Index):
             every = queries.new_zeros(count, *queries.shape[1:])
             for i, b in enumerate(sequences):  # a list of numbers would have to be sent to the GPU, and waited for
                 every[b] = queries[i]
-        tables = Tables(signs, self._magnitudes.rows, self._weights.rows, self._counts, self._zero_norms, self._barred())
-        gpu.launch(every.contiguous(), tables, plan, fire, budget.scaling)
+        gpu.launch(every.contiguous(), self.tables(self._barred()), plan, fire, budget.scaling)
         if whole:
             return Selection(gpu.ids.clone(), gpu.counts.clone())
         return Selection(torch.stack([gpu.ids[b] for b in sequences]), torch.stack([gpu.counts[b] for b in sequences]))
+
+    def tables(self, barred: Tensor | None = None) -> Tables:
+        """What the kernels read, where it lies now. barred: uint8 `[B, H_kv, capacity]`, not 0 for tokens not to be found."""
+        from kvrecall.index.sphere.kernels.search import Tables
+
+        signs, magnitudes, weights = self._signs.rows, self._magnitudes.rows, self._weights.rows
+        norms = None if self._norms is None else self._norms.rows
+        return Tables(signs, magnitudes, weights, self._counts, self._zero_norms, norms, barred)
 
     def _barred(self) -> Tensor | None:
         """uint8 `[B, H_kv, capacity]`: 1 for excluded tokens; None where there are none."""
@@ -316,14 +346,12 @@ class SphereIndex(Index):
     def _encode(self, sequence: int, keys: Tensor) -> Codes:
         turn, centre = self.maps.of_keys(sequence)
         if self._compiled:
-            from kvrecall.index.sphere import compiled_encode
-
-            return compiled_encode.encode(keys, turn, self.config.stored_dtype, centre)
-        if self._kernels:
-            from kvrecall.index.sphere.kernels import encode as kernels
-
-            return kernels.encode(keys, turn, self.config.stored_dtype, centre)
-        return encode(keys, turn, self.config.stored_dtype, centre)
+            from kvrecall.index.sphere.compiled_encode import encode as encoder
+        elif self._kernels:
+            from kvrecall.index.sphere.kernels.encode import encode as encoder
+        else:
+            encoder = encode
+        return encoder(keys, turn, self.config.stored_dtype, centre, self.config.norms)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
         self._add_counts(self._counts[sequence], signs, sign)

@@ -3,6 +3,9 @@
 A rotated unit key is cut into S = D / 8 blocks of 8 coordinates. Per block: 8 sign bits (the id of the nearest of the 2^8
 sign-pattern centroids, Eq. 5-6, and at the same time the signs of the 4-bit code, stored once), 8 three-bit magnitudes
 packed into 3 bytes, and one weight w = |k| r / alpha (Eq. 9). For D = 128 and bf16 weights: 16 + 48 + 32 = 96 bytes.
+
+Keys that went through the balanced transform have a usual norm of 1. Then a weight may be one byte, and a byte more, the key's
+norm, tells the first stage what the signs do not say (neither is in the paper): 16 + 48 + 16 + 1 = 81 bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvrecall import small_floats
 from kvrecall.index.sphere.levels import lloyd_max
 
 BLOCK = 8
@@ -28,12 +32,19 @@ class Codes:
 
     signs: uint8 `[..., n, S]`; bit j is set when coordinate j of the block is >= 0 (so sign(0) = +).
     magnitudes: uint8 `[..., n, 3 S]`; bits 3j .. 3j+2 of each little-endian group of 3 bytes hold coordinate j's level.
-    weights: bf16, fp16 or fp32 `[..., n, S]`; all zero marks a key of zero norm.
+    weights: bf16, fp16, fp32 or uint8 (`small_floats`) `[..., n, S]`; all zero marks a key of zero norm.
+    norms: of the rotated keys, uint8 (`small_floats`) `[..., n, 1]`, or None.
     """
 
     signs: Tensor
     magnitudes: Tensor
     weights: Tensor
+    norms: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that are there, in order."""
+        return [x for x in (self.signs, self.magnitudes, self.weights, self.norms) if x is not None]
 
 
 def magnitude_levels(device: torch.device | str = "cpu") -> Tensor:
@@ -46,11 +57,17 @@ def magnitude_thresholds(device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=device)
 
 
-def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16, centre: Tensor | None = None) -> Codes:
+def encode(
+    keys: Tensor,
+    rotation: Tensor,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    centre: Tensor | None = None,
+    norms: bool = False,
+) -> Codes:
     """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32).
 
     rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, any matrix that the queries' one is the inverse transpose of.
-    centre: fp32 `[..., D]`, taken from the keys first.
+    centre: fp32 `[..., D]`, taken from the keys first. norms: whether their norms are wanted too.
     """
     x, scale = scaled(keys, centre)
     relative_norm = x.norm(dim=-1, keepdim=True)
@@ -65,7 +82,8 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     alpha = (reconstructed * direction.abs()).sum(-1).clamp_min(MIN_ALPHA)  # <v, u>, Eq. 7
     norm = (scale * relative_norm).clamp_max(torch.finfo(torch.float32).max)
     weights = stored_weights(norm * (radius / alpha), scale, weight_dtype, centre is not None)
-    return Codes(pack_bits(positive), pack_magnitudes(levels), weights)
+    lengths = small_floats.pack(norm * radius.norm(dim=-1, keepdim=True)) if norms else None
+    return Codes(pack_bits(positive), pack_magnitudes(levels), weights, lengths)
 
 
 def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -81,15 +99,26 @@ def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return x / scale, torch.where(blank, 0.0, scale)
 
 
-def least_weight(weight_dtype: torch.dtype, centred: bool) -> float:
-    """A key at the centre has no direction either, but is an average match and not one of zero norm: its weights are not 0."""
-    return torch.finfo(weight_dtype).tiny if centred else 0.0
+def weight_range(weight_dtype: torch.dtype, centred: bool) -> tuple[float, float]:
+    """Least and largest weight that is stored.
+
+    A key at the centre has no direction either, but is an average match and not one of zero norm: its weights are not 0.
+    """
+    eight = weight_dtype == torch.uint8
+    least = small_floats.LEAST if eight else torch.finfo(weight_dtype).tiny
+    return least if centred else 0.0, small_floats.LARGEST if eight else torch.finfo(weight_dtype).max
 
 
 def stored_weights(weights: Tensor, scale: Tensor, weight_dtype: torch.dtype, centred: bool) -> Tensor:
     """Weights fp32 `[..., n, S]` within what the dtype can hold, those of keys of zero norm 0; scale as `scaled` gives it."""
-    weights = weights.clamp(least_weight(weight_dtype, centred), torch.finfo(weight_dtype).max)
-    return (torch.where(scale > 0, weights, 0.0) if centred else weights).to(weight_dtype)
+    weights = weights.clamp(*weight_range(weight_dtype, centred))
+    weights = torch.where(scale > 0, weights, 0.0) if centred else weights
+    return small_floats.pack(weights) if weight_dtype == torch.uint8 else weights.to(weight_dtype)
+
+
+def weight_values(weights: Tensor) -> Tensor:
+    """Stored weights in fp32."""
+    return small_floats.unpack(weights) if weights.dtype == torch.uint8 else weights.float()
 
 
 def key_scale(keys: Tensor) -> Tensor:
@@ -131,4 +160,4 @@ def unpack_magnitudes(packed: Tensor) -> Tensor:
 def decode(codes: Codes) -> Tensor:
     """Rotated keys `[..., n, D]` fp32 as the rerank sees them: w v per block (Eq. 10)."""
     magnitudes = magnitude_levels(codes.signs.device)[unpack_magnitudes(codes.magnitudes)]
-    return (codes.weights.float().unsqueeze(-1) * unpack_signs(codes.signs) * magnitudes).flatten(-2)
+    return (weight_values(codes.weights).unsqueeze(-1) * unpack_signs(codes.signs) * magnitudes).flatten(-2)

@@ -31,6 +31,7 @@ from kvrecall.index.sphere.reference import PRODUCT_TOP, product_entries, produc
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
+from kvrecall.small_floats import UNIT
 from kvrecall.structs import Budget, Selection
 
 _CHUNK = 2048
@@ -52,8 +53,9 @@ def search_batch(
     excluded: list[Tensor | None],
     stage1: str,
     shifts: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> Selection:
-    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`.
+    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. norms: uint8 `[B, H_kv, cap, 1]`.
 
     queries: rotated `[b, H_kv, G', D]`.
 
@@ -72,6 +74,8 @@ def search_batch(
     products, (offset, shift), most = np.empty((0, 0, 0, 0, 0), np.uint8), (0, 0), 254
     if stage1 == "product":
         (offset, shift), most = product_scale(queries.shape[-1]), PRODUCT_TOP
+        if norms is not None:
+            offset, shift = offset << UNIT, shift + UNIT
         products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()
     added = torch.full(queries.shape[:3], -0.0) if shifts is None else shifts.contiguous()  # -0 leaves every number as it is
     ids, found = _search(
@@ -80,6 +84,7 @@ def search_batch(
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
         barred, barred_counts, products, offset, shift, most, added.numpy(),
+        np.empty((*signs.shape[:2], 0, 1), np.uint8) if norms is None else norms.numpy(),
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -108,6 +113,7 @@ def _search(
     score_shift,
     most_score,
     added,
+    norms,
 ):
     b_n, heads, group, dim = queries.shape
     blocks = dim // 8
@@ -150,6 +156,7 @@ def _search(
                 score_offset,
                 score_shift,
                 most_score,
+                norms[row, h],
             )
             if zero_norms[b]:
                 bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])

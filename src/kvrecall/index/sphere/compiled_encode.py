@@ -13,9 +13,16 @@ from torch import Tensor
 
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes, scaled, stored_weights
 from kvrecall.index.sphere.levels import lloyd_max
+from kvrecall.small_floats import pack
 
 
-def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16, centre: Tensor | None = None) -> Codes:
+def encode(
+    keys: Tensor,
+    rotation: Tensor,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    centre: Tensor | None = None,
+    norms: bool = False,
+) -> Codes:
     """As `codes.encode`, for CPU tensors `[H_kv, n, D]`."""
     heads, count, dim = keys.shape
     blocks = dim // BLOCK
@@ -24,22 +31,26 @@ def encode(keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfl
     signs = torch.empty(heads, count, blocks, dtype=torch.uint8)
     magnitudes = torch.empty(heads, count, blocks * MAGNITUDE_BYTES, dtype=torch.uint8)
     weights = torch.empty(heads, count, blocks, dtype=torch.float32)
+    lengths = torch.empty(heads, count, 1, dtype=torch.float32)
     thresholds, levels = (table.astype(np.float32) for table in lloyd_max(BLOCK))
     _encode(
         rotated.view(heads * count, blocks, BLOCK).numpy(), scale.flatten().numpy(), thresholds, levels,
-        signs.flatten(0, 1).numpy(), magnitudes.flatten(0, 1).numpy(), weights.flatten(0, 1).numpy(),
+        signs.flatten(0, 1).numpy(), magnitudes.flatten(0, 1).numpy(), weights.flatten(0, 1).numpy(), lengths.flatten().numpy(),
     )  # fmt: skip
-    return Codes(signs, magnitudes, stored_weights(weights, scale, weight_dtype, centre is not None))
+    stored = stored_weights(weights, scale, weight_dtype, centre is not None)
+    return Codes(signs, magnitudes, stored, pack(lengths) if norms else None)
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _encode(rotated, scale, thresholds, levels, signs, magnitudes, weights):
+def _encode(rotated, scale, thresholds, levels, signs, magnitudes, weights, lengths):
     """rotated: `[n, S, 8]`, keys divided by `scale`; the norm cancels within a block's direction and returns in its weight."""
     for i in prange(rotated.shape[0]):
+        whole = np.float32(0.0)
         for s in range(rotated.shape[1]):
             square = np.float32(0.0)
             for j in range(8):
                 square += rotated[i, s, j] * rotated[i, s, j]
+            whole += square
             radius = np.sqrt(square)
             inverse = np.float32(1.0) / radius if radius > 0 else np.float32(0.0)
             sign, word, alpha = 0, 0, np.float32(0.0)
@@ -59,6 +70,7 @@ def _encode(rotated, scale, thresholds, levels, signs, magnitudes, weights):
             magnitudes[i, 3 * s + 2] = (word >> 16) & 255
             # Divided in this order, a huge key does not overflow before alpha is applied.
             weights[i, s] = (radius / max(alpha, np.float32(1e-6))) * scale[i]
+        lengths[i] = min(np.sqrt(whole) * scale[i], np.float32(3.4e38))
 
 
 def count_signs(signs: Tensor, counts: Tensor, step: int) -> None:

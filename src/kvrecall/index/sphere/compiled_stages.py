@@ -87,16 +87,24 @@ def pair_tables(block, levels, out):
 
 
 @njit(cache=True)
-def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most):
-    """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set."""
+def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms):
+    """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set.
+
+    norms: uint8 codes `[n, 1]` of factors of the sums, which are then in units of 2^-UNIT; empty: none.
+    """
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
+    weighed = norms.size > 0
+    factor, power = 1, 0
     for i in range(start, end):
         best = 0
+        if weighed:
+            factor, power = 16 + np.int64(norms[i, 0] & 15), np.int64(norms[i, 0] >> 4)
         for g in range(group):
-            total = offset
+            total = 0
             for s in range(blocks):
                 total += bonus[g, s, signs[i, s]]
+            total = ((total * factor) << power) + offset
             score = 1 + min(max(total >> shift, 0), most)
             if sets == 1:
                 best = max(best, score)

@@ -9,10 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, Codes, magnitude_levels, unpack_magnitudes, unpack_signs
+from kvrecall.index.sphere.codes import (
+    BLOCK,
+    CENTROIDS,
+    Codes,
+    magnitude_levels,
+    unpack_magnitudes,
+    unpack_signs,
+    weight_values,
+)
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import top_k_positions, union_rows
+from kvrecall.small_floats import UNIT, scaled_products
 
 
 def centroid_proxies(queries: Tensor) -> Tensor:
@@ -70,10 +79,14 @@ def product_entries(queries: Tensor) -> Tensor:
     return (blocks * patterns).sum(-1)
 
 
-def product_scores(signs: Tensor, entries: Tensor) -> Tensor:
-    """Coarse scores 0..PRODUCT_TOP by one-bit inner products <q, sign(k)>; arguments as below."""
+def product_scores(signs: Tensor, entries: Tensor, norms: Tensor | None = None) -> Tensor:
+    """Coarse scores 0..PRODUCT_TOP by one-bit inner products <q, sign(k)>, times |k| where there are norms `[..., n]`; other
+    arguments as below."""
     offset, shift = product_scale(signs.shape[-1] * BLOCK)
-    return ((collision_scores(signs, entries) + offset) >> shift).clamp(0, PRODUCT_TOP)
+    products = collision_scores(signs, entries)
+    if norms is not None:
+        products, offset, shift = scaled_products(products, norms), offset << UNIT, shift + UNIT
+    return ((products + offset) >> shift).clamp(0, PRODUCT_TOP)
 
 
 def collision_scores(signs: Tensor, bonus: Tensor) -> Tensor:
@@ -90,7 +103,7 @@ def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
     products = signed * queries.unflatten(-1, (-1, BLOCK)).unsqueeze(-3)  # [..., C, S, 8]
     pairs = products[..., 0::2] + products[..., 1::2]
     dots = ((pairs[..., 0] + pairs[..., 1]) + pairs[..., 2]) + pairs[..., 3]
-    terms = codes.weights.float() * dots
+    terms = weight_values(codes.weights) * dots
     total = terms[..., 0]
     for s in range(1, terms.shape[-1]):
         total = total + terms[..., s]
@@ -111,7 +124,8 @@ def stage_one(
     if stage1 == "collision":
         coarse = collision_scores(signs, collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets))
     else:
-        coarse = product_scores(signs, product_entries(queries))
+        norms = None if codes.norms is None else codes.norms.mT
+        coarse = product_scores(signs, product_entries(queries), norms)
     if mode != "per_head":
         coarse = coarse.amax(1, keepdim=True)
     coarse = coarse.masked_fill(_zero_norm(codes), -1)

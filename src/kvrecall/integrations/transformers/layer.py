@@ -20,9 +20,11 @@ from kvrecall.errors import (
     ShapeError,
 )  # fmt: skip
 from kvrecall.index.base import LayerShape
+from kvrecall.index.table import WIDE
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.memory import all_or_nothing, check_device, explained
 from kvrecall.integrations.transformers.rezone import rezoned
+from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -211,13 +213,14 @@ class RetrievalLayer(CacheLayerMixin):
         check_device([state], tokens)
         sizes = state.store.sizes
         retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
-        # A captured decode writes rows that are still in the window, and pools that are too short for it are copied.
-        ahead = sizes.local_tokens + 2 * sizes.update_interval + 16 if state.shape.device.type == "cuda" else 0
+        # A captured decode writes rows that are still in the window; pools and tables that are too short for it are copied.
+        captured = state.shape.device.type == "cuda"
+        ahead = sizes.local_tokens + 2 * sizes.update_interval + WIDE if captured else 0
         for pool in state.store.host:
             pool.reserve(retrieved + ahead)
         if state.index is not None:
             with explained(self.number, state.shape, state.method, tokens):
-                state.index.reserve(retrieved)
+                state.index.reserve(WIDE * cdiv(retrieved + ahead, WIDE) if captured else retrieved)
 
     def _select(self, sequences: list[int]) -> None:
         if self.state is None or sequences == list(range(self.state.shape.sequences)):

@@ -44,12 +44,18 @@ def upper(b_codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def product_kernel(
-    p_signs, p_weights, p_zero_norms, p_barred, p_quantised, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, CAPACITY, TILES,
+    p_signs, p_norms, p_weights, p_zero_norms, p_barred, p_rotated, p_plan, p_fire, p_scores, p_reach, p_total, scale, HEADS,
+    CAPACITY, TILES,
     D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
     SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
-    BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, NORMS: tl.constexpr,
+    UNIT: tl.constexpr, PEAK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once."""
+    """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once.
+
+    scale: length of a rotated query `[BH, LANES, D]` in whole numbers, which are cut off at PEAK. NORMS: products are
+    multiplied by the keys' norms, small floats in units of 2^-UNIT.
+    """
     i_tile, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     KEYS: tl.constexpr = 32 // BS  # in a row
@@ -60,15 +66,22 @@ def product_kernel(
         o_k, o_n = tl.arange(0, 32), tl.arange(0, KEYS * BL)
         o_lane = o_n % BL
         m_query = ((o_k // BS)[:, None] == (o_n // BL)[None, :]) & (o_k % BS < S)[:, None] & (o_lane < LANES)[None, :]
-        p_query = p_quantised + (i_bh * LANES + o_lane[None, :]) * D + (o_k % BS * 8)[:, None]
+        p_query = p_rotated + (i_bh * LANES + o_lane[None, :]) * D + (o_k % BS * 8)[:, None]
+        b_exact, b_square = (), tl.zeros([32, KEYS * BL], tl.float32)
+        for j in tl.static_range(8):
+            b_x = tl.load(p_query + j, mask=m_query, other=0.0)
+            b_square += b_x * b_x
+            b_exact = b_exact + (b_x,)
+        b_norm = tl.sqrt(tl.sum(b_square, 0))
+        b_factor = tl.where(b_norm > 0, scale / b_norm, 0.0)[None, :]
         b_all = tl.zeros([32, KEYS * BL], tl.int32)
         b_queries = ()
         for j in tl.static_range(8):
-            b_q = tl.load(p_query + j, mask=m_query, other=0)
-            b_all += b_q.to(tl.int32)
-            b_queries = b_queries + (b_q * (8 >> (j % 4)),)
+            b_q = tl.minimum(tl.maximum(tl.floor(b_exact[j] * b_factor + 0.5), -PEAK), PEAK).to(tl.int32)
+            b_all += b_q
+            b_queries = b_queries + ((b_q * (8 >> (j % 4))).to(tl.int8),)
         # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
-        b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) >> 1 << 3, -(1 << 24))[None, :]
+        b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
         o_row = i_bh.to(tl.int64) * CAPACITY
         p_sign, p_score = p_signs + o_row * S, p_scores + o_row
         for i_sub in tl.range(0, SUB, num_stages=STAGES):
@@ -82,8 +95,12 @@ def product_kernel(
             for j in tl.static_range(4):
                 b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[4 + j], b_product, out_dtype=tl.int32)
             b_best = tl.max(tl.reshape(b_product, [T // KEYS, KEYS, BL]), 2)
-            b_score = tl.minimum(tl.maximum(b_best >> (SHIFT + 2), 0), TOP) + 2
             o_t = (first + i_sub * T + tl.arange(0, T // KEYS) * KEYS)[:, None] + tl.arange(0, KEYS)[None, :]
+            b_best = b_best >> 2
+            if NORMS:
+                b_code = tl.load(p_norms + o_row + o_t, mask=o_t < tokens, other=0).to(tl.int32)
+                b_best = ((((b_best - OFFSET) * (16 + (b_code & 15))) << (b_code >> 4)) + (OFFSET << UNIT)) >> UNIT
+            b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
             tl.store(p_score + o_t, b_score.to(tl.uint8), mask=o_t < tokens)
         tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_tile, CAPACITY, TILES,
               S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS)  # fmt: skip

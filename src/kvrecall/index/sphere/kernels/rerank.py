@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.index.sphere.kernels.encode import weight_values
 from kvrecall.overlap import begin, end
 
 
@@ -116,7 +117,7 @@ def rerank_kernel(
         for _ in tl.static_range(LANES):
             b_dots = b_dots + (b_norm,)
         for u in tl.static_range(U):
-            b_weight = tl.load(in_rows(p_weights, o_unit * U + u), mask=m_u, other=0.0).to(tl.float32)
+            b_weight = weight_values(tl.load(in_rows(p_weights, o_unit * U + u), mask=m_u, other=0))
             b_norm += b_weight
             b_level = block_level(b_low, b_mid, b_top, U, u)
             b_xs = ()

@@ -25,6 +25,7 @@ from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, PRODUCT_T
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
+from kvrecall.small_floats import UNIT
 
 FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
@@ -55,7 +56,8 @@ class Tables:
     """A sphere index as the kernels read it, `[B, H_kv, capacity, ·]` on the device.
 
     signs uint8, magnitudes uint8, weights; counts int32 `[B, H_kv, S, 256]`; zero_norms int32 `[B, H_kv]`, not 0 where some
-    key has norm zero; barred uint8 `[B, H_kv, capacity]`, not 0 for tokens that must not be found, or None.
+    key has norm zero; norms uint8 `[B, H_kv, capacity, 1]` or None; barred uint8 `[B, H_kv, capacity]`, not 0 for tokens that
+    must not be found, or None.
     """
 
     signs: Tensor
@@ -63,6 +65,7 @@ class Tables:
     weights: Tensor
     counts: Tensor
     zero_norms: Tensor
+    norms: Tensor | None = None
     barred: Tensor | None = None
 
 
@@ -96,7 +99,6 @@ class GpuSearch:
             self._chunk = max(256, next_power_of_2(candidates))
         kept = 1 if mode == "max" else self._lanes
         self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
-        self._quantised = scratch(pairs, self._lanes, dim, dtype=torch.int8)
         self._shifted = mode == "max" and maps.centres is not None
         self._shifts = scratch(pairs, self._lanes, dtype=torch.float32)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
@@ -133,14 +135,12 @@ class GpuSearch:
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor) -> None:
         """Rotated queries and, for collisions, look-up tables; empties the histogram."""
-        pairs, maps, padded = self._total.shape[0], self._maps, next_power_of_2(self._dim)
-        rows = padded if maps.stride else _ROTATED_ROWS  # who quantises a coordinate has to know how long the whole query is
-        rotate_kernel[(pairs, self._lanes, cdiv(self._dim, rows))](
-            queries, maps.queries, maps.queries if maps.centres is None else maps.centres, fire, self._rotated,
-            self._quantised, self._shifts, self._total, PRODUCT_RMS * self._dim**0.5, maps.stride, self._heads,
-            D=self._dim, BD=padded, G=self._group, LANES=self._lanes, ROWS=rows, MEAN=self.mode == "mean_q",
-            SHIFT=self._shifted, BINS=self._bins, PEAK=PRODUCT_PEAK, num_warps=max(4, padded // 16) if maps.stride else 4,
-            **self._options,
+        pairs, maps = self._total.shape[0], self._maps
+        rotate_kernel[(pairs, cdiv(self._dim, _ROTATED_ROWS))](
+            queries, maps.queries, maps.queries if maps.centres is None else maps.centres, fire, self._rotated, self._shifts,
+            self._total, maps.stride, self._heads,
+            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
+            MEAN=self.mode == "mean_q", SHIFT=self._shifted, BINS=self._bins, num_warps=4, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(pairs, self._blocks)](
@@ -155,26 +155,28 @@ class GpuSearch:
         if self._scores is None or self._scores.shape[1] != capacity:
             self._scores = torch.empty(self._total.shape[0], capacity, dtype=torch.uint8, device=self._total.device)
         barred = tables.signs if tables.barred is None else tables.barred
-        shared = (plan, fire, self._scores, self._reach, self._total, self._heads, capacity, self._tiles)
+        written, sizes = (plan, fire, self._scores, self._reach, self._total), (self._heads, capacity, self._tiles)
         if self.stage1 == "product":
             # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift = product_scale(self._dim)
             product_kernel[(self._tiles, self._total.shape[0])](
-                tables.signs, tables.weights, tables.zero_norms, barred, self._quantised, *shared,
+                tables.signs, tables.signs if tables.norms is None else tables.norms, tables.weights, tables.zero_norms, barred,
+                self._rotated, *written, PRODUCT_RMS * self._dim**0.5, *sizes,
                 D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=PRODUCT_TOP,
-                NATIVE=not INTERPRETED, num_warps=warps, **self._options,
+                NATIVE=not INTERPRETED, NORMS=tables.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
+                num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
         collision_kernel[(self._tiles, self._total.shape[0])](
             tables.signs.view(torch.int32) if read == 4 else tables.signs, tables.weights, tables.zero_norms, barred,
-            self._tables, *shared,
+            self._tables, *written, *sizes,
             S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
             T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
             num_warps=4, **self._options,

@@ -13,45 +13,37 @@ from kvrecall.overlap import begin, end
 
 
 @triton.jit
-def rotate_kernel(p_queries, p_maps, p_centres, p_fire, p_rotated, p_quantised, p_shifts, p_total, scale, MAP, HEADS,
+def rotate_kernel(p_queries, p_maps, p_centres, p_fire, p_rotated, p_shifts, p_total, MAP, HEADS,
                   D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-                  MEAN: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, PEAK: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """Program (sequence and KV head, lane, ROWS coordinates) of the rotated queries, fp32 and quantised `[BH, LANES, D]`.
+                  MEAN: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (sequence and KV head, ROWS coordinates) of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: numbers between the maps of two heads, 0 for one rotation
-    of them all; a map that is no rotation needs ROWS = BD. scale: of quantised queries of norm 1, cut off at PEAK. SHIFT: also
-    writes the query's product with the centre, shifts `[BH, LANES]`. One program per head clears the histogram of the scores.
+    of them all. SHIFT: also writes the query's product with the centre, shifts `[BH, LANES]`. One program per head clears the
+    histogram of the scores.
     """
+    i_bh, i_r = tl.program_id(0), tl.program_id(1)
+    o_d, o_r = tl.arange(0, BD), i_r * ROWS + tl.arange(0, ROWS)
+    m_d = o_d < D
+    m_r = (o_r < D)[:, None] & m_d[None, :]
+    b_r = tl.load(p_maps + i_bh.to(tl.int64) * MAP + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0)
     begin(PDL)
-    i_bh, i_lane, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(p_fire + i_bh // HEADS) != 0:
-        if (i_lane == 0) & (i_r == 0):
+        if i_r == 0:
             tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-        o_d, o_r = tl.arange(0, BD), i_r * ROWS + tl.arange(0, ROWS)
-        m_d = o_d < D
-        m_r = (o_r < D)[:, None] & m_d[None, :]
-        b_r = tl.load(p_maps + i_bh.to(tl.int64) * MAP + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0)
         p_group = p_queries + i_bh.to(tl.int64) * G * D + o_d
-        if MEAN:
-            b_q = tl.zeros([BD], tl.float32)
-            for g in tl.static_range(G):
-                b_q += tl.load(p_group + g * D, mask=m_d, other=0.0).to(tl.float32)
-            b_q = b_q / G
-        else:
-            b_q = tl.load(p_group + i_lane * D, mask=m_d, other=0.0).to(tl.float32)
-        b_x = tl.sum(b_r * b_q[None, :], 1)
-        if ROWS == BD:
-            norm = tl.sqrt(tl.sum(b_x * b_x, 0))
-        else:
-            norm = tl.sqrt(tl.sum(b_q * b_q, 0))  # as long before the rotation as after it
-        if SHIFT:
-            b_c = tl.load(p_centres + i_bh * D + o_d, mask=m_d, other=0.0)
-            tl.store(p_shifts + i_bh * LANES + i_lane, tl.sum(b_q * b_c, 0), mask=i_r == 0)
-        b_small = tl.floor(b_x * tl.where(norm > 0, scale / norm, 0.0) + 0.5)
-        o_out = (i_bh * LANES + i_lane) * D + o_r
-        tl.store(p_rotated + o_out, b_x, mask=o_r < D)
-        tl.store(p_quantised + o_out, tl.minimum(tl.maximum(b_small, -PEAK), PEAK).to(tl.int8), mask=o_r < D)
+        for lane in tl.static_range(LANES):
+            if MEAN:
+                b_q = tl.zeros([BD], tl.float32)
+                for g in tl.static_range(G):
+                    b_q += tl.load(p_group + g * D, mask=m_d, other=0.0).to(tl.float32)
+                b_q = b_q / G
+            else:
+                b_q = tl.load(p_group + lane * D, mask=m_d, other=0.0).to(tl.float32)
+            if SHIFT:
+                b_c = tl.load(p_centres + i_bh * D + o_d, mask=m_d, other=0.0)
+                tl.store(p_shifts + i_bh * LANES + lane, tl.sum(b_q * b_c, 0), mask=i_r == 0)
+            tl.store(p_rotated + (i_bh * LANES + lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
     end(PDL)
 
 

@@ -1,0 +1,83 @@
+"""Models with random weights and the methods they run under, for the benchmarks of whole models."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvrecall.bench import gpu_layer
+from kvrecall.methods.base import Method
+from kvrecall.methods.freekv import FreeKV
+from kvrecall.methods.louiskv import LouisKV
+from kvrecall.methods.prkv import PRKV
+from kvrecall.trigger.speculative import Speculative
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+}  # fmt: skip
+_NAME = "kvrecall-bench-full"
+_STRIDE = 5
+CONFIGS: dict[str, Callable[[int], Method]] = {
+    **gpu_layer.CONFIGS,
+    **{
+        f"{name}-early": lambda n, name=name: replace(gpu_layer.CONFIGS[name](n), trigger=Speculative())
+        for name in ("product", "paper")
+    },
+    "prkv": lambda _: PRKV(full_attention_threshold=0),
+    "louiskv": lambda _: LouisKV(threshold=-1.0, max_stride=_STRIDE, full_attention_threshold=0),
+    "freekv": lambda _: FreeKV(full_attention_threshold=0),
+}
+"""Those of `gpu_layer`; `product-early` and `paper-early`, which search with the query of the step before and correct the heads
+that have turned; `prkv`; `louiskv`, whose queries of a random model would say nothing, so that its trigger is asked at every
+step but fires at every fifth, with two dense layers; `freekv`."""
+
+
+def model_of(shape: str, layers: int | None, context: int, device: str = "cuda") -> LlamaForCausalLM:
+    """A decoder with random bf16 weights. layers: fewer than the model's own, or None for all of them."""
+    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**sizes, max_position_embeddings=2 * context, rope_parameters={"rope_theta": 500000.0})  # type: ignore[arg-type]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def attention_of(model: LlamaForCausalLM, attention: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the model attends by a function of ours and makes no masks."""
+    previous = model.config._attn_implementation or "sdpa"
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    try:
+        model.set_attn_implementation(_NAME)
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+        AttentionInterface._global_mapping.pop(_NAME, None)
+        AttentionMaskInterface._global_mapping.pop(_NAME, None)
+
+
+def let_go() -> None:
+    """Gives memory back that nobody holds any more. A cache and its layers know each other, so that only the collector of
+    cycles frees them, page-locked host rows included; without it the next row's caches would come on top."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

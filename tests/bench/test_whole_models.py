@@ -1,0 +1,139 @@
+"""Benchmarks of whole models, as far as a CPU goes: what they refuse, what a side that does not fit leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from math import isnan
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvrecall.bench import full_decode, gpu_decode, gpu_prefill, models
+from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
+from kvrecall.bench.gpu_decode import Retrieval
+from kvrecall.errors import HostMemoryError
+
+TINY = {
+    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 128, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(models.SHAPES, "tiny", TINY)
+    yield
+    full_step.cache_clear()
+    gpu_prefill._prompt.cache_clear()
+
+
+def on_cpu(shape: str, layers: int | None, context: int) -> Any:
+    return models.model_of(shape, layers, context, "cpu")
+
+
+@pytest.mark.parametrize("name", ["product", "balanced"])
+def test_a_row_of_a_prefill_adds_up(name: str) -> None:
+    row = gpu_prefill.measure("tiny", 2, 1200, 500, name, repeats=1, device="cpu")
+    assert (row.layers, row.context, row.config, row.plain_backend) == (2, 1200, name, "flash_attention")
+    assert row.index_s == row.encode_s + row.settle_s and row.build_share == row.index_s / row.plain_s
+    assert (row.settle_s > row.encode_s) == (name == "balanced")  # whose maps are fitted to the whole prompt
+    assert 0 < row.hidden_error < gpu_prefill.TOLERANCE
+
+
+def test_a_prefill_that_attends_to_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        """Without the first of the cached keys."""
+        first = min(32, k.shape[2] - q.shape[2])
+        return gpu_prefill.flash(q, k[:, :, first:], v[:, :, first:], scaling)
+
+    monkeypatch.setattr(gpu_prefill, "BACKENDS", {"near": near})
+    with pytest.raises(AssertionError, match="hidden states differ"):
+        gpu_prefill.measure("tiny", 2, 600, 500, "product", repeats=1, device="cpu")
+
+
+def test_two_calls_of_cudnn_are_one_causal_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(q: Any, k: Any, v: Any, bias: None, lse: bool, dropout: float, causal: bool, *, scale: float) -> Any:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        logits = q @ k.transpose(-1, -2) * scale
+        if causal:
+            logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), float("-inf"))
+        return logits.softmax(-1) @ v, logits.logsumexp(-1), None
+
+    monkeypatch.setattr(
+        gpu_prefill.torch, "ops", SimpleNamespace(aten=SimpleNamespace(_scaled_dot_product_cudnn_attention=kernel))
+    )
+    q, k, v = torch.randn(1, 4, 7, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    mask = torch.ones(7, 40).tril(33).bool()
+    for seen in (40, 7):  # behind cached keys, and without any
+        expected = F.scaled_dot_product_attention(
+            q, k[:, :, -seen:], v[:, :, -seen:], mask[:, -seen:], scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(gpu_prefill.cudnn(q, k[:, :, -seen:], v[:, :, -seen:], 0.3), expected)
+
+
+def test_keys_that_do_not_fit_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_decode, "model_of", on_cpu)
+    monkeypatch.setattr(full_decode, "time_full", lambda *_: Full(1.0, "flash", 2.0))
+    need = 2 * 3 * 2 * 1001 * 128 * 2 * 2  # K and V, batch, heads, tokens, D, bf16, layers
+    assert full_bytes(on_cpu("tiny", 2, 1000), 1000, 3) == need
+    monkeypatch.setattr(full_decode, "free_device_bytes", lambda _: need + full_decode.SPARE_BYTES - 1)
+    assert full_step("tiny", 2, 1000, 3) is DOES_NOT_FIT
+    full_step.cache_clear()
+    monkeypatch.setattr(full_decode, "free_device_bytes", lambda _: need + full_decode.SPARE_BYTES)
+    assert full_step("tiny", 2, 1000, 3).p50_ms == 1.0
+
+
+def test_memory_of_a_side_that_ran_out_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def time_full(model: Any, *_: Any) -> Full:
+        stores = [torch.zeros(8)]
+        held.append(weakref.ref(stores[0]))
+
+        def attention(*_: Any) -> torch.Tensor:
+            return stores[0]
+
+        with models.attention_of(model, attention):
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(full_decode, "model_of", on_cpu)
+    monkeypatch.setattr(full_decode, "free_device_bytes", lambda _: 1 << 60)
+    monkeypatch.setattr(full_decode, "time_full", time_full)
+    assert full_step("tiny", 1, 100, 1) is DOES_NOT_FIT
+    gc.collect()
+    assert held[0]() is None
+    calls = len(held)
+    assert full_step("tiny", 1, 100, 1) is DOES_NOT_FIT and len(held) == calls  # said once
+
+
+@pytest.mark.parametrize("side", gpu_decode.SIDES)
+def test_a_row_has_the_sides_that_were_asked_for(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "model_of", on_cpu)
+    monkeypatch.setattr(gpu_decode, "full_step", lambda *_: Full(8.0, "flash", 2.0))
+    monkeypatch.setattr(gpu_decode, "retrieval", lambda *_: Retrieval([3.0, 4.0, 5.0], 0.5, 1.5))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
+    row = gpu_decode.measure("tiny", None, 1000, 2, "full" if side == "full" else "product", 30, side)
+    assert (row.layers, row.total_gib) == (4, 4.0) and row.weights_gib > 0
+    assert isnan(row.full_p50_ms) == (side == "retrieval") and isnan(row.full_device_gib) == (side == "retrieval")
+    assert isnan(row.retrieval_p50_ms) == (side == "full") == isnan(row.host_gib)
+    assert row.speedup == 2.0 if side == "both" else isnan(row.speedup)
+
+
+def test_rows_that_the_host_cannot_hold_leave_the_other_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def retrieval(*_: Any) -> Retrieval:
+        raise HostMemoryError(2, 1, 1000)
+
+    monkeypatch.setattr(gpu_decode, "model_of", on_cpu)
+    monkeypatch.setattr(gpu_decode, "full_step", lambda *_: Full(8.0, "flash", 2.0))
+    monkeypatch.setattr(gpu_decode, "retrieval", retrieval)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
+    row = gpu_decode.measure("tiny", None, 1000, 2, "product", 30)
+    assert row.full_p50_ms == 8.0 and isnan(row.retrieval_p50_ms) and isnan(row.retrieval_worst_ms)
+    assert "host memory" in capsys.readouterr().out
