@@ -30,7 +30,7 @@ from kvrecall.evaluate.trace import LayerTrace, Trace, capture
 _TRUTH = 100
 _ROOM = 300
 """Tokens of a prompt that are not the document's, at most."""
-_BETTER = {"stage1": "product", "center": True, "balance": True}
+_BETTER = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
 
 MODES: dict[str, Callable[[], ParisKV]] = {
     "each head: paper, beta 10 %, k 100": lambda: _each(100, 0.1),
@@ -83,7 +83,7 @@ def record(folder: Path, name: str, context: int, samples: int, steps: int, devi
         prompt = DocumentPrompt.of(tokenizer, document, task.instruction)
         ids = torch.tensor([prompt.ask(turn.question)], device=device)
         layers = tuple(range(1, model.config.num_hidden_layers, 2))
-        made = capture(model, ids, layers=layers, steps=steps, observe_queries=0, chunk_tokens=4096, name=name)
+        made = capture(model, ids, layers=layers, steps=steps, observe_queries=256, chunk_tokens=4096, name=name)
         made.save(folder / f"{sample}.safetensors")
         print(f"sample {sample}: {ids.shape[1]} tokens", flush=True)
 

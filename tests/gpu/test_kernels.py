@@ -48,7 +48,7 @@ def test_encode_with_a_centre_and_maps_of_heads(dim: int) -> None:
     keys[:, 7] = 0
     shape = LayerShape(1, 3, 3, dim, torch.bfloat16, keys.device)
     maps = Maps(shape, rotation_matrix(dim, 3).cuda(), center=True, balance=True)
-    maps.fit(0, [keys])
+    maps.fit(0, keys.shape[1], [keys])
     turn, centre = maps.of_keys(0)
     assert centre is not None
     centre[:] = keys[:, 9].float()

@@ -41,7 +41,7 @@ def test_encode_with_a_centre_and_maps_of_heads(dim: int, dtype: torch.dtype) ->
     keys = torch.cat([gaussian(1, 2, 60, dim) * torch.linspace(0.1, 5, dim) + 3, gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
     keys[:, 7] = 0
     made = Maps(shape(1, 2, 1, dim), rotation_matrix(dim, 3), center=True, balance=True)
-    made.fit(0, [keys])
+    made.fit(0, keys.shape[1], [keys])
     turn, centre = made.of_keys(0)
     assert centre is not None
     centre[:] = keys[:, 9].float()  # one key at the centre

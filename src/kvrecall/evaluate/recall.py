@@ -86,10 +86,14 @@ def prepared(trace: Trace, number: int, method: Method) -> LayerState:
     heads, _, dim = layer.keys.shape
     shape = LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device)
     state = LayerState(number, shape, replace(method, full_attention_threshold=0))
-    watched, state.scaling = layer.prompt_queries.shape[1], trace.info.scaling
+    state.scaling = trace.info.scaling
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))
-    if watched:
-        state.saw_prompt(0, layer.prompt_queries, _lse(layer, prompt, trace.info.scaling), prompt - watched)
+    watched = layer.prompt_queries
+    if state.index is None or not state.index.watches:  # what nobody looks at need not attend
+        watched = watched[:, -(1 if state.log is None else state.log.window) :]
+    if watched.shape[1]:
+        lse = _lse(replace(layer, prompt_queries=watched), prompt, trace.info.scaling)
+        state.saw_prompt(0, watched, lse, prompt - watched.shape[1])
     return state
 
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.index import sphere
 from kvrecall.index.sphere import SphereConfig, SphereIndex, maps
-from kvrecall.index.sphere.maps import Maps, Moments, fit
+from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.moments import Moments
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget
 from tests.index.sphere.build import found_ids, index_of, search_both, shape, synthetic_keys
 from tests.strategies import HEAD_DIMS, MODES, gaussian
@@ -51,12 +53,20 @@ def add(index: SphereIndex, b: int, keys: Tensor) -> None:
     index.append(b, keys)
 
 
+def observed(seed: int, heads: int, dim: int, count: int = 300) -> ObservedQueries:
+    """A prompt's last queries, most of them in a few directions."""
+    turn = torch.linalg.qr(gaussian(seed + 1, dim, dim)).Q
+    queries = (gaussian(seed, heads, count, dim) * torch.logspace(0.5, -1, dim)) @ turn
+    return ObservedQueries(queries, torch.zeros(heads, count), 0)
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @kinds
 def test_inner_products_stay_but_for_a_constant_per_query(kind: dict[str, bool], dim: int) -> None:
     keys, queries = uneven(1, 2, 700, dim), gaussian(2, 1, 2, 3, dim)
     made = Maps(shape(1, 2, 3, dim), rotation_matrix(dim, 42), kind.get("center", False), kind.get("balance", False))
-    made.fit(0, [keys])
+    made.observe(0, observed(3, 6, dim))
+    made.fit(0, 700, [keys])
     turn, centre = made.of_keys(0)
     turned = (keys if centre is None else keys - centre.unsqueeze(1)) @ turn.mT
     found = made.turn(queries, [0])[0] @ turned.mT
@@ -65,45 +75,6 @@ def test_inner_products_stay_but_for_a_constant_per_query(kind: dict[str, bool],
         found = found + shifts[0].unsqueeze(-1)
     expected = queries[0].double() @ keys.double().mT
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
-
-
-def test_moments_in_pieces_are_those_of_the_whole() -> None:
-    keys = uneven(3, 2, 500, 64)
-    pieces = Moments()
-    for piece in keys.split((130, 1, 369), 1):
-        pieces.add(piece)
-    whole = keys.double()
-    assert pieces.count == 500
-    torch.testing.assert_close(pieces.mean, whole.mean(1))
-    torch.testing.assert_close(pieces.second(False), whole.mT @ whole / 500)
-    torch.testing.assert_close(pieces.second(True), torch.stack([torch.cov(own.T, correction=0) for own in whole]))
-
-
-def test_balanced_sides_have_the_same_moments() -> None:
-    """For known queries exactly; for unknown ones the keys' part in every direction is the root of what it was."""
-    keys = uneven(4, 2, 900, 64).double()
-    asked = (gaussian(5, 2, 400, 64) * torch.linspace(3, 0.4, 64)).double()
-    of_keys, of_queries = Moments().add(keys).second(True), asked.mT @ asked / 400
-    made = fit(of_keys, 900, of_queries)
-    sides = [m @ moments @ m.mT for m, moments in ((made.keys, of_keys), (made.queries, of_queries))]
-    sides = [side / side.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] for side in sides]
-    assert (sides[0] - sides[1]).abs().max() < 0.02 * sides[0].abs().max()  # directions below the least variance are not
-    made = fit(of_keys, 900)
-    side = made.keys @ of_keys @ made.keys.mT
-    values = side.diagonal(dim1=-2, dim2=-1)
-    assert (side - torch.diag_embed(values)).abs().max() < 1e-9 * values.max()
-    spectrum = torch.linalg.eigvalsh(of_keys)
-    ratios = (spectrum / spectrum.mean(-1, keepdim=True)).clamp_min(maps.LEAST_VARIANCE)
-    torch.testing.assert_close(values, (spectrum / ratios.sqrt()))
-
-
-@pytest.mark.parametrize("count", [1, 2, 63, 128])
-def test_few_keys_make_no_wild_map(count: int) -> None:
-    keys = uneven(6, 2, count, 64)
-    made = fit(Moments().add(keys).second(True), count)
-    torch.testing.assert_close(made.keys.mT @ made.queries, torch.eye(64).double().expand(2, -1, -1))
-    spread = torch.linalg.cond(made.keys)
-    assert (spread < (1.001 if count == 1 else 40)).all()
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, 3e38])
@@ -142,7 +113,7 @@ def test_uneven_keys_are_found_by_their_balanced_codes(seed: int, stage1: str) -
     keys, queries = uneven(10 * seed, 1, 3000, 128), gaussian(50 + seed, 12, 128)
     for candidates in (True, False):
         plain, *ours = (recall(keys, queries, candidates, stage1=stage1, **kind) for kind in ({}, *KINDS.values()))
-        assert ours[1] > max(plain, ours[0]) + 0.2 and ours[2] > ours[1] + 0.05 and ours[2] > 0.7
+        assert min(ours[1:]) > max(plain, ours[0]) + 0.2 and ours[2] > 0.65
 
 
 @pytest.mark.parametrize("stage1", sphere.STAGE_ONE)
@@ -156,7 +127,7 @@ def test_keys_around_a_mean_are_found_by_what_is_left_without_it(seed: int, stag
 
 @kinds
 def test_chunks_of_a_prompt_make_no_difference(kind: dict[str, bool]) -> None:
-    """Maps are fitted to all of it, in pieces that do not depend on the chunks; so every code is the same."""
+    """Maps are fitted to all of it, and differ by the rounding of fp64 sums; these codes not even by that."""
     keys = [uneven(1, 2, 333, 64), uneven(2, 2, 80, 64)]
     queries = gaussian(3, 2, 4, 64)
     whole = bound(keys, 2, stage1="product", **kind)
@@ -213,13 +184,12 @@ def test_copies_and_crops_of_a_prompt_that_was_never_searched() -> None:
         assert torch.equal(found.ids[b], search_both(fresh, queries[b : b + 1], 9).ids[0])
 
 
-def test_a_long_prompt_is_fitted_to_pieces_of_it_and_coded_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_fitted_as_it_comes_and_coded_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sphere, "_ENCODE_TOKENS", 20)
-    monkeypatch.setattr(sphere, "_FIT_PIECES", 4)
     keys = uneven(1, 2, 210, 64)
-    index, encode = bound([keys], stage1="product", **BOTH), SphereIndex._encode
-    seen: list[Tensor] = []
-    monkeypatch.setattr(Moments, "add", lambda self, piece, add=Moments.add: (seen.append(piece), add(self, piece))[1])
+    index, encode = bound([keys], chunk=50, stage1="product", **BOTH), SphereIndex._encode
+    seen: list[int] = []
+    monkeypatch.setattr(Moments, "add", lambda self, piece, add=Moments.add: (seen.append(piece.shape[1]), add(self, piece))[1])
 
     def failing(self: SphereIndex, sequence: int, piece: Tensor) -> Any:
         if self._signs.lengths[0] == 60:
@@ -233,12 +203,73 @@ def test_a_long_prompt_is_fitted_to_pieces_of_it_and_coded_after_an_error(monkey
     add(index, 0, keys[:, :5])  # comes behind those that still wait
     monkeypatch.setattr(SphereIndex, "_encode", encode)
     index.settle(0)
-    assert torch.equal(torch.cat(seen, 1), torch.cat([keys[:, s : s + 20] for s in (0, 60, 120, 180)], 1))
+    assert not seen  # the keys were fitted to while they were at hand
     expected = encode(index, 0, torch.cat([keys, keys[:, :5]], 1))
     assert index.lengths == [215] and (index.codes(0).signs != expected.signs).float().mean() < 1e-3
-    seen.clear()
+
+
+def test_keys_that_were_cropped_are_not_fitted_to() -> None:
+    """What comes in their place may be as long, so the length alone would not tell."""
+    keys, others = uneven(1, 2, 300, 64), uneven(5, 2, 180, 64)
+    index = bound([keys], stage1="product", **BOTH)
+    index._sources[0].truncate(120)
+    index.truncate(0, 120)
+    add(index, 0, others)
+    fresh = bound([torch.cat([keys[:, :120], others], 1)], stage1="product", **BOTH)
+    for each in (index, fresh):
+        each.settle(0)
+    torch.testing.assert_close(index.maps.keys, fresh.maps.keys)
+    torch.testing.assert_close(index.maps.centres, fresh.maps.centres)
+
+
+def test_queries_of_the_prompt_are_fitted_to_sequence_by_sequence() -> None:
+    """More of them than are wanted make no difference, nor do copies; what a second prompt asks comes too late."""
+    keys, asked = [uneven(1, 2, 300, 64), uneven(2, 2, 200, 64)], [observed(8, 4, 64, 700), observed(9, 4, 64, 7)]
+    made, alone = bound(keys, 2, stage1="product", **BOTH), bound(keys[1:], 2, stage1="product", **BOTH)
+    for b in range(2):
+        made.end_of_prompt(b, asked[b], 4)
+    alone.end_of_prompt(0, asked[1], 4)
+    copies = made.select([1, 0])
+    copies.bind([made._sources[1].fork(), made._sources[0].fork()])
+    few = bound(keys[:1], 2, stage1="product", **BOTH)
+    few.end_of_prompt(0, asked[0].last(maps.OBSERVED_QUERIES), 4)
+    blind = bound(keys, 2, stage1="product", **BOTH)
+    for index in (made, alone, copies, few, blind):
+        for b in range(len(index.lengths)):
+            index.settle(b)
+    assert torch.equal(made.maps.keys[1], alone.maps.keys[0]) and torch.equal(made.maps.keys[0], few.maps.keys[0])
+    assert torch.equal(copies.maps.keys, made.maps.keys[[1, 0]])
+    for b in range(2):
+        assert (made.maps.keys[b] - blind.maps.keys[b]).abs().max() > 0.1 * blind.maps.keys[b].abs().max()
+    before = made.maps.queries.clone()
+    made.end_of_prompt(0, asked[1], 4)
+    add(made, 0, keys[1])
+    made.settle(0)
+    assert torch.equal(made.maps.queries, before)
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_queries_that_say_nothing_change_nothing(value: float) -> None:
+    keys = [uneven(1, 2, 300, 64)]
+    made, blind = bound(keys, **BOTH), bound(keys, **BOTH)
+    made.end_of_prompt(0, ObservedQueries(torch.full((2, 9, 64), value), torch.zeros(2, 9), 0), 4)
+    for index in (made, blind):
+        index.settle(0)
+    torch.testing.assert_close(made.maps.keys, blind.maps.keys)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["keys", "queries"])
+@pytest.mark.parametrize("factor", [1e-4, 1.0, 300.0])
+@kinds
+def test_mapped_keys_have_a_mean_square_of_one(kind: dict[str, bool], factor: float, asked: bool) -> None:
+    keys = factor * uneven(1, 2, 400, 80)
+    index = bound([keys], **kind)
+    index.end_of_prompt(0, observed(3, 2, 80) if asked else None, 4)
     index.settle(0)
-    assert not seen
+    turn, centre = index.maps.of_keys(0)
+    mapped = (keys if centre is None else keys - centre.unsqueeze(1)) @ turn.mT
+    if kind.get("balance"):
+        torch.testing.assert_close(mapped.pow(2).sum(-1).mean(1), torch.ones(2), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])

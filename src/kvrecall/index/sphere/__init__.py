@@ -14,13 +14,14 @@ from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
-from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.maps import OBSERVED_QUERIES, Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, as_steps, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import keys_of
 from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
+from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection, lasting_tensors
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ query with its signs."""
 WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
-_FIT_PIECES = 8
-"""Maps are fitted to at most so many pieces of `_ENCODE_TOKENS` tokens, evenly spaced: more would not change them."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class SphereConfig(IndexConfig):
     stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32", or "uint8" for floats of
     eight bits, which need the balanced transform.
     center, balance: whether the mean key is taken from all keys, and whether they and the queries go through the balanced
-    transform (`maps.py`); both are fitted to each sequence. norms: whether the products of the first stage are multiplied by
-    the norms of balanced keys. None of that is in the paper.
+    transform (`maps.py`); both are fitted to each sequence, one to its prompt's last queries too. norms: whether products of
+    stage I are multiplied by the norms of balanced keys. None of that is in the paper.
     """
 
     name: ClassVar[str] = "sphere"
@@ -84,6 +83,10 @@ class SphereConfig(IndexConfig):
         """The weights' dtype."""
         return WEIGHT_DTYPES[str(self.weight_dtype).removeprefix("torch.")]
 
+    @property
+    def observed_queries(self) -> int:
+        return OBSERVED_QUERIES if self.balance else 0
+
     def build(self, shape: LayerShape) -> SphereIndex:
         return SphereIndex(shape, self)
 
@@ -97,7 +100,8 @@ class SphereIndex(Index):
     """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids.
 
     With centres or balanced maps, the first keys of a sequence wait in the host rows until it is first searched, however many
-    chunks they come in. The maps are then fitted to all of them, and stay; later keys are coded as they come.
+    chunks they come in. The maps are then fitted to all of them, and stay; later keys are coded as they come. Where nobody
+    remembers the prompt's queries (a fork of a sequence that decodes, an index rebuilt after an error), the keys alone do.
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, compiled: bool | None = None) -> None:
@@ -156,12 +160,17 @@ class SphereIndex(Index):
         """An index that is bound to no rows fits its maps to the first keys that it is given."""
         fitted = self.maps.fitted[sequence]
         if self._waiting[sequence] or (self._sources and not fitted):
+            if not fitted:
+                self.maps.watch(sequence, keys, self.lengths[sequence])
             self._waiting[sequence] += keys.shape[1]
             return
         if not fitted:
-            self.maps.fit(sequence, [keys])
+            self.maps.fit(sequence, keys.shape[1], [keys])
         for piece in keys.split(_ENCODE_TOKENS, dim=1):
             self._append_codes(sequence, self._encode(sequence, piece))
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        self.maps.observe(sequence, observed)
 
     def settle(self, sequence: int) -> None:
         """Fits the maps of a sequence that has none and codes the tokens that waited; may be called again after an error."""
@@ -174,7 +183,7 @@ class SphereIndex(Index):
             return keys_of(source, start, min(start + _ENCODE_TOKENS, length), self._signs.rows.device)
 
         if not self.maps.fitted[sequence]:
-            self.maps.fit(sequence, map(piece, starts[:: -(-len(starts) // _FIT_PIECES)]))
+            self.maps.fit(sequence, length, map(piece, starts))
         self.reserve(length)
         while self._waiting[sequence]:
             codes = self._encode(sequence, piece(self._signs.lengths[sequence]))
@@ -200,8 +209,7 @@ class SphereIndex(Index):
         self._waiting[sequence] = max(0, min(self.lengths[sequence], tokens) - self._signs.lengths[sequence])
         for table in self._tables:
             table.truncate(sequence, tokens)
-        if not tokens:
-            self.maps.forget(sequence)
+        self.maps.truncate(sequence, tokens)
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)

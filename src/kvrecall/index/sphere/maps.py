@@ -1,11 +1,14 @@
 """What is done to keys and queries before they are coded: a centre and a balanced transform per sequence and KV head.
 
 Inner products stay as they are when keys are multiplied by S^-1 and queries by S, and their order for one query when a
-constant vector is taken from every key; but sign bits say most about vectors whose coordinates matter equally. With the keys'
-covariance C = V L V^T (about zero where no centre is taken), S = L^(1/4) V^T divides what a direction is worth evenly between
-keys and queries.
+constant vector is taken from every key; but sign bits say most about vectors whose coordinates matter equally. S (`balance.py`)
+gives both sides the same second moments, those of the keys (about zero where no centre is taken) and of the prompt's last
+queries. R is the rotation that all share.
 
-    k' = R L^(-1/4) V^T (k - c)      q' = R L^(1/4) V^T q      <q', k'> = <q, k> - <q, c>
+    k' = R S^-1 (k - c) / s      q' = s R S q      <q', k'> = <q, k> - <q, c>
+
+s is such that the mean of |k'|^2 over the keys that maps were fitted to is 1 (unless it would be beyond 2^+-40), so norms and
+weights of codes lie around known values, whatever the model. It belongs to S: without a balanced transform there is none.
 
 Not from the paper. Ranking never depends on how well a map fits, only the resolution of the codes does: it may stay fixed.
 """
@@ -14,88 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere.balance import Asked, fit
+from kvrecall.index.sphere.moments import Moments
+from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import lasting_tensors
 
-LEAST_VARIANCE = 1e-4
-"""Smallest variance of a direction that is believed, as a share of the mean: less is rounding, or too few keys."""
-
-
-class Moments:
-    """Count, mean and scatter of keys that come in pieces, fp64, so that huge keys do not overflow."""
-
-    def __init__(self, scatter: bool = True) -> None:
-        """scatter: whether the D x D part is wanted, which costs 2 D^2 operations per key."""
-        self.count, self.mean, self.scatter = 0, torch.zeros(()), torch.zeros(()) if scatter else None
-
-    def add(self, keys: Tensor) -> Moments:
-        """Takes in keys `[H_kv, n, D]` of any float dtype, n > 0; mean `[H_kv, D]`, scatter about it `[H_kv, D, D]`."""
-        keys, count = keys.double(), keys.shape[1]
-        mean = keys.mean(1)
-        total, delta = self.count + count, mean - self.mean.to(mean)
-        if self.scatter is not None:
-            apart = keys - mean.unsqueeze(1)
-            between = delta.unsqueeze(-1) * delta.unsqueeze(-2) * (self.count * count / total)
-            self.scatter = self.scatter.to(mean) + apart.mT @ apart + between
-        self.mean = self.mean.to(mean) + delta * (count / total)
-        self.count = total
-        return self
-
-    def second(self, centred: bool) -> Tensor:
-        """Second moments of a key about the mean, or (not `centred`) about zero, fp64 `[H_kv, D, D]` on the CPU."""
-        assert self.scatter is not None
-        about = self.scatter / max(self.count, 1)
-        return (about if centred else about + self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)).cpu()
-
-
-class Fitted(NamedTuple):
-    """keys, queries: fp64 `[H_kv, D, D]` on the CPU; a key `k` becomes `keys @ k`, a query `queries @ q`."""
-
-    keys: Tensor
-    queries: Tensor
-
-
-def fit(keys: Tensor, count: int, queries: Tensor | None = None) -> Fitted:
-    """The balanced transform, before the shared rotation: `keys.T @ queries` is the identity.
-
-    keys: second moments of `count` keys as they will be coded, fp64 `[H_kv, D, D]` on the CPU. Fewer than 2 D keys know little
-    of them, so that they are then drawn towards a multiple of the identity.
-    queries: second moments E[q q^T] of the queries that will come, of the same shape; None takes all directions as equally
-    likely. S^2 is the geometric mean of C_k and C_q^-1, which leaves both sides with the same second moments.
-    """
-    dim = keys.shape[-1]
-    known = min(1.0, count / (2 * dim))
-    values, vectors = _spectrum(known * keys + (1 - known) * _mean_variance(keys)[..., None, None] * torch.eye(dim).double())
-    if queries is None:
-        root = values**0.25
-    else:
-        half = _power(*_spectrum(queries), 0.5)
-        inner = _power(*_spectrum(half @ _power(values, vectors, 1.0) @ half), 0.5)
-        back = torch.linalg.inv(half)
-        values, vectors = _spectrum(back @ inner @ back)
-        root = values**0.5
-    return Fitted(vectors.mT / root.unsqueeze(-1), vectors.mT * root.unsqueeze(-1))
-
-
-def _mean_variance(matrix: Tensor) -> Tensor:
-    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
-
-
-def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues `[H, D]` as shares of their mean, none below LEAST_VARIANCE (all 1 for a zero matrix), and eigenvectors."""
-    mean = _mean_variance(matrix)[..., None, None]
-    even = torch.eye(matrix.shape[-1], dtype=torch.float64).expand_as(matrix)
-    values, vectors = torch.linalg.eigh(torch.where(mean > 0, matrix / torch.where(mean > 0, mean, 1.0), even))
-    return values.clamp_min(LEAST_VARIANCE), vectors
-
-
-def _power(values: Tensor, vectors: Tensor, exponent: float) -> Tensor:
-    return (vectors * values.unsqueeze(-2) ** exponent) @ vectors.mT
+OBSERVED_QUERIES = 256
+"""Last queries of a prompt that a balanced transform is fitted to, with the keys."""
 
 
 class Maps:
@@ -116,6 +49,8 @@ class Maps:
                 self.keys, self.queries = (rotation.repeat(*each, 1, 1) for _ in range(2))
         self.fitted = [not (center or balance)] * shape.sequences
         """Per sequence, whether its maps are what they will be."""
+        self._moments = [Moments(balance) for _ in self.fitted]  # of the keys that wait for it
+        self._asked: list[Asked | None] = [None] * shape.sequences
 
     @property
     def stride(self) -> int:
@@ -133,30 +68,50 @@ class Maps:
         """The same per sequence and KV head: 2 D^2 + D numbers of fp32."""
         return 4 * (2 * head_dim**2 * balance + head_dim * center)
 
-    def fit(self, sequence: int, pieces: Iterable[Tensor]) -> None:
-        """Fits a sequence's maps to keys `[H_kv, n, D]` that come in pieces; nothing is changed if one of them fails."""
-        moments = Moments(self._balance)
-        for keys in pieces:
-            if keys.shape[1]:
+    def observe(self, sequence: int, observed: ObservedQueries | None) -> None:
+        """Shows the prompt's last queries; only a sequence that is not fitted yet looks at them."""
+        if self._balance and observed is not None and not self.fitted[sequence]:
+            self._asked[sequence] = Asked.of(observed.last(OBSERVED_QUERIES).queries, self.keys.shape[1])
+
+    def watch(self, sequence: int, keys: Tensor, start: int) -> None:
+        """Shows keys `[H_kv, n, D]` from position `start` on that are to be fitted to later, while they are at hand."""
+        if self._moments[sequence].until == start:
+            self._moments[sequence].add(keys)
+
+    def fit(self, sequence: int, length: int, pieces: Iterable[Tensor]) -> None:
+        """Fits a sequence's maps to its `length` keys as `watch` has seen them, else to pieces `[H_kv, n, D]` of all.
+
+        Nothing is changed if one of them fails. On a GPU nothing is waited for.
+        """
+        moments = self._moments[sequence]
+        if moments.until != length:
+            moments = Moments(self._balance)
+            for keys in pieces:
                 moments.add(keys)
         if not moments.count:
             return
         if self._balance:
-            made, turn = fit(moments.second(self.centres is not None), moments.count), self.rotation.cpu().double()
-            self.keys[sequence] = (turn @ made.keys).float().to(self.keys.device)
-            self.queries[sequence] = (turn @ made.queries).float().to(self.keys.device)
+            made = fit(moments.second(self.centres is not None), moments.count, self._asked[sequence])
+            turn = self.rotation.double()
+            self.keys[sequence], self.queries[sequence] = turn @ made.keys, turn @ made.queries
         if self.centres is not None:
-            self.centres[sequence] = moments.mean.float()
-        self.fitted[sequence] = True
+            self.centres[sequence] = moments.mean
+        self.fitted[sequence], self._moments[sequence], self._asked[sequence] = True, Moments(self._balance), None
 
-    def forget(self, sequence: int) -> None:
-        """The next keys are the first of a new text."""
-        self.fitted[sequence] = self.centres is None and not self._balance
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Forgets the keys behind the first `tokens`. What was fitted to them stays, unless none is left: the next keys are the
+        first of a new text."""
+        if tokens < self._moments[sequence].until:
+            self._moments[sequence] = Moments(self._balance)
+        if not tokens:
+            self.fitted[sequence] = self.centres is None and not self._balance
 
     def select(self, sequences: list[int]) -> Maps:
         """Maps whose sequence i is this one's `sequences[i]`, sharing nothing that either may change."""
         chosen = copy(self)
         chosen.fitted = [self.fitted[b] for b in sequences]
+        chosen._moments = [copy(self._moments[b]) for b in sequences]
+        chosen._asked = [self._asked[b] for b in sequences]
         with lasting_tensors():
             at = torch.tensor(sequences, device=self.rotation.device)
             if self.centres is not None:

@@ -1,0 +1,112 @@
+"""The balanced transform S of keys and queries whose second moments are known: keys go through S^-1, queries through S.
+
+Both sides have the same second moments behind it if S^2 = G with G C_q G = C_k: G is the geometric mean of C_k and C_q^-1.
+Everything is made of matrix products alone, so that a GPU is never waited for: for positive definite A and B, repeating
+
+    Y <- Y (a I - b Z Y)      Z <- (a I - b Z Y) Z      from Y = A, Z = B
+
+with a = 3/2 and b = 1/2 (Newton-Schulz) leads to the geometric mean of A and B^-1 in Y and to its inverse in Z, as long as no
+eigenvalue of B A is above 1; with B = I these are square roots. Where the smallest one is known to be l^2, a = 3/2 r and
+b = r^3 / 2 with r^2 = 3 / (1 + l + l^2) come there in a third of the steps (Chen and Chow, "A stable scaling of Newton-Schulz
+for improving the sign function computation of a Hermitian matrix", 2014).
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST_VARIANCE = 1e-4
+"""Variance that every direction of the keys is given, as a share of the mean: less is rounding, or too few keys."""
+QUERY_SHARE = 0.6
+"""The same for the queries: those that come later stray from what the prompt's last ones were like."""
+LARGEST_SCALE = 2.0**40
+"""Keys are scaled by so much at most, either way, lest fp32 overflow."""
+_LEAST_ROOT = 2.0**-18
+"""Root of the least eigenvalue of B A as a share of the bound on the largest: what LEAST_VARIANCE and QUERY_SHARE leave at
+D = 256, where no direction can have more than D times the mean and the bound is sqrt(D) times too large at most."""
+
+
+class Fitted(NamedTuple):
+    """keys, queries: fp64 `[H_kv, D, D]`; a key `k` becomes `keys @ k`, a query `queries @ q`."""
+
+    keys: Tensor
+    queries: Tensor
+
+
+class Asked(NamedTuple):
+    """Uncentred second moments of `count` queries per KV head, fp64 `[H_kv, D, D]`."""
+
+    moments: Tensor
+    count: int
+
+    @staticmethod
+    def of(queries: Tensor, kv_heads: int) -> Asked:
+        """Of queries `[H_q, W, D]`, W > 0; those of a KV head's query heads count alike."""
+        rows = queries.double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
+        return Asked(rows.mT @ rows / rows.shape[1], rows.shape[1])
+
+
+def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
+    """The balanced transform, before the shared rotation: `keys.T @ queries` is the identity, and E|keys @ k|^2 = 1.
+
+    keys: second moments of `count` keys as they will be coded, fp64 `[H_kv, D, D]`. Fewer than 2 D keys know little of them, so
+    that they are then drawn towards a multiple of the identity; a few queries likewise. asked: the queries that will come; None
+    takes all directions as equally likely.
+    """
+    dim = keys.shape[-1]
+    known = min(1.0, count / (2 * dim))
+    of_keys = _even(keys, known, 1 - known + LEAST_VARIANCE)
+    if asked is None:
+        mean, _ = roots(of_keys)
+    else:
+        mean, _ = geometric_mean(of_keys, _even(asked.moments, 1.0, max(QUERY_SHARE, dim / (4 * asked.count))))
+    forward, back = roots(mean)
+    size = ((back.mT @ back) * keys).sum((-1, -2)).sqrt()[..., None, None]
+    scale = torch.where(size > 0, size.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), 1.0)
+    return Fitted(back / scale, forward * scale)
+
+
+def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and its inverse of positive definite matrices fp64 `[H, D, D]`, condition number below 1e9 or so."""
+    return geometric_mean(matrix, torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix))
+
+
+def geometric_mean(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The geometric mean of positive definite matrices A and B^-1, and its inverse, fp64 `[H, D, D]`.
+
+    The eigenvalues of B A span no more than `_LEAST_ROOT` ^ -2.
+    """
+    product = second @ first
+    bound = (product * product.mT).sum((-1, -2)).sqrt()  # root of the sum of the eigenvalues' squares
+    half = bound.sqrt()[..., None, None]
+    y, z = first / half, second / half
+    eye = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
+    for a, b in _STEPS:
+        step = torch.baddbmm(eye, z, y, beta=a, alpha=-b)
+        y, z = y @ step, step @ z
+    return y, z
+
+
+def _even(matrix: Tensor, share: float, more: float) -> Tensor:
+    """`share` of the matrix at mean variance 1 and `more` of the identity, which stands for a matrix that says nothing."""
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    usable = (mean > 0) & mean.isfinite()
+    return torch.where(usable, share / torch.where(usable, mean, 1.0) * matrix + more * eye, eye)
+
+
+def _steps(least: float) -> list[tuple[float, float]]:
+    """(a, b) until eigenvalues that begin at `least`^2 or above are 1 in fp64."""
+    found = []
+    while least < 1 - 1e-9:
+        r = sqrt(3 / (1 + least + least**2))
+        found.append((1.5 * r, 0.5 * r**3))
+        least = found[-1][0] * least - found[-1][1] * least**3
+    return [*found, (1.5, 0.5)]
+
+
+_STEPS = _steps(_LEAST_ROOT)
