@@ -46,7 +46,7 @@ def made(rows: Rows) -> str:
     for stage in rows.plan["stages"]:
         if stage.get("lane") == "trial":
             continue
-        wanted = len(specs_of(rows.plan, stage)) + 1
+        wanted = len(specs_of(rows.plan, stage, "")) + 1
         wanted *= sum(_samples(plan) for _, plan in runs_of(rows.plan, stage))
         runs = {name for name, _ in runs_of(rows.plan, stage)}
         models = sorted({model for model, run in rows.runs if run in runs}) or [stage.get("model", DEFAULT_MODEL)]
