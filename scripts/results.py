@@ -120,9 +120,8 @@ def run_share(
         suite = Suite(plan, asker, made, batch_tokens, stop=lambda: time.time() > until)
         settings = configuration(plan, model, *place, made, asker.chunk_tokens, batch_tokens)
         own = Shard(1 + (shard.number - 1 - before) % shard.count, shard.count)
-        tell, failed = reporting(path / folder)
-        pieces = suite.pieces(RunFolder(path / folder, settings, own), tell, failed)
-        turns.append((0.0, len(turns), pieces))
+        held = RunFolder(path / folder, settings, own)
+        turns.append((0.0, len(turns), suite.pieces(held, *reporting(held))))
         before += len(suite.works())
     while turns and time.time() < end:
         _, number, pieces = heapq.heappop(turns)
@@ -135,19 +134,20 @@ def run_share(
         print(f"{stage['name']}: the next stage begins", flush=True)
 
 
-def reporting(path: Path) -> tuple[Callable[[int, int, str], None], Callable[[str, Exception], None]]:
+def reporting(folder: RunFolder) -> tuple[Callable[[int, int, str], None], Callable[[str, Exception], None]]:
     """What says how far a run is and what has failed in it; both give memory of the GPU back to the other processes."""
     import torch
 
     began = time.monotonic()
 
     def tell(done: int, total: int, where: str) -> None:
-        print(f"{path.name} {done}/{total} {where} {time.monotonic() - began:.1f} s", flush=True)
+        last = folder.records[-1]["condition"] if folder.records else ""
+        print(f"{folder.path.name} {done}/{total} {where} {last} {time.monotonic() - began:.1f} s", flush=True)
         if torch.cuda.is_available() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _MOST_KEPT:
             torch.cuda.empty_cache()
 
     def failed(what: str, error: Exception) -> None:
-        print(f"FAILED {path.name}: {what}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+        print(f"FAILED {folder.path.name}: {what}: {type(error).__name__}: {str(error)[:400]}", flush=True)
         if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
