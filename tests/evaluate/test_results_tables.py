@@ -102,7 +102,7 @@ def test_rows_are_taken_from_packed_samples_and_read_again(tmp_path: Path) -> No
     texts = {name: make(again) for name, make in TABLES.items()}
     assert "| small | m | 1K | 2 of 12 |" in texts["made"] and "| long | m | 1K | 1 of 3 |" in texts["made"]
     assert "| One | 8 | −66.7 [−66.7, −66.7] |" in texts["overview"] and "| no |" in texts["targets"]
-    assert "| One (8) | 50.0 | 50.0 | 0.0 | 90.0 | 0.1250 |" in texts["generation"]
+    assert "| One (8) | 4 | 50.0 | 50.0 | 0.0 | 90.0 | 0.1250 |" in texts["generation"]
     assert draw(again, tmp_path) == ["results_recall_m_1k.svg", "results_kl_m_1k.svg"]
 
 
