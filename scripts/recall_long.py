@@ -1,7 +1,7 @@
 """Recall and attention mass of ParisKV's modes on real keys of long prompts, a row per prompt and mode.
 
     python scripts/recall_long.py capture FOLDER --model qwen2.5-coder-1.5b --context 32768 --samples 8 [--device cuda]
-    python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_long.csv [--processes 8]
+    python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_long.csv [--processes 8] [--device cuda]
     python scripts/recall_long.py capture FOLDER --continue TEXT --steps 1024 …      (a text decoded after each prompt)
     python scripts/recall_long.py late FOLDER --out benchmarks/results/recall_late.csv [--fitted 0.75] [--processes 8]
 
@@ -23,7 +23,7 @@ import csv
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -116,27 +116,27 @@ def record(folder: Path, name: str, context: int, samples: int, steps: int, devi
         print(f"sample {sample}: {ids.shape[1]} tokens", flush=True)
 
 
-def row(path: Path, name: str) -> dict[str, object]:
+def row(path: Path, name: str, device: str) -> dict[str, object]:
     """One mode over one prompt."""
     torch.set_num_threads(1)
-    trace, method = _loaded(path, name), MODES[name]()
+    trace, method = _loaded(path, name, device), MODES[name]()
     found = replay(trace, method, truth_k=_TRUTH)[-1].to_dict()
     info = trace.info
     own = {"model": info.model, "tokens": info.prompt_tokens, "sample": path.stem, "mode": name, "top_k": method.top_k}
     return {**own, "layers": len(info.layers), "steps": info.steps, **{c: found[c] for c in COLUMNS if c in found}}
 
 
-def _loaded(path: Path, name: str) -> Trace:
+def _loaded(path: Path, name: str, device: str) -> Trace:
     trace = Trace.load(path)
-    if name.startswith("each"):
-        trace = Trace(trace.info, {number: alone(layer) for number, layer in trace.layers.items()})
-    return trace
+    each = alone if name.startswith("each") else lambda layer: layer
+    moved = {n: LayerTrace(*(getattr(x, f.name).to(device) for f in fields(x))) for n, x in trace.layers.items()}
+    return Trace(trace.info, {number: each(layer) for number, layer in moved.items()})
 
 
-def late_row(path: Path, name: str, fitted: float) -> dict[str, object]:
+def late_row(path: Path, name: str, device: str, fitted: float) -> dict[str, object]:
     """One mode over one trace, with maps of the first part and with maps of everything."""
     torch.set_num_threads(1)
-    trace, method = _loaded(path, name), LATE_MODES[name]()
+    trace, method = _loaded(path, name, device), LATE_MODES[name]()
     info = trace.info
     steps = min(_MEASURED, info.steps)
     total = info.prompt_tokens + info.steps - steps
@@ -174,11 +174,11 @@ def _hits(trace: Trace, number: int, method: Method, part: int, first: int, step
         logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (len(keys), -1)), keys)
         truth = logits.topk(_TRUTH, -1).indices
         ids = state.attended_ids(0).long()
-        attended = torch.zeros(len(keys), zones.retrieval + 1, dtype=torch.bool)
+        attended = torch.zeros(len(keys), zones.retrieval + 1, dtype=torch.bool, device=ids.device)
         attended.scatter_(1, ids.where(ids >= 0, zones.retrieval), True)
         found = attended.unsqueeze(1).expand(-1, truth.shape[1], -1).gather(-1, truth)
         late = truth + zones.sink >= first - method.local_tokens  # what was in the window then was coded later
-        counts += torch.stack([(found & late).sum(), late.sum(), found.sum(), torch.tensor(found.numel())])
+        counts += torch.tensor([x.sum().item() for x in (found & late, late, found, torch.ones_like(found))])
     return counts
 
 
@@ -211,6 +211,7 @@ def main() -> None:
     for verb, name in ((second, "recall_long"), (third, "recall_late")):
         verb.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{name}.csv"))
         verb.add_argument("--processes", type=int, default=8)
+        verb.add_argument("--device", default="cpu", help="cuda: by the kernels")
     third.add_argument(
         "--fitted", type=float, default=0.75, help="share of a prompt that the maps know, if nothing was decoded"
     )
@@ -218,9 +219,10 @@ def main() -> None:
     if given.verb == "capture":
         record(given.folder, given.model, given.context, given.samples, given.steps, given.device, given.after)
     elif given.verb == "measure":
-        measure(given.folder, given.out, COLUMNS, row, MODES, given.processes)
+        measure(given.folder, given.out, COLUMNS, partial(row, device=given.device), MODES, given.processes)
     else:
-        measure(given.folder, given.out, LATE_COLUMNS, partial(late_row, fitted=given.fitted), LATE_MODES, given.processes)
+        own = partial(late_row, device=given.device, fitted=given.fitted)
+        measure(given.folder, given.out, LATE_COLUMNS, own, LATE_MODES, given.processes)
 
 
 if __name__ == "__main__":

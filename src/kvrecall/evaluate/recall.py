@@ -155,13 +155,14 @@ def _measure(
     error = ((out.float() - full).norm(dim=-1) / full.norm(dim=-1).clamp_min(1e-12)).mean().item()
     zone_mass = mass[..., start : start + length]
     resident = 1 - zone_mass.sum(-1)
-    attended = torch.ones(heads, length, dtype=torch.bool) if ids is None else _member(ids, length)
+    attended = torch.ones(heads, length, dtype=torch.bool, device=query.device) if ids is None else _member(ids, length)
     caught = (zone_mass * attended.unsqueeze(1)).sum(-1)
     best = zone_mass.gather(-1, truth).sum(-1)
     recall = attended.unsqueeze(1).expand_as(inside).gather(-1, truth).float().mean().item()
     coarse = float("nan")
     if candidates:
-        picked = torch.zeros(heads, candidates[0].shape[1], length, dtype=torch.bool).scatter_(-1, candidates[0], True)
+        picked = torch.zeros(heads, candidates[0].shape[1], length, dtype=torch.bool, device=query.device)
+        picked.scatter_(-1, candidates[0], True)
         coarse = picked.expand(-1, grouped.shape[1], -1).gather(-1, truth).float().mean().item()
     ratio = (caught / best.clamp_min(1e-12)).mean().item()
     count = attended.sum(-1).float().mean().item()
