@@ -2,10 +2,18 @@
 
     python scripts/recall_long.py capture FOLDER --model qwen2.5-coder-1.5b --context 32768 --samples 8 [--device cuda]
     python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_long.csv [--processes 8]
+    python scripts/recall_long.py capture FOLDER --continue TEXT --steps 1024 …      (a text decoded after each prompt)
+    python scripts/recall_long.py late FOLDER --out benchmarks/results/recall_late.csv [--fitted 0.75] [--processes 8]
 
 The prompts are needles among needles (`niah-multikey`), one seed each; every second layer is looked at. In modes "each head"
 every query head searches and attends by itself, as if it had a KV head of its own: then "recall" is the share of a head's own
 top-100 that it finds among `top_k` rows. In the others one search serves a group; every head is compared with its own truth.
+
+`late`: are keys that come after the prompt found as well as the prompt's? Twice the same keys and queries, the last steps of a
+trace: once the index has read the first part as its prompt and was given the others as a decode gives them, so centres and
+balanced maps know only the first part; once everything is its prompt. The first part is the trace's prompt where hundreds of
+tokens were decoded after it, and a share of it (`--fitted`) otherwise. "recall" is over a head's true top-100, "late recall"
+over those of them that are late, which are `late_share` of them.
 """
 
 from __future__ import annotations
@@ -13,19 +21,24 @@ from __future__ import annotations
 import argparse
 import csv
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from kvrecall import ParisKV
+from kvrecall import Exact, ParisKV
 from kvrecall.engine.prompts import DocumentPrompt
-from kvrecall.evaluate.recall import replay
+from kvrecall.evaluate.recall import prepared, replay
 from kvrecall.evaluate.tasks.base import Room
 from kvrecall.evaluate.tasks.registry import generated
 from kvrecall.evaluate.trace import LayerTrace, Trace, capture
+from kvrecall.methods.base import Method
+from kvrecall.pipeline import decode_step
+from kvrecall.structs import AttentionParams
 
 _TRUTH = 100
 _ROOM = 300
@@ -52,6 +65,20 @@ COLUMNS = ("model", "tokens", "sample", "mode", "top_k", "layers", "steps", "coa
            "zone_mass_ratio", "fetched_tokens")  # fmt: skip
 
 
+LATE_MODES: dict[str, Callable[[], Method]] = {
+    **MODES,
+    "group: exact, k 100": lambda: Exact(top_k=100, sink_tokens=64, local_tokens=256, gqa="mean_softmax"),
+}
+"""Exact has no maps: what it finds late and early says how hard the keys are, and both measurements must be the same."""
+
+LATE_COLUMNS = ("model", "tokens", "fitted_tokens", "sample", "mode", "top_k", "layers", "steps", "late_share", "late_recall",
+                "late_recall_all_fitted", "recall", "recall_all_fitted")  # fmt: skip
+_DECODED = 256
+"""From so many decoded tokens on they are the late ones."""
+_MEASURED = 16
+"""Last steps of a trace that are measured."""
+
+
 def _mode(top_k: int, beta: float, **options: object) -> ParisKV:
     return ParisKV(top_k=top_k, candidate_ratio=beta, collision_ratio=0.2, sink_tokens=64, local_tokens=256, **options)  # type: ignore[arg-type]
 
@@ -67,13 +94,14 @@ def alone(layer: LayerTrace) -> LayerTrace:
     return LayerTrace(keys, values, layer.queries, layer.prompt_queries)
 
 
-def record(folder: Path, name: str, context: int, samples: int, steps: int, device: str) -> None:
-    """Captures the prompts' keys, values and decode queries."""
+def record(folder: Path, name: str, context: int, samples: int, steps: int, device: str, after: Path | None) -> None:
+    """Captures the prompts' keys, values and decode queries. after: a text to decode instead of the greedy tokens."""
     from kvrecall.models import load
 
     model, tokenizer = load(name, "bfloat16", device)
     task = generated("niah-multikey")
     folder.mkdir(parents=True, exist_ok=True)
+    forced = None if after is None else tokenizer(after.read_text(), add_special_tokens=False)["input_ids"][: steps - 1]
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -83,7 +111,7 @@ def record(folder: Path, name: str, context: int, samples: int, steps: int, devi
         prompt = DocumentPrompt.of(tokenizer, document, task.instruction)
         ids = torch.tensor([prompt.ask(turn.question)], device=device)
         layers = tuple(range(1, model.config.num_hidden_layers, 2))
-        made = capture(model, ids, layers=layers, steps=steps, observe_queries=256, chunk_tokens=4096, name=name)
+        made = capture(model, ids, layers=layers, steps=steps, forced=forced, observe_queries=256, chunk_tokens=4096, name=name)
         made.save(folder / f"{sample}.safetensors")
         print(f"sample {sample}: {ids.shape[1]} tokens", flush=True)
 
@@ -91,22 +119,78 @@ def record(folder: Path, name: str, context: int, samples: int, steps: int, devi
 def row(path: Path, name: str) -> dict[str, object]:
     """One mode over one prompt."""
     torch.set_num_threads(1)
-    trace, method = Trace.load(path), MODES[name]()
-    if name.startswith("each"):
-        trace = Trace(trace.info, {number: alone(layer) for number, layer in trace.layers.items()})
+    trace, method = _loaded(path, name), MODES[name]()
     found = replay(trace, method, truth_k=_TRUTH)[-1].to_dict()
     info = trace.info
     own = {"model": info.model, "tokens": info.prompt_tokens, "sample": path.stem, "mode": name, "top_k": method.top_k}
     return {**own, "layers": len(info.layers), "steps": info.steps, **{c: found[c] for c in COLUMNS if c in found}}
 
 
-def measure(folder: Path, out: Path, processes: int) -> None:
-    """All modes over all prompts; every row is written as soon as it is there."""
-    paths = sorted(folder.glob("*.safetensors"), key=lambda path: int(path.stem))
+def _loaded(path: Path, name: str) -> Trace:
+    trace = Trace.load(path)
+    if name.startswith("each"):
+        trace = Trace(trace.info, {number: alone(layer) for number, layer in trace.layers.items()})
+    return trace
+
+
+def late_row(path: Path, name: str, fitted: float) -> dict[str, object]:
+    """One mode over one trace, with maps of the first part and with maps of everything."""
+    torch.set_num_threads(1)
+    trace, method = _loaded(path, name), LATE_MODES[name]()
+    info = trace.info
+    steps = min(_MEASURED, info.steps)
+    total = info.prompt_tokens + info.steps - steps
+    first = info.prompt_tokens if info.steps - steps >= _DECODED else int(info.prompt_tokens * fitted)
+    hits = {
+        part: torch.stack([_hits(trace, n, method, part, first, steps) for n in info.layers]).sum(0) for part in (first, total)
+    }
+    own = {"model": info.model, "tokens": total, "fitted_tokens": first, "sample": path.stem, "mode": name}
+    own |= {"top_k": method.top_k, "layers": len(info.layers), "steps": steps}
+    (late, late_truth, every, truth), (late_all, _, every_all, _) = hits[first].tolist(), hits[total].tolist()
+    shares = late_truth / truth, late / late_truth, late_all / late_truth, every / truth, every_all / truth
+    return own | dict(zip(LATE_COLUMNS[-5:], (round(share, 4) for share in shares), strict=True))
+
+
+@torch.inference_mode()
+def _hits(trace: Trace, number: int, method: Method, part: int, first: int, steps: int) -> torch.Tensor:
+    """Late true tokens that are attended, all late ones, all true ones that are attended, all of these: sums over heads and the
+    last steps. part: tokens that are the index's prompt. first: tokens before the late ones."""
+    layer, info = trace.layers[number], trace.info
+    params, total = AttentionParams(info.scaling), info.prompt_tokens + info.steps - steps
+    state = prepared(Trace(replace(info, prompt_tokens=part), {number: layer}), number, method)
+    if part < total:
+        # Maps are fitted when the first search needs them.
+        decode_step(
+            state, layer.queries[:1, :, None], *(x[None, :, part : part + 1] for x in (layer.keys, layer.values)), None, params
+        )
+        rest = slice(part + 1, total)
+        state.absorb(0, state.store.append_chunk(0, layer.keys[:, rest], layer.values[:, rest]), generated=True)
+    counts = torch.zeros(4, dtype=torch.float64)
+    for step in range(steps):
+        query, now = layer.queries[info.steps - steps + step], slice(total + step, total + step + 1)
+        zones = state.store.zones(0)
+        decode_step(state, query[None, :, None], layer.keys[None, :, now], layer.values[None, :, now], None, params)
+        keys = layer.keys[:, zones.sink : zones.sink + zones.retrieval].float()
+        logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (len(keys), -1)), keys)
+        truth = logits.topk(_TRUTH, -1).indices
+        ids = state.attended_ids(0).long()
+        attended = torch.zeros(len(keys), zones.retrieval + 1, dtype=torch.bool)
+        attended.scatter_(1, ids.where(ids >= 0, zones.retrieval), True)
+        found = attended.unsqueeze(1).expand(-1, truth.shape[1], -1).gather(-1, truth)
+        late = truth + zones.sink >= first - method.local_tokens  # what was in the window then was coded later
+        counts += torch.stack([(found & late).sum(), late.sum(), found.sum(), torch.tensor(found.numel())])
+    return counts
+
+
+def measure(
+    folder: Path, out: Path, columns: tuple[str, ...], own: Callable[..., object], names: Iterable[str], processes: int
+) -> None:
+    """All modes over all prompts, by a function of a file and a mode; every row is written as soon as it is there."""
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"), key=lambda path: path.stem.zfill(9))
     with out.open("w", newline="") as file, ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for done in as_completed([pool.submit(row, path, name) for name in MODES for path in paths]):
+        for done in as_completed([pool.submit(own, path, name) for name in names for path in paths]):
             writer.writerow(done.result())
             file.flush()
 
@@ -115,21 +199,28 @@ def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    first, second = verbs.add_parser("capture"), verbs.add_parser("measure")
-    for verb in (first, second):
+    first, second, third = (verbs.add_parser(verb) for verb in ("capture", "measure", "late"))
+    for verb in (first, second, third):
         verb.add_argument("folder", type=Path)
     first.add_argument("--model", default="qwen2.5-coder-1.5b")
     first.add_argument("--context", type=int, default=32768)
     first.add_argument("--samples", type=int, default=8)
     first.add_argument("--steps", type=int, default=4)
+    first.add_argument("--continue", dest="after", type=Path, help="text to decode after each prompt")
     first.add_argument("--device", default="cuda")
-    second.add_argument("--out", type=Path, default=Path("benchmarks/results/recall_long.csv"))
-    second.add_argument("--processes", type=int, default=8)
+    for verb, name in ((second, "recall_long"), (third, "recall_late")):
+        verb.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{name}.csv"))
+        verb.add_argument("--processes", type=int, default=8)
+    third.add_argument(
+        "--fitted", type=float, default=0.75, help="share of a prompt that the maps know, if nothing was decoded"
+    )
     given = parser.parse_args()
     if given.verb == "capture":
-        record(given.folder, given.model, given.context, given.samples, given.steps, given.device)
+        record(given.folder, given.model, given.context, given.samples, given.steps, given.device, given.after)
+    elif given.verb == "measure":
+        measure(given.folder, given.out, COLUMNS, row, MODES, given.processes)
     else:
-        measure(given.folder, given.out, given.processes)
+        measure(given.folder, given.out, LATE_COLUMNS, partial(late_row, fitted=given.fitted), LATE_MODES, given.processes)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ import torch
 
 import kvrecall
 from kvrecall.errors import ParameterError
-from kvrecall.evaluate.calibrate import calibrate, searches, watch_queries
+from kvrecall.evaluate.calibrate import calibrate, searches, watch_answers, watch_queries
+from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.suite import Suite
 from kvrecall.trigger import SemanticBoundary
+from tests.evaluate.asked import asker, compared
 from tests.integrations.models import tiny
 from tests.strategies import gaussian
 
@@ -68,3 +71,26 @@ def test_queries_of_a_model_are_watched_in_order() -> None:
     pieces, whole = (watch_queries(model, ids, chunk_tokens=c) for c in (7, 50))
     assert set(pieces) == {0, 1, 2} and pieces[1].shape == (50, 4, 64)
     torch.testing.assert_close(pieces[1], whole[1], atol=1e-5, rtol=1e-5)
+
+
+def test_every_sequence_begins_with_a_search() -> None:
+    """Where one ends and the next begins nothing is compared."""
+    parts = [walk(seed, 40) for seed in (3, 5, 7)]
+    found = calibrate({2: parts}, 5)
+    trigger = SemanticBoundary(found.threshold)
+    assert found.layers == {2: 120 / sum(searches(part, trigger) for part in parts)} and found.stride <= 5
+    with pytest.raises(ParameterError, match=r"steps in \[1, 40\]"):
+        calibrate({2: parts}, 41)
+
+
+def test_queries_of_answers_are_those_of_their_decode_steps() -> None:
+    plan = Plan(("json-kv:2", "multi-turn:2"), (400,), samples=1, seed=1)
+    answering, told = asker(), []
+    queries = watch_answers(answering, plan, on_progress=lambda *done: told.append(done))
+    assert told == [(0, 2), (1, 2), (2, 2)] and set(queries) == {0, 1}
+    assert len(queries[0]) == 3  # a look-up and two turns
+    records = [r for job in Suite(plan, answering, compared(8)[:1]).jobs()
+               for r in Suite(plan, answering, compared(8)[:1]).answer((job,), compared(8)[:1])]  # fmt: skip
+    # The first token of an answer comes from the question's last one, the last is written and not read.
+    assert sum(map(len, queries[0])) == sum(r["new_tokens"] for r in records) - 3
+    assert queries[1][0].shape[1:] == (2, 64)

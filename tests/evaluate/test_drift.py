@@ -103,3 +103,15 @@ def test_a_run_with_drift(tmp_path: Path) -> None:
     assert mean[1]["kl"] == pytest.approx(sum(r["windows"][1]["kl"] for r in own) / 2)
     records = RunFolder(tmp_path / "a", {}).records  # as read back, where JSON has made the layers' numbers text
     assert set(layer_recall(records)[label]) == {0, 1} and "full" not in layer_recall(records)
+
+
+def test_what_is_stopped_keeps_its_whole_windows(tmp_path: Path) -> None:
+    asked = iter(range(100))
+    found = measure(asker(), PROMPT, compared(8), steps=40, window=8, forced=FORCED, stop=lambda: next(asked) == 20)
+    whole = measure(asker(), PROMPT, compared(8), steps=16, window=8, forced=FORCED[:16])
+    for label, each in found.items():
+        assert [(w.first_step, w.steps) for w in each.windows] == [(0, 8), (8, 8)]
+        assert [w.agreement for w in each.windows] == [w.agreement for w in whole[label].windows]
+    folder = RunFolder(tmp_path, {})
+    Suite(Plan(("drift",), (200,), samples=1, steps=9, window=3), asker(), compared(8), stop=lambda: True).run(folder)
+    assert not folder.records  # nothing was measured, and it can be made another time

@@ -17,7 +17,7 @@ from scripts.tables.evaluation.pages import TABLES
 from scripts.tables.evaluation.rows import FOLDER, Answer, Rows
 
 PLAN: dict[str, Any] = {
-    "methods": {"One": "one@8", "Two": "two@8"},
+    "methods": {"One": "one@8", "Two": "{model}/two@8"},
     "sets": {"tasks": ["copy", "json-kv"], "both": ["One", "Two"]},
     "comparisons": {"systems": ["One", "Two"], "baselines": ["One", "Two"]},
     "wanted": {"One": 1},
@@ -102,18 +102,19 @@ def test_rows_are_taken_from_packed_samples_and_read_again(tmp_path: Path) -> No
     texts = {name: make(again) for name, make in TABLES.items()}
     assert "| small | m | 1K | 2 of 12 |" in texts["made"] and "| long | m | 1K | 1 of 3 |" in texts["made"]
     assert "| One | 8 | −66.7 [−66.7, −66.7] |" in texts["overview"] and "| no |" in texts["targets"]
-    assert "| One (8) | 50.0 | 50.0 | 0.0 | 90.0 | 0.1250 |" in texts["generation"]
+    assert "| One (8) | 4 | 50.0 | 50.0 | 0.0 | 90.0 | 0.1250 |" in texts["generation"]
     assert draw(again, tmp_path) == ["results_recall_m_1k.svg", "results_kl_m_1k.svg"]
 
 
 def test_a_run_grows_with_equal_settings_and_is_replaced_otherwise(tmp_path: Path) -> None:
     rows = Rows(PLAN, tmp_path)
     rows.add(packed(tmp_path / "a.gz", ("small", CONFIG, [record("full", 0, 1.0), record("one@8", 0, 0.0)])))
-    more = CONFIG | {"conditions": CONDITIONS | {"two@8": {}}}
-    rows.add(packed(tmp_path / "b.gz", ("small", more, [record("two@8", 0, 0.5), record("one@8", 0, 1.0)])))
+    more = CONFIG | {"conditions": CONDITIONS | {"m/two@8": {}}}
+    rows.add(packed(tmp_path / "b.gz", ("small", more, [record("m/two@8", 0, 0.5), record("one@8", 0, 1.0)])))
     assert [(a.method, a.score) for a in rows.answers] == [(FULL[0], 1.0), ("One", 1.0), ("Two", 0.5)]
     told = rows.add(packed(tmp_path / "c.gz", ("small", more | {"seed": 1}, [record("full", 0, 0.5)])))
     assert "in place of a run with other settings" in told[0] and [a.score for a in rows.answers] == [0.5]
+    assert (rows.drop("other"), rows.drop("small")) == (0, 1) and not rows.answers and not rows.runs
 
 
 @pytest.mark.parametrize("name", TABLES)

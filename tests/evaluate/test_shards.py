@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvrecall.errors import FolderInUseError, ParameterError
-from kvrecall.evaluate.plan import Plan, portions
+from kvrecall.evaluate.conditions import conditions
+from kvrecall.evaluate.plan import Plan, portions, share
 from kvrecall.evaluate.runs import RunFolder, Shard, key_of, read_records
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import summarise
@@ -43,8 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def test_shares_together_are_the_run(whole: list[dict], tmp_path: Path) -> None:
-    for number, share in enumerate(SHARES, 1):
-        run(tmp_path, share)
+    for number, own in enumerate(SHARES, 1):
+        run(tmp_path, own)
         assert len(list(tmp_path.glob("samples-*-of-03.jsonl"))) == number
     found = read_records(tmp_path)
     assert by_key(found) == by_key(whole) and len({key_of(r) for r in found}) == len(whole) == 2 * 8
@@ -60,8 +61,8 @@ def test_an_interrupted_share_goes_on_and_may_be_divided_otherwise(whole: list[d
         file.write(b'{"task": "ni')
     assert len(read_records(tmp_path)) == 3
     run(tmp_path, "2/3")
-    for share in ("1/2", "2/2"):
-        run(tmp_path, share)
+    for own in ("1/2", "2/2"):
+        run(tmp_path, own)
     assert by_key(read_records(tmp_path)) == by_key(whole)
 
 
@@ -144,3 +145,40 @@ def test_under_a_given_text_every_condition_is_a_piece_of_work(tmp_path: Path) -
     suite(plan).run(RunFolder(tmp_path / "one", plan.to_dict()))
     shared, one = (by_key(read_records(tmp_path / name)) for name in ("run", "one"))
     assert shared == one and len(one) == 2
+
+
+def test_no_process_has_the_same_task_in_every_round() -> None:
+    plan = Plan(("json-kv:2", "copy:3", "niah-multikey:2"), (400,), samples=3)
+    works = suite(plan).works()
+    found = [[(w.jobs[0].task, w.jobs[0].sample) for w in share(works, Shard(n, 3))] for n in (1, 2, 3)]
+    assert found[0] == [("json-kv:2", 0), ("copy:3", 1), ("niah-multikey:2", 2)]
+    assert all({task for task, _ in own} == set(plan.tasks) for own in found)
+    assert all(sorted(number for _, number in own) == [0, 1, 2] for own in found)
+    assert share(works, Shard()) == works
+
+
+def test_pieces_are_whole_and_what_is_left_can_be_made_later(whole: list[dict], tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, PLAN.to_dict() | {"conditions": ["full", f"{PARIS}@8"]})
+    pieces = suite().pieces(folder)
+    assert [next(pieces) for _ in range(3)] == [0, 1 / 8, 2 / 8] and len(folder.records) == 4
+    pieces.close()
+    assert by_key(run(tmp_path).records) == by_key(whole)
+
+
+def test_conditions_with_the_same_zones_answer_as_each_would_alone(tmp_path: Path) -> None:
+    """They share the rows on the host, also where an answer is long enough for rows to leave the window."""
+    plan, zones = Plan(("copy:20",), (400,), samples=2), "sink_tokens=4;local_tokens=16;update_interval=8"
+    named = ("exact:", "quest:", "h2o:", "louiskv:cluster_tokens=4;max_segment_tokens=8;", "snapkv:", "exact:gqa=max;")
+    specs = [f"{name}{zones}@16" for name in named]
+    other = "prkv:sink_tokens=0;local_tokens=16;update_interval=4@32"
+
+    def answers(*chosen: str) -> dict[str, list]:
+        folder = RunFolder(tmp_path / str(len(list(tmp_path.iterdir()))), {})
+        Suite(plan, asker(), conditions(list(chosen), []), 800).run(folder)
+        assert max(r["new_tokens"] for r in folder.records) > 24
+        return {spec: [r["answers"] for r in folder.records if r["condition"] == spec] for spec in chosen}
+
+    together = answers(*specs[:3], other, *specs[3:])
+    assert len({str(each) for each in together.values()}) > 3
+    for spec in (specs[0], specs[1], specs[4], specs[5], other):
+        assert answers(spec)[spec] == together[spec], spec

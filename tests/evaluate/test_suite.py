@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrecall import methods
 from kvrecall.engine.prompts import next_turn
 from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
 from kvrecall.evaluate.conditions import conditions, described
@@ -15,6 +16,7 @@ from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import heat_map, rounds, summarise
 from kvrecall.evaluate.tasks.base import Turn
 from kvrecall.evaluate.tasks.registry import generated
+from kvrecall.methods.files import save_method
 from tests.evaluate.asked import PARIS, asker, compared, without_times, written
 from tests.tiny import CHAT, tiny_tokenizer
 
@@ -197,3 +199,14 @@ def test_a_second_turn_goes_on_where_the_template_would(chat: bool) -> None:
     assert ids == tokenizer(rest, add_special_tokens=False)["input_ids"]
     # What looks like a marker in a question stays text.
     assert tokenizer.convert_tokens_to_ids("<end>") not in next_turn(tokenizer, "the <end> boat")[2:-2]
+
+
+def test_a_file_can_be_given_a_budget(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    save_method(methods.get("louiskv", threshold=(0.0, 0.5)), file, layers=2)
+    own, given = conditions([f"{file}", f"{file}@24"], [], 2)[1:]
+    assert (own.label, own.budget, own.method.top_k) == (str(file), None, 512)
+    assert (given.label, given.budget, given.method.top_k) == (f"{file}@24", 24, 24)
+    save_method(methods.get("louiskv", per_layer={1: {"top_k": 8}}), file)
+    with pytest.raises(ParameterError, match="no @ behind a method whose layers have budgets"):
+        conditions([f"{file}@24"], [])

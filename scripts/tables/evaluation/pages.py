@@ -46,7 +46,7 @@ def made(rows: Rows) -> str:
     for stage in rows.plan["stages"]:
         if stage.get("lane") == "trial":
             continue
-        wanted = len(specs_of(rows.plan, stage)) + 1
+        wanted = len(specs_of(rows.plan, stage, "")) + 1
         wanted *= sum(_samples(plan) for _, plan in runs_of(rows.plan, stage))
         runs = {name for name, _ in runs_of(rows.plan, stage)}
         models = sorted({model for model, run in rows.runs if run in runs}) or [stage.get("model", DEFAULT_MODEL)]
@@ -123,11 +123,10 @@ def generation(rows: Rows) -> str:
             if recalls:
                 first, last = 100 * recalls[0], 100 * recalls[-1]
                 ends = f"{first:.1f}", f"{last:.1f}", _signed(last - first)
-            table.append((label, *ends, f"{100 * agreement:.1f}", f"{kl:.4f}"))
-        headings = ("method", "recall@100, first window", "last window", "change", "agreement", "KL (nats)")
-        shown = next(iter(lines.values()))
-        steps = shown[-1]["first_step"] + shown[-1]["steps"]
-        told = f"{steps:,} tokens after a prompt of {_length(context)}, in windows of {shown[0]['steps']}."
+            table.append((label, f"{steps:,}", *ends, f"{100 * agreement:.1f}", f"{kl:.4f}"))
+        headings = ("method", "tokens", "recall@100, first window", "last window", "change", "agreement", "KL (nats)")
+        size = next(iter(lines.values()))[0]["steps"]
+        told = f"After a prompt of {_length(context)}, in windows of {size} tokens; those that were stopped earlier have fewer."
         figures = [f"![{n}](figures/{figure_name(n, model, context)})" for n in ("recall", "kl")]
         parts.append("\n\n".join([f"**{model}.** {told}", markdown(headings, table), *figures]))
     return "\n\n".join(parts) or "Nothing yet."

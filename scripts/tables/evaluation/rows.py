@@ -96,7 +96,7 @@ class Rows:
             if stage is None or stage.get("lane") == "trial" or not records:
                 told.append(f"{run}: left out ({'no samples' if stage and not records else 'no stage of the results'})")
                 continue
-            names = {FULL: FULL_NAME} | specs_of(self.plan, stage)
+            names = {FULL: FULL_NAME} | specs_of(self.plan, stage, config["model"])
             key = (config["model"], run)
             said = self._replaced(key, config)
             if unknown := sorted({r["condition"] for r in records} - names.keys()):
@@ -110,6 +110,14 @@ class Rows:
         self.answers.sort(key=self._place)
         self.windows.sort(key=self._place)
         return told
+
+    def drop(self, run: str) -> int:
+        """Forgets a run, of all models; returns the number of its rows."""
+        before = len(self.answers) + len(self.windows)
+        self.runs = {key: config for key, config in self.runs.items() if key[1] != run}
+        self.answers = [a for a in self.answers if a.run != run]
+        self.windows = [w for w in self.windows if w.run != run]
+        return before - len(self.answers) - len(self.windows)
 
     def _replaced(self, key: tuple[str, str], config: dict[str, Any]) -> str:
         held = self.runs.get(key)

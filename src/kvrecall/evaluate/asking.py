@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ _LEFT = 2
 
 @dataclass(frozen=True)
 class Asker:
-    """A model that answers. chunk_tokens: tokens per piece of prefill."""
+    """A model that answers. chunk_tokens: tokens per piece of prefill. capture: see `engine.generate`."""
 
     model: PreTrainedModel
     tokenizer: Any
     chunk_tokens: int = 1024
+    capture: bool | None = False
 
     @property
     def limit_tokens(self) -> int | None:
@@ -92,10 +93,10 @@ class Asker:
         return Conversation(texts, len(ids) - new, new, prefill, decode)
 
     def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
-        # Answers are short: capturing a graph for each would take longer than they do.
+        # Answers are short: capturing a graph for each may take longer than they do.
         return engine.generate(
             self.model, self.tokenizer, ids, cache, max_new_tokens=answer_tokens, chunk_tokens=self.chunk_tokens,
-            attention_mask=mask, capture=False,
+            attention_mask=mask, capture=self.capture,
         )  # fmt: skip
 
 
@@ -106,13 +107,22 @@ class Readings:
     ids: Tensor
     mask: Tensor | None
     base: RetrievalCache
+    _sorted: list[RetrievalCache] = field(default_factory=list, repr=False)
+    """The same rows in the zones of the last condition, if any; its fork and those of the next with such zones share them."""
 
     def fork(self, condition: Condition) -> RetrievalCache:
         """A cache that holds what was read, under a condition's method, with counters at zero.
 
-        Full attention keeps every row on the device, where it was read.
+        Full attention keeps every row on the device, where it was read. Conditions that follow each other and have the same
+        zones share one copy on the host: sending and page-locking one takes longer than many an answer.
         """
-        return self.base.fork(None if condition.method.top_k is None else condition.method)
+        if condition.method.top_k is None:
+            return self.base.fork()
+        zones = condition.method.zone_sizes()
+        if not self._sorted or self._sorted[0].method.zone_sizes() != zones:
+            self._sorted.clear()  # its memory may be what the next one needs
+            self._sorted.append(self.base.fork(Full(**asdict(zones))))
+        return self._sorted[0].fork(condition.method)
 
 
 @dataclass(frozen=True)

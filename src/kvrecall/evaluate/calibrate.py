@@ -1,17 +1,25 @@
-"""Finds LouisKV's threshold tau for a wanted mean stride on given text (the paper: 5 for long inputs, 16 for long outputs)."""
+"""Finds LouisKV's threshold tau for a wanted mean stride (the paper: 5 for long inputs, 16 for long outputs).
+
+The queries are those of a given text, or of the steps in which full attention answers generated tasks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.engine.generate import GenerateResult
 from kvrecall.engine.prefill import prefill
 from kvrecall.errors import ParameterError
+from kvrecall.evaluate.asking import Asker
+from kvrecall.evaluate.conditions import FULL, Condition
+from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.suite import Suite
 from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.methods.full import Full
 from kvrecall.trigger import SemanticBoundary, mean_cosine
@@ -46,8 +54,47 @@ def watch_queries(
     return {number: torch.cat(parts) for number, parts in seen.items()}
 
 
+@dataclass(frozen=True)
+class _Watching(Asker):
+    """Keeps the queries of the decode steps of its answers: per layer a list per answer, with a list per step."""
+
+    seen: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+
+    def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
+        for layer in cache.retrieval_layers:
+            self.seen.setdefault(layer.number, []).append([])
+
+        def keep(number: int, queries: Tensor) -> None:
+            if (
+                queries.shape[2] == 1
+            ):  # the last tokens of a question come as a chunk, and a search after them has no query before
+                self.seen[number][-1].append(queries[0, :, 0].cpu().clone())
+
+        cache.on_queries = keep
+        return super()._generate(ids, cache, answer_tokens, mask)
+
+
+def watch_answers(
+    asker: Asker, plan: Plan, *, on_progress: Callable[[int, int], None] | None = None
+) -> dict[int, list[Tensor]]:
+    """Post-RoPE queries of the steps in which full attention answers the samples of a plan, on the CPU.
+
+    Per layer a tensor `[steps, H_q, D]` for each answer (each turn of a conversation). on_progress: (samples done, in all).
+    """
+    watching = _Watching(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, or it would see nothing
+    suite = Suite(plan, watching, [Condition(FULL, Full(), None)])
+    jobs = list(suite.jobs())
+    for done, job in enumerate(jobs):
+        if on_progress:
+            on_progress(done, len(jobs))
+        list(suite.answer((job,), suite.conditions))
+    if on_progress:
+        on_progress(len(jobs), len(jobs))
+    return {number: [torch.stack(steps) for steps in parts if steps] for number, parts in watching.seen.items()}
+
+
 def calibrate(
-    queries: dict[int, Tensor],
+    queries: Mapping[int, Tensor | Sequence[Tensor]],
     stride: float,
     trigger: SemanticBoundary | None = None,
     *,
@@ -56,23 +103,25 @@ def calibrate(
 ) -> Calibration:
     """The smallest tau whose mean stride over the layers is at most `stride`, to 0.001.
 
-    queries: per layer `[T, H_q, D]` of consecutive tokens. trigger: its other settings are kept. dense_layers do not count.
+    queries: per layer `[T, H_q, D]` of consecutive tokens, or several of these, each from a sequence of its own, whose first
+    step always searches. trigger: its other settings are kept. dense_layers do not count.
     per_layer: a tau for every layer, each with that stride; one for all lets few layers make most of the searches.
     """
     trigger = trigger or SemanticBoundary()
-    kept = {n: q.float() for n, q in queries.items() if n not in dense_layers}
-    steps = min((len(q) for q in kept.values()), default=0)
+    kept = {n: _floats(q) for n, q in queries.items() if n not in dense_layers}
+    steps = min(map(_steps, kept.values()), default=0)
     if steps < 2:
         raise ParameterError("queries", "2 tokens or more in a layer that is not dense", steps, "Give more text.")
-    if not 1 <= stride <= steps:
-        raise ParameterError("stride", f"a number of steps in [1, {steps}]", stride, "The paper uses 5 and 16.")
+    longest = min(_steps(q) / len(q) for q in kept.values())
+    if not 1 <= stride <= longest:
+        raise ParameterError("stride", f"a number of steps in [1, {longest:g}]", stride, "The paper uses 5 and 16.")
     if per_layer:
         single = {n: _smallest({n: q}, stride, trigger) for n, q in kept.items()}
         found = tuple(single.get(n, 0.0) for n in range(max(single) + 1))
     else:
         found = _smallest(kept, stride, trigger)
     chosen = replace(trigger, threshold=found)
-    layers = {n: len(q) / searches(q, chosen, n) for n, q in kept.items()}
+    layers = {n: _mean_stride({n: q}, chosen) for n, q in kept.items()}
     return Calibration(found, _mean_stride(kept, chosen), layers)
 
 
@@ -84,7 +133,15 @@ def searches(queries: Tensor, trigger: SemanticBoundary, layer: int = 0) -> int:
     return sum(state.fires(query[None], [0])[0] for query in queries)
 
 
-def _smallest(queries: dict[int, Tensor], stride: float, trigger: SemanticBoundary) -> float:
+def _floats(queries: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [q.float() for q in ([queries] if isinstance(queries, Tensor) else queries)]
+
+
+def _steps(queries: list[Tensor]) -> int:
+    return sum(map(len, queries))
+
+
+def _smallest(queries: dict[int, list[Tensor]], stride: float, trigger: SemanticBoundary) -> float:
     low, high = -1000, 1000  # thousandths; more searches the higher tau is
     while low < high:
         middle = (low + high) // 2
@@ -95,5 +152,5 @@ def _smallest(queries: dict[int, Tensor], stride: float, trigger: SemanticBounda
     return low / 1000
 
 
-def _mean_stride(queries: dict[int, Tensor], trigger: SemanticBoundary) -> float:
-    return sum(map(len, queries.values())) / sum(searches(q, trigger, n) for n, q in queries.items())
+def _mean_stride(queries: dict[int, list[Tensor]], trigger: SemanticBoundary) -> float:
+    return sum(map(_steps, queries.values())) / sum(searches(q, trigger, n) for n, parts in queries.items() for q in parts)

@@ -19,7 +19,7 @@ _SUFFIXES = (".json", ".toml")
 @dataclass(frozen=True)
 class Condition:
     """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention, for methods
-    that retrieve nothing, and for methods from files, whose layers may have budgets of their own."""
+    that retrieve nothing, and for methods from files that were given none: their layers may have budgets of their own."""
 
     name: str
     method: Method
@@ -51,7 +51,9 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
         method = _method(spec, layers)
         if method.top_k is None:
             continue  # full attention is there already
-        if method.per_layer or spec.endswith(_SUFFIXES) or not method.top_k:
+        if own and any("top_k" in dict(values) for _, values in method.per_layer):
+            raise ParameterError("--methods", "no @ behind a method whose layers have budgets", given, "Remove it.")
+        if (own is None and (method.per_layer or spec.endswith(_SUFFIXES))) or not method.top_k:
             found.append(Condition(spec, method, None))
             continue
         for budget in [own] if own else budgets or [method.top_k]:

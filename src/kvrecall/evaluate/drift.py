@@ -8,7 +8,7 @@ step, and what a method attends to can be compared with its true top-k. The toke
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.cache.transfer import bring
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate.asking import Asker, costs
@@ -93,9 +94,11 @@ def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.
 
 @torch.inference_mode()
 def measure(
-    asker: Asker, prompt: list[int], found: list[Condition], *, steps: int, window: int, forced: list[int] | None = None
-) -> dict[str, Drift]:
-    """Drift of each condition, by label. forced: ids to decode, `steps` of them."""
+    asker: Asker, prompt: list[int], found: list[Condition], *, steps: int, window: int, forced: list[int] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> dict[str, Drift]:  # fmt: skip
+    """Drift of each condition, by label. forced: ids to decode, `steps` of them. stop: asked before each step; after True there
+    are only the windows that are whole, perhaps none."""
     reference = Condition(FULL, Full(), None)
     readings = asker.read([prompt[:-1]], [reference, *found], len(prompt) + steps, left=0)
     full = readings.fork(reference)
@@ -105,11 +108,14 @@ def measure(
     with attach(asker.model):
         truths = iter(()) if forced is None else _ahead(asker, full, [*prompt[-1:], *forced[: steps - 1]])
         for step in range(steps):
+            if stop is not None and stop():
+                steps = step // window * window
+                break
             truth = _step(asker, full, token) if forced is None else next(truths)
             for each in watched.values():
                 each.compare(step, truth, truth if each.cache is full else each.step(asker, token, step))
             token = truth.argmax()[None, None] if forced is None else asker.tensor([forced[step]])
-    return {label: each.result(window, len(prompt)) for label, each in watched.items()}
+    return {label: each.result(window, steps, len(prompt)) for label, each in watched.items()}
 
 
 def _step(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
@@ -153,8 +159,9 @@ class _Watched:
             assert state is not None
             if state.index is None or not zone or not (state.held or state.static[0] is not None):
                 continue
-            keys = torch.cat([block[:, :, 0] for block in state.store.host[0].blocks()], 1)[:, :zone]
-            recall = top_k_recall(query, keys, state.attended_ids(0).cpu(), TRUTH_K)
+            blocks = state.store.host[0].blocks(on_device=True)
+            keys = torch.cat([bring(block, query.device)[:, :, 0] for block in blocks], 1)[:, :zone]
+            recall = top_k_recall(query, keys, state.attended_ids(0).to(query.device), TRUTH_K)
             self.recalled.append((step, state.layer, recall.mean().item()))
         return logits
 
@@ -163,9 +170,9 @@ class _Watched:
         self.agreed.append(bool(truth.argmax() == own.argmax()))
         self.kl.append(max(0.0, float((truth.exp() * (truth - own)).sum())))
 
-    def result(self, window: int, prompt_tokens: int) -> Drift:
+    def result(self, window: int, steps: int, prompt_tokens: int) -> Drift:
         windows = []
-        for first in range(0, len(self.kl), window):
+        for first in range(0, steps, window):
             agreed, kl = self.agreed[first : first + window], self.kl[first : first + window]
             recalls = [r for step, _, r in self.recalled if first <= step < first + window]
             windows.append(Window(first, len(kl), _mean(agreed), _mean(kl), _mean(recalls) if recalls else None))
@@ -186,7 +193,7 @@ def _queries(cache: RetrievalCache) -> Iterator[dict[int, tuple[Tensor, int]]]:
     def watch(number: int, queries: Tensor) -> None:
         state = cache.retrieval_layers[places[number]].state
         assert state is not None
-        seen[places[number]] = queries[0, :, -1].cpu().clone(), state.store.zones(0).retrieval
+        seen[places[number]] = queries[0, :, -1].clone(), state.store.zones(0).retrieval
 
     cache.on_queries = watch
     try:

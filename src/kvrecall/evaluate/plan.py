@@ -129,15 +129,17 @@ def portions(jobs: Iterator[Job], conditions: list[Condition], batch_tokens: int
 def share(works: Iterable[Work], shard: Shard) -> list[Work]:
     """The works of one process, in the order in which it does them.
 
-    Where several share a run, the tasks take turns, so that a run that is cut short has some samples of each.
+    Where several share a run, the tasks take turns, so that a run that is cut short has some samples of each; every round
+    begins with the next task, so that no process has the same task all the time: some take much longer than others.
     """
     listed = list(works)
     if shard.count > 1:
+        places = {task: place for place, task in enumerate(dict.fromkeys(work.jobs[0].task for work in listed))}
         turns: Counter[str] = Counter()
-        ranked: list[tuple[int, Work]] = []
+        ranked: list[tuple[int, int, Work]] = []
         for work in listed:
             task = work.jobs[0].task
-            ranked.append((turns[task], work))
+            ranked.append((turns[task], (places[task] - turns[task]) % len(places), work))
             turns[task] += 1
-        listed = [work for _, work in sorted(ranked, key=lambda pair: pair[0])]
+        listed = [work for _, _, work in sorted(ranked, key=lambda each: each[:2])]
     return [work for place, work in enumerate(listed) if shard.has(place)]

@@ -193,7 +193,7 @@ def top_k_recall(query: Tensor, keys: Tensor, ids: Tensor, k: int) -> Tensor:
 
 def _member(ids: Tensor, tokens: int) -> Tensor:
     """bool `[H_kv, tokens]`: which tokens are among the padded ids `[H_kv, K]`."""
-    member = torch.zeros(ids.shape[0], tokens + 1, dtype=torch.bool)
+    member = torch.zeros(ids.shape[0], tokens + 1, dtype=torch.bool, device=ids.device)
     member.scatter_(1, torch.where(ids < 0, tokens, ids).long(), True)
     return member[:, :tokens]
 

@@ -13,7 +13,7 @@ from kvrecall.errors import ContextLengthError, ParameterError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
 from kvrecall.evaluate.conditions import Condition
-from kvrecall.evaluate.plan import Job, Plan, portions, share
+from kvrecall.evaluate.plan import Job, Plan, Work, portions, share
 from kvrecall.evaluate.problems import FORMATS, Problem, read_problems
 from kvrecall.evaluate.runs import Record, RunFolder, key_of
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
@@ -26,7 +26,7 @@ _LEAST_TOKENS = 64
 
 @dataclass
 class Suite:
-    """A plan for a model under conditions. batch_tokens: see `plan.portions`.
+    """A plan for a model under conditions. batch_tokens: see `plan.portions`. stop: ends long generation, see `drift.measure`.
 
     Raises before anything runs if a context is too long for the model or too short for a task.
     """
@@ -35,6 +35,7 @@ class Suite:
     asker: Asker
     conditions: list[Condition]
     batch_tokens: int = 0
+    stop: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         for spec in self.plan.tasks:
@@ -98,29 +99,45 @@ class Suite:
         on_error: called with what ran and its error, and the run goes on with the next condition; without it the error ends
         the run. Raises FolderInUseError while another process writes the same share.
         """
-        works = share(portions(self.jobs(), self.conditions, self.batch_tokens), folder.shard)
+        for _ in self.pieces(folder, on_progress, on_error):
+            pass
+
+    def works(self) -> list[Work]:
+        """All pieces of work, whoever does them."""
+        return list(portions(self.jobs(), self.conditions, self.batch_tokens))
+
+    def pieces(
+        self,
+        folder: RunFolder,
+        on_progress: Callable[[int, int, str], None] | None = None,
+        on_error: Callable[[str, Exception], None] | None = None,
+    ) -> Iterator[float]:
+        """As `run`, piece by piece: before each it gives the share of the pieces that are done, in [0, 1). To close it between
+        two leaves nothing half done."""
+        works = share(self.works(), folder.shard)
         with folder.claimed():
             total = sum(len(work.keys) for work in works)
             done = total - sum(len(folder.missing(work.keys)) for work in works)
             tell = on_progress or (lambda *_: None)
-            for work in works:
+            for number, work in enumerate(works):
                 # A batch is answered in whole if any of it is missing: in another batch, rounding could change an answer.
                 missing = [c for c in work.conditions if folder.missing(job.key(c) for job in work.jobs)]
                 if not missing:
                     continue
+                yield number / len(works)
                 job = work.jobs[0]
                 where = job.task if job.context is None else f"{job.task} {job.context:,}"
                 tell(done, total, where)
-                for record in self._answer(work.jobs, missing, on_error):
+                for record in self.answer(work.jobs, missing, on_error):
                     if key_of(record) not in folder.done:
                         folder.add(record)
                         done += 1
                         tell(done, total, where)
 
-    def _answer(
-        self, jobs: tuple[Job, ...], missing: list[Condition], on_error: Callable[[str, Exception], None] | None
+    def answer(
+        self, jobs: tuple[Job, ...], missing: list[Condition], on_error: Callable[[str, Exception], None] | None = None
     ) -> Iterator[Record]:
-        """Records of the jobs under the conditions."""
+        """Records of jobs that are answered together, under the conditions. on_error: see `run`."""
         steps = self._steps(jobs, missing)
         label = "the prompt"
         while True:
@@ -213,8 +230,10 @@ class Suite:
         assert job.context is not None
         plan = self.plan
         prompt, forced = drift.prompt_of(job.task, self.asker.tokenizer, job.context, plan.steps, self._draw(job))
-        measured = drift.measure(self.asker, prompt, missing, steps=plan.steps, window=plan.window, forced=forced)
-        return [job.record(condition) | measured[condition.label].to_dict() for condition in missing]
+        sizes = {"steps": plan.steps, "window": plan.window}
+        measured = drift.measure(self.asker, prompt, missing, **sizes, forced=forced, stop=self.stop)
+        found = [(condition, measured[condition.label]) for condition in missing]
+        return [job.record(condition) | own.to_dict() for condition, own in found if own.windows]
 
 
 def _scored(task: Task, turns: tuple[Turn, ...], said: Conversation) -> Record:

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvrecall import small_floats
 from kvrecall.errors import ParameterError
 from kvrecall.index.sphere import SphereConfig, compiled_encode
 from kvrecall.index.sphere.codes import encode, weight_values
 from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.schedule import RatioStep
 from tests.index.sphere.build import index_of, search_both, shape, synthetic_keys
 from tests.strategies import HEAD_DIMS, MODES, SEEDS, examples, gaussian
 
@@ -57,6 +59,23 @@ def test_compiled_ids_are_the_references_ids(
     own = OWN | {"norms": norms, "weight_dtype": weight, "center": center}
     index = index_of(keys, group, gqa=mode, min_candidates_per_k=2, **own)
     search_both(index, gaussian(seed + 9, 3, 2 * group, dim), 7)
+
+
+def found_share(keys: Tensor, queries: Tensor, **config: Any) -> float:
+    """Share of each query's best 20 among its 60 candidates, one head."""
+    steps = (RatioStep(None, 60 / keys.shape[1], 1.0),)
+    index = index_of([keys], 1, schedule=steps, min_candidates_per_k=1, gqa="mean_q", **config)
+    shares = []
+    for query in queries:
+        found = set(search_both(index, query[None, None], 60).ids.flatten().tolist())
+        shares.append(len(found & set((keys[0] @ query).topk(20).indices.tolist())) / 20)
+    return sum(shares) / len(shares)
+
+
+def test_keys_of_uneven_length_are_told_apart() -> None:
+    keys = gaussian(1, 1, 2000, 64) * gaussian(2, 1, 2000, 1).exp()
+    queries = gaussian(3, 20, 64)
+    assert found_share(keys, queries, **OWN) > 0.8 > 0.6 > found_share(keys, queries, **OWN | {"norms": False})
 
 
 def test_norms_follow_their_tokens() -> None:

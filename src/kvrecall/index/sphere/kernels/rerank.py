@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.index.sphere.kernels.encode import weight_values
+from kvrecall.index.sphere.kernels.scan import read_scores
 from kvrecall.overlap import begin, end
 
 
@@ -45,7 +46,7 @@ def compact_kernel(
         cut = tl.where(equal_before + equal_here <= room, least, least + 1)
         for i_sub in range(SUB):
             o_t = i_tile * (SUB * T) + i_sub * T + tl.arange(0, T)
-            b_score = tl.load(p_score + o_t, mask=o_t < tokens, other=0).to(tl.int32)
+            b_score = read_scores(p_score, o_t, tokens)
             b_keep = (b_score >= cut).to(tl.int32)
             if divided:
                 b_equal = (b_score == least).to(tl.int32)

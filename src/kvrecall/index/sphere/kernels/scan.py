@@ -13,6 +13,16 @@ from kvrecall.overlap import begin, end
 
 
 @triton.jit
+def read_scores(p_score, o_t, tokens):
+    """Scores of tokens `o_t`, 0 for those that are not there.
+
+    Sixteen neighbours are read at once if any of them is real: a mask that divided them would have bytes read one by one.
+    """
+    b_score = tl.load(p_score + o_t, mask=o_t // 16 < (tokens + 15) // 16, other=0)
+    return tl.where(o_t < tokens, b_score.to(tl.int32), 0)
+
+
+@triton.jit
 def tally(
     p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_tile, CAPACITY, TILES,
     S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, BINS: tl.constexpr,
@@ -28,7 +38,7 @@ def tally(
     for i_sub in range(SUB):
         o_t = i_first + i_sub * T + tl.arange(0, T)
         m_t = o_t < tokens
-        b_score = tl.load(p_score + o_t, mask=m_t, other=0).to(tl.int32)
+        b_score = read_scores(p_score, o_t, tokens)
         if any_zero != 0:
             b_norm = tl.zeros([T], tl.float32)
             for s in range(S):

@@ -153,7 +153,10 @@ class GpuSearch:
         """Scores of all tokens and their histogram."""
         capacity, width = tables.signs.shape[2:]
         if self._scores is None or self._scores.shape[1] != capacity:
-            self._scores = torch.empty(self._total.shape[0], capacity, dtype=torch.uint8, device=self._total.device)
+            # Scores are read sixteen at a time, the last ones too.
+            own = self._total.shape[0] * capacity
+            room = torch.empty(own + 15, dtype=torch.uint8, device=self._total.device)
+            self._scores = room[:own].view(-1, capacity)
         barred = tables.signs if tables.barred is None else tables.barred
         written, sizes = (plan, fire, self._scores, self._reach, self._total), (self._heads, capacity, self._tiles)
         if self.stage1 == "product":
