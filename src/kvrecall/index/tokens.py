@@ -64,21 +64,3 @@ def zone_rows(source: RowSource, start: int, stop: int) -> Tensor:
         if not left:
             break
     return torch.cat(parts, 1)
-
-
-def keys_of(source: RowSource, start: int, stop: int, device: torch.device) -> Tensor:
-    """Keys `[H_kv, stop - start, D]` of a stretch of the retrieval zone, on the device; start < stop.
-
-    Values travel with them: a head's rows are one run of bytes, which is copied faster than half of it in pieces.
-    """
-    parts, left = [], stop - start
-    for block in source.blocks(start):
-        block = block[:, :left]
-        near = torch.empty(block.shape, dtype=block.dtype, device=device)
-        for head, own in zip(near, block, strict=True):
-            head.copy_(own, non_blocking=True)
-        parts.append(near[:, :, 0])
-        left -= block.shape[1]
-        if not left:
-            break
-    return torch.cat(parts, 1)

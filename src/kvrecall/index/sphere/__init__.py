@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.index.ahead import keys_ahead
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
@@ -18,7 +19,6 @@ from kvrecall.index.sphere.maps import OBSERVED_QUERIES, Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, as_steps, check_schedule, stage_sizes
 from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import keys_of
 from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
 from kvrecall.select.queries import ObservedQueries
@@ -176,19 +176,19 @@ class SphereIndex(Index):
         """Fits the maps of a sequence that has none and codes the tokens that waited; may be called again after an error."""
         if not self._waiting[sequence]:
             return
-        source, length = self._sources[sequence], self.lengths[sequence]
-        starts = range(0, length, _ENCODE_TOKENS)
+        source, length, device = self._sources[sequence], self.lengths[sequence], self._signs.rows.device
 
-        def piece(start: int) -> Tensor:
-            return keys_of(source, start, min(start + _ENCODE_TOKENS, length), self._signs.rows.device)
+        def every_key() -> Iterator[Tensor]:
+            with keys_ahead(source, 0, length, _ENCODE_TOKENS, device) as pieces:
+                yield from pieces
 
-        if not self.maps.fitted[sequence]:
-            self.maps.fit(sequence, length, map(piece, starts))
-        self.reserve(length)
-        while self._waiting[sequence]:
-            codes = self._encode(sequence, piece(self._signs.lengths[sequence]))
-            self._append_codes(sequence, codes)
-            self._waiting[sequence] -= codes.signs.shape[1]
+        with keys_ahead(source, self._signs.lengths[sequence], length, _ENCODE_TOKENS, device) as pieces:
+            if not self.maps.fitted[sequence]:
+                self.maps.fit(sequence, length, every_key())
+            self.reserve(length)
+            for keys in pieces:
+                self._append_codes(sequence, self._encode(sequence, keys))
+                self._waiting[sequence] -= keys.shape[1]
 
     def _append_codes(self, sequence: int, codes: Codes) -> None:
         for table, rows in zip(self._tables, codes.parts, strict=True):

@@ -1,0 +1,42 @@
+"""Keys come back from the host whole and in order, from whichever segments they lie in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrecall.cache.host_pool import HostPool
+from kvrecall.index.ahead import keys_ahead
+from tests.strategies import gaussian
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def pool_of(rows: torch.Tensor, pin: bool) -> HostPool:
+    """Segments of 40 rows, one that was closed early by a fork, and one with room behind its last row."""
+    pool = HostPool(2, 64, rows.dtype, pin=pin, segment_tokens=40)
+    for piece in rows[:, :130].split(30, 1):
+        pool.append(piece)
+    fork = pool.fork()
+    fork.append(rows[:, 130:])
+    return fork
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("start", "stop", "size"), [(0, 170, 170), (0, 170, 64), (7, 169, 1), (39, 41, 500), (120, 170, 17)])
+def test_all_keys_in_order(start: int, stop: int, size: int, dtype: torch.dtype, device: str) -> None:
+    rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).to(dtype)
+    pool = pool_of(rows, device == "cuda")
+    with keys_ahead(pool, start, stop, size, torch.device(device)) as pieces:
+        found = list(pieces)
+    assert [piece.shape[1] for piece in found[:-1]] == [size] * (len(found) - 1)
+    assert torch.equal(torch.cat(found, 1).cpu(), rows[:, start:stop, 0])
+
+
+@devices
+def test_who_stops_early_leaves_nothing_on_its_way(device: str) -> None:
+    rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
+    with keys_ahead(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device)) as pieces:
+        first = next(pieces)
+    assert torch.equal(first.cpu(), rows[:, :20, 0])
