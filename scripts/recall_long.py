@@ -157,7 +157,8 @@ def _hits(trace: Trace, number: int, method: Method, part: int, first: int, step
     last steps. part: tokens that are the index's prompt. first: tokens before the late ones."""
     layer, info = trace.layers[number], trace.info
     params, total = AttentionParams(info.scaling), info.prompt_tokens + info.steps - steps
-    state = prepared(Trace(replace(info, prompt_tokens=part), {number: layer}), number, method)
+    own = replace(layer, prompt_queries=_last_queries(layer, info.prompt_tokens, part))
+    state = prepared(Trace(replace(info, prompt_tokens=part), {number: own}), number, method)
     if part < total:
         # Maps are fitted when the first search needs them.
         decode_step(
@@ -180,6 +181,13 @@ def _hits(trace: Trace, number: int, method: Method, part: int, first: int, step
         late = truth + zones.sink >= first - method.local_tokens  # what was in the window then was coded later
         counts += torch.tensor([x.sum().item() for x in (found & late, late, found, torch.ones_like(found))])
     return counts
+
+
+def _last_queries(layer: LayerTrace, prompt: int, part: int) -> torch.Tensor:
+    """As many queries before token `part` as the trace has of its prompt; none where it has not those."""
+    kept = layer.prompt_queries.shape[1]
+    known = torch.cat([layer.prompt_queries, layer.queries[: max(0, part - prompt)].transpose(0, 1)], 1)
+    return known[:, known.shape[1] - kept :] if part >= prompt else known[:, :0]
 
 
 def measure(
