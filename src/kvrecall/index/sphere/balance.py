@@ -23,7 +23,7 @@ LEAST_VARIANCE = 1e-4
 """Variance that every direction of the keys is given, as a share of the mean: less is rounding, or too few keys."""
 QUERY_SHARE = 0.6
 """The same for the queries: those that come later stray from what the prompt's last ones were like."""
-LARGEST_SCALE = 2.0**40
+LARGEST_SCALE = 2.0**100
 """Keys are scaled by so much at most, either way, lest fp32 overflow."""
 _LEAST_ROOT = 2.0**-18
 """Root of the least eigenvalue of B A as a share of the bound on the largest: what LEAST_VARIANCE and QUERY_SHARE leave at
