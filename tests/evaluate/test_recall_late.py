@@ -27,14 +27,14 @@ def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_without_maps_the_first_part_decides_nothing(trace: Path) -> None:
     for name in ("group: exact, k 100", "group: product, beta 5 %, k 100"):
-        found = recall_long.late_row(trace, name, 0.75)
+        found = recall_long.late_row(trace, name, "cpu", 0.75)
         assert found["late_recall"] == found["late_recall_all_fitted"] and found["recall"] == found["recall_all_fitted"]
         assert set(found) == set(recall_long.LATE_COLUMNS)
 
 
 def test_maps_of_the_first_part_are_not_those_of_everything(trace: Path) -> None:
     decoded = Trace.load(trace).info.steps == 300
-    found = recall_long.late_row(trace, "each head: balanced, beta 5 %, k 100", 2 / 3)
+    found = recall_long.late_row(trace, "each head: balanced, beta 5 %, k 100", "cpu", 2 / 3)
     assert (
         found["fitted_tokens"] == (1500 if decoded else 1194)
         and found["sample"] == "7"

@@ -95,7 +95,9 @@ def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str
     search_both(index, gaussian(3, 2, 2 * group, dim), 15)
 
 
-def test_many_tiles_many_chunks_and_ties() -> None:
+@pytest.mark.parametrize("rows", [32, 64])
+def test_many_tiles_many_chunks_and_ties(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._RERANKED", ((None, rows),))
     keys = [synthetic_keys("repeated", 1, 1, 3100, 64), synthetic_keys("repeated", 2, 1, 1025, 64)]
     step = (RatioStep(None, 0.5, 0.5),)
     index = index_of(keys, 2, gqa="max", stage1="product", schedule=step, weight_dtype="float32", min_candidates_per_k=1)

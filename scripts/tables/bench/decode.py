@@ -166,7 +166,7 @@ def throughput(rows: list[Row]) -> str:
     for most in _largest(step for step in retrieval_steps(rows) if step.fits):
         others = [s for s in full if (s.shape, s.context) == (most.shape, most.context)]
         other = max(others, key=lambda s: s.batch, default=None)
-        if most.batch == 1 and (other is None or other.batch == 1):
+        if most.batch == 1:  # nobody asked what this side can hold
             continue
         line = [most.shape, tokens(most.context), most.config, most.batch, most.shown, f"{most.rate:.0f}",
                 f"{most.host_gib:.0f} GiB"]  # fmt: skip

@@ -27,7 +27,6 @@ from kvrecall.engine.captured.plan import StepPlan, pack
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.maps import OBSERVED_QUERIES
-from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.pariskv import ParisKV
 from kvrecall.select.queries import ObservedQueries
@@ -40,22 +39,23 @@ _COSINE = 0.93
 STAGES = ("tables_us", "scan_us", "compact_us", "rerank_us", "top_us", "attend_us", "merge_us")
 
 
-def _method(**changes: object) -> ParisKV:
-    return ParisKV(top_k=100, full_attention_threshold=0, min_candidates_per_k=4, **changes)  # type: ignore[arg-type]
+def _method(n: int, **changes: object) -> ParisKV:
+    beta = 0.02 if n >= 1_000_000 else 0.05
+    own = {"top_k": 100, "full_attention_threshold": 0, "min_candidates_per_k": 4, "candidate_ratio": beta}
+    return ParisKV(**own | {"stage1": "product", "gqa": "mean_softmax"} | changes)  # type: ignore[arg-type]
 
 
+_PLAIN: dict[str, object] = {"center": True, "balance": True}
 CONFIGS: dict[str, Callable[[int], ParisKV]] = {
-    "product": lambda n: _method(stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05),
-    "product-reuse": lambda n: _method(
-        stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05, fetch="direct:reuse=true"
-    ),
-    "balanced": lambda n: _method(
-        stage1="product", gqa="mean_softmax", candidate_ratio=0.02 if n >= 1_000_000 else 0.05, center=True, balance=True
-    ),
-    "product-max": lambda n: _method(stage1="product", gqa="max", candidate_ratio=0.02 if n >= 1_000_000 else 0.05),
-    "paper": lambda n: _method(gqa="mean_q", schedule=(RatioStep(None, 0.02 if n >= 1_000_000 else 0.05, 0.2),)),
+    "product": _method,
+    "product-reuse": lambda n: _method(n, fetch="direct:reuse=true"),
+    "balanced": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8"),
+    "balanced-plain": lambda n: _method(n, **_PLAIN),
+    "product-max": lambda n: _method(n, gqa="max"),
+    "paper": lambda n: _method(n, stage1="collision", gqa="mean_q", collision_ratio=0.2),
 }
-"""beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query."""
+"""beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query.
+"balanced" is what `pariskv-balanced` is, "balanced-plain" the same without norms and with 16-bit weights."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,7 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     zone = bench.plan.zones[0].retrieval
     return Row(
         shape, tokens, name, layers, p20, p50, p80, full, backend, full / p50,
-        candidates=bench.plan.stage(zone).candidates, summary_bytes_per_token=index.nbytes_per_token(dim),
+        candidates=bench.plan.stage(zone).candidates,
+        summary_bytes_per_token=index.nbytes_per_token(dim, index.config.stored_dtype, index.config.norms),
         build_us_per_1k_tokens=bench.build_us * 1e3 / zone, **alone,
     )  # fmt: skip

@@ -43,7 +43,7 @@ class QueryLog:
         with lasting_tensors():
             follows = before is not None and before.start + before.queries.shape[1] == start
             if before is None or not follows or queries.shape[1] == self.window:
-                kept = ObservedQueries(queries.clone(), lse.float().clone(), start)
+                kept = ObservedQueries(queries.clone(memory_format=torch.contiguous_format), lse.float().clone(), start)
             else:
                 joined = torch.cat([before.queries, queries], 1), torch.cat([before.lse, lse.float()], 1)
                 kept = ObservedQueries(*joined, before.start)

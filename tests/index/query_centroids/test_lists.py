@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrecall.index.query_centroids import lists as ivf
 from kvrecall.index.query_centroids.lists import CentroidLists
-from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.queries import ObservedQueries, QueryLog
 from tests.strategies import SEEDS, examples, gaussian, whole_numbers
 
 SCALING = 0.5  # with whole numbers every score is exact, and ties are frequent
@@ -23,6 +23,20 @@ def observe(seed: int, heads: int, count: int, start: int, dim: int = 8) -> Obse
     queries = whole_numbers(seed, heads, count, dim)
     queries[..., 0] += torch.where(queries.abs().sum(-1) == 0, 1.0, 0.0)
     return ObservedQueries(queries, whole_numbers(seed + 1, heads, count, most=9), start)
+
+
+def test_centroids_are_rows_however_the_queries_lie() -> None:
+    """A model's queries `[H_q, T, D]` are often a view of `[T, H_q, D]`; kernels read centroids row after row."""
+    seen = observe(1, 4, 6, 40)
+    view = replace(seen, queries=seen.queries.transpose(0, 1).contiguous().transpose(0, 1))
+    assert view.queries.stride() != seen.queries.stride()
+    keys = whole_numbers(3, 2, 40, 8).float()
+    made, expected = (ivf.build(x, keys, 4, 5, SCALING) for x in (view, seen))
+    assert made.queries.is_contiguous() and torch.equal(made.queries, expected.queries) and torch.equal(made.ids, expected.ids)
+    log = QueryLog(1, 6)
+    log.add(0, view.queries, view.lse, 40)
+    kept = log.seen(0)
+    assert kept is not None and kept.queries.is_contiguous() and torch.equal(kept.queries, seen.queries)
 
 
 def score(query: Tensor, lse: Tensor, keys: Tensor, group: int, head: int, centroid: int, token: int) -> float:

@@ -71,7 +71,7 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
         best = best_positions(ranked, kept)
         ids[:, part, :kept] = best
         scores[:, part, :kept] = ranked.gather(-1, best.long()).to(torch.bfloat16)
-    directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype)
+    directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype).contiguous()  # kernels read them as rows
     return CentroidLists(directions, norms, observed.lse, ids, scores)
 
 

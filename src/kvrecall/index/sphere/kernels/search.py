@@ -37,13 +37,19 @@ _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
 _COMPACT_WARPS = 4
 _ROTATED_ROWS = 16
-_RERANKED, _RERANK_WARPS = 32, 1
+_RERANKED, _RERANK_WARPS = ((4096, 32), (8192, 64), (None, 32)), 1
+"""Candidates per program of the rerank, for up to so many candidates: as measured, docs/performance.md."""
 _CHUNKS = ((8192, 1024), (None, 2048))
 """Candidates whose best are found by one program, for up to so many candidates; more than four times the budget, or nothing
 would be won."""
 
 _TOP_ELEMENTS = 4
 """Candidates per thread of the selection, which is a chain of short steps: few, so that each is short."""
+
+
+def _for_count(table: tuple[tuple[int | None, int], ...], candidates: int) -> int:
+    """The first entry of a table that is for so many candidates."""
+    return next(size for most, size in table if most is None or candidates <= most)
 
 
 def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
@@ -91,9 +97,9 @@ class GpuSearch:
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self._parts = cdiv(candidates, _RERANKED)
-        chunk = next(size for most, size in _CHUNKS if most is None or candidates <= most)
-        self._chunk = max(chunk, next_power_of_2(4 * top_k))
+        self._reranked = _for_count(_RERANKED, candidates)
+        self._parts = cdiv(candidates, self._reranked)
+        self._chunk = max(_for_count(_CHUNKS, candidates), next_power_of_2(4 * top_k))
         self._chunks = cdiv(candidates, self._chunk)
         if self._chunks == 1:
             self._chunk = max(256, next_power_of_2(candidates))
@@ -203,7 +209,7 @@ class GpuSearch:
             tables.signs.view(words), tables.magnitudes.view(words), tables.weights, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
             tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit,
-            D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes, R=_RERANKED,
+            D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes, R=self._reranked,
             FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode,
             SHIFT=self._shifted, num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
@@ -218,6 +224,7 @@ class GpuSearch:
             self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, self._heads, self.candidates, self._chunks,
             self._parts,
             LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
-            BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=_RERANKED, N=self._chunk, SLOTS=self._slots,
-            M=max(256, left), FIELDS=self._stride, num_warps=max(4, min(32, block // _TOP_ELEMENTS // 32)), **self._options,
+            BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=self._reranked, N=self._chunk,
+            SLOTS=self._slots, M=max(256, left), FIELDS=self._stride,
+            num_warps=max(4, min(32, block // _TOP_ELEMENTS // 32)), **self._options,
         )  # fmt: skip
