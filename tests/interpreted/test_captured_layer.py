@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.index.sphere.codes import weight_values
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
@@ -65,6 +66,10 @@ METHODS = {
         stage1="product", gqa="mean_softmax", trigger="speculative:threshold=0.0", **EXACT | {"update_interval": 7}
     ),
     "balanced": kvrecall.methods.get("pariskv-balanced", **EXACT),
+    "balanced-eight-bits": kvrecall.methods.get("pariskv-balanced", **EXACT | {"weight_dtype": "uint8", "gqa": "max"}),
+    "balanced-early": kvrecall.methods.get(
+        "pariskv-balanced", trigger="speculative:threshold=0.0", **EXACT | {"update_interval": 7}
+    ),
     "balanced-collisions": kvrecall.ParisKV(center=True, balance=True, gqa="max", trigger="fixed-stride:steps=2", **EXACT),
     "centred": kvrecall.ParisKV(center=True, stage1="product", fetch="direct:reuse=true", **EXACT),
     "semantic-retrieval": kvrecall.ParisKV(
@@ -83,7 +88,11 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
         assert all(torch.equal(x, y) for x, y in zip(other.store.host[b].blocks(), plain.store.host[b].blocks(), strict=True))
         assert torch.equal(other.index.codes(b).signs, plain.index.codes(b).signs)
         assert torch.equal(other.index.codes(b).magnitudes, plain.index.codes(b).magnitudes)
-        torch.testing.assert_close(other.index.codes(b).weights, plain.index.codes(b).weights, rtol=1e-5, atol=0)
+        made, expected = other.index.codes(b), plain.index.codes(b)
+        torch.testing.assert_close(weight_values(made.weights), weight_values(expected.weights), rtol=1e-5, atol=0)
+        assert (made.norms is None) == (expected.norms is None) == (not getattr(method, "norms", False))
+        if made.norms is not None and expected.norms is not None:
+            assert torch.equal(made.norms, expected.norms) and made.norms.all()
         assert torch.equal(other.index.maps.of_keys(b)[0], plain.index.maps.of_keys(b)[0])
         assert torch.equal(other.index._counts, plain.index._counts)
         assert torch.equal(other.held[b].ids, plain.held[b].ids)
