@@ -62,11 +62,9 @@ def decode(
     as_json: options.AsJson = False,
 ) -> Result:
     """A whole model on a GPU: one captured decode step, in milliseconds."""
-    _need_cuda()
+    names = _of_models(shape, configs)
     from kvrecall.bench import gpu_decode
-    from kvrecall.bench.models import CONFIGS, SHAPES
 
-    names = _check(shape, SHAPES, configs, CONFIGS)
     if side not in gpu_decode.SIDES:
         raise UnknownNameError("side", side, gpu_decode.SIDES)
     names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
@@ -89,11 +87,9 @@ def prefill(
     as_json: options.AsJson = False,
 ) -> Result:
     """Reading a prompt on a GPU, in seconds, and what share of it building the index takes."""
-    _need_cuda()
+    names = _of_models(shape, configs)
     from kvrecall.bench import gpu_prefill
-    from kvrecall.bench.models import CONFIGS, SHAPES
 
-    names = _check(shape, SHAPES, configs, CONFIGS)
     asked = product([shape], _layers(layers), _counts(context), [chunk_tokens], names, [repeats])
     columns = ("context", "config", "layers", "plain_s", "plain_backend", "retrieval_s", "encode_s", "settle_s", "build_share",
                "offload_s", "pin_s", "hidden_error")  # fmt: skip
@@ -181,6 +177,14 @@ def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) 
         if name not in known:
             raise UnknownNameError("configuration", name, known)
     return names
+
+
+def _of_models(shape: str, configs: str) -> list[str]:
+    """Configurations of a whole model that were asked for, where they can be measured."""
+    _need_cuda()
+    from kvrecall.bench.models import CONFIGS, SHAPES
+
+    return _check(shape, SHAPES, configs, CONFIGS)
 
 
 def _need_cuda() -> None:
