@@ -95,9 +95,10 @@ def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str
     search_both(index, gaussian(3, 2, 2 * group, dim), 15)
 
 
-@pytest.mark.parametrize("rows", [32, 64])
-def test_many_tiles_many_chunks_and_ties(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._RERANKED", ((None, rows),))
+@pytest.mark.parametrize(("rows", "tiles"), [(32, 1024), (128, 2)])
+def test_many_tiles_many_chunks_and_ties(rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._RERANKED", rows)
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._MAX_TILES", tiles)
     keys = [synthetic_keys("repeated", 1, 1, 3100, 64), synthetic_keys("repeated", 2, 1, 1025, 64)]
     step = (RatioStep(None, 0.5, 0.5),)
     index = index_of(keys, 2, gqa="max", stage1="product", schedule=step, weight_dtype="float32", min_candidates_per_k=1)

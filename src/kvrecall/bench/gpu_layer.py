@@ -50,12 +50,14 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product": _method,
     "product-reuse": lambda n: _method(n, fetch="direct:reuse=true"),
     "balanced": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8"),
+    "balanced-2%": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8", candidate_ratio=0.02),
     "balanced-plain": lambda n: _method(n, **_PLAIN),
     "product-max": lambda n: _method(n, gqa="max"),
     "paper": lambda n: _method(n, stage1="collision", gqa="mean_q", collision_ratio=0.2),
 }
 """beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query.
-"balanced" is what `pariskv-balanced` is, "balanced-plain" the same without norms and with 16-bit weights."""
+"balanced" is what `pariskv-balanced` is, "balanced-2%" the same with fewer candidates at any length, "balanced-plain" without
+norms and with 16-bit weights."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, count * dtype.itemsize)
+    if pin and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them: small pages do, they only take longer to lock
+            pages.madvise(mmap.MADV_HUGEPAGE)
     with lasting_tensors():
         tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
     if pin:

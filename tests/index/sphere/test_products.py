@@ -20,27 +20,36 @@ from tests.strategies import HEAD_DIMS, gaussian
 def test_scores_are_the_products_with_the_signs_up_to_rounding(dim: int) -> None:
     codes = encode(gaussian(1, 2, 500, dim), rotation_matrix(dim, 42))
     queries = gaussian(2, 2, dim)
-    offset, shift = reference.product_scale(dim)
+    offset, shift, top = reference.product_scale(dim)
     scores = reference.product_scores(codes.signs, reference.product_entries(queries))
     signs = unpack_signs(codes.signs).flatten(-2)
     exact = torch.einsum("hnd,hd->hn", signs, queries)
     expected = (exact * reference.PRODUCT_RMS * dim**0.5 / queries.norm(dim=-1, keepdim=True) + offset) / 2**shift
     assert ((scores + 0.5) - expected).abs().max() <= 0.5 + dim / 2 / 2**shift
     assert torch.corrcoef(torch.stack([scores[0].float(), exact[0]]))[0, 1] > 0.98
-    assert scores.min() > 0 and scores.max() < reference.PRODUCT_TOP
+    assert scores.min() > 0 and scores.max() < top
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_largest_usual_product_fits_the_scores(dim: int) -> None:
-    offset, shift = reference.product_scale(dim)
-    assert (2 * offset) >> shift <= reference.PRODUCT_TOP + 3 and (2 * offset) >> shift > reference.PRODUCT_TOP // 2
+    offset, shift, top = reference.product_scale(dim)
+    assert (2 * offset) >> shift <= top + 3 and (2 * offset) >> shift > top // 2
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_products_with_norms_are_told_apart_as_finely_in_half_as_many_scores(dim: int) -> None:
+    plain, scaled = reference.product_scale(dim), reference.product_scale(dim, norms=True)
+    assert scaled.shift == plain.shift and scaled.top == plain.top // 2 - 1
+    lowest, highest = -scaled.offset, (scaled.top << scaled.shift) - scaled.offset
+    assert lowest <= -dim and 2 * dim <= highest  # two deviations below the mean, four above
 
 
 def test_every_sign_agreeing_scores_highest_and_none_lowest() -> None:
     query = gaussian(3, 1, 64)
     codes = encode(torch.stack([query[0], -query[0]])[None], torch.eye(64))
     scores = reference.product_scores(codes.signs, reference.product_entries(query))
-    assert int(scores[0, 0]) >= 0.9 * reference.PRODUCT_TOP and int(scores[0, 1]) <= 0.1 * reference.PRODUCT_TOP
+    top = reference.product_scale(64).top
+    assert int(scores[0, 0]) >= 0.9 * top and int(scores[0, 1]) <= 0.1 * top
 
 
 def test_a_dominant_coordinate_is_cut_off_and_keeps_its_sign() -> None:

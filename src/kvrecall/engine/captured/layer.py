@@ -65,7 +65,7 @@ class CapturedLayer(CapturedState):
         searched = (b * heads, 1) if self._trigger.early else (b, heads)
         self._pair_plan = zeros(b * heads, ROW)
         self._search = GpuSearch(*searched, self._group, dim, config.gqa, config.stage1, k, tokens,
-                                 plan.most_candidates(tokens), state.index.maps, ROW)  # fmt: skip
+                                 plan.most_candidates(tokens), state.index.maps, ROW, config.norms)  # fmt: skip
         self._options = overlapping(device)
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)

@@ -294,7 +294,8 @@ class SphereIndex(Index):
         if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != capacity or gpu.candidates < most:
             group, dim = queries.shape[1] // heads, blocks * BLOCK
             room = most * 9 // 8
-            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self.maps)
+            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self.maps,
+                            norms=config.norms)  # fmt: skip
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
         told = (*self.lengths, *excluded, *sequences, budget.top_k)

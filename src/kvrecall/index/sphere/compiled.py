@@ -27,7 +27,7 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.reference import PRODUCT_TOP, product_entries, product_scale
+from kvrecall.index.sphere.reference import product_entries, product_scale
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
@@ -71,9 +71,9 @@ def search_batch(
     for b, e in enumerate(excluded):
         if e is not None:
             barred[b, :, : e.shape[1]] = e.numpy()
-    products, (offset, shift), most = np.empty((0, 0, 0, 0, 0), np.uint8), (0, 0), 254
+    products, offset, shift, most = np.empty((0, 0, 0, 0, 0), np.uint8), 0, 0, 254
     if stage1 == "product":
-        (offset, shift), most = product_scale(queries.shape[-1]), PRODUCT_TOP
+        offset, shift, most = product_scale(queries.shape[-1], norms is not None)
         if norms is not None:
             offset, shift = offset << UNIT, shift + UNIT
         products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()

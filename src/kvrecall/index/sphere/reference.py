@@ -6,6 +6,8 @@ path can reproduce the scores bit for bit and therefore the ids exactly.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -49,17 +51,28 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
     return torch.zeros_like(tiers).scatter_(-1, order, tiers)
 
 
-PRODUCT_RMS, PRODUCT_PEAK, PRODUCT_TOP = 5, 15, 61
-"""One-bit products: root mean square and largest magnitude of a query's small integers, and the largest score. To count 64
-scores is cheap, and to tell 256 apart found no more attention mass on real keys."""
+PRODUCT_RMS, PRODUCT_PEAK = 5, 15
+"""One-bit products: root mean square and largest magnitude of a query's small integers."""
 
 
-def product_scale(dim: int) -> tuple[int, int]:
-    """(offset, shift) that make a product with D signs a score: (product + offset) >> shift lies in 0..PRODUCT_TOP.
+class Scores(NamedTuple):
+    """What makes a product with D signs a score: (product + offset) >> shift, between 0 and top."""
 
-    The magnitudes of D Gaussian coordinates add up to 4 D; a query with more in it meets the ends of the range.
+    offset: int
+    shift: int
+    top: int
+
+
+def product_scale(dim: int, norms: bool = False) -> Scores:
+    """Scores by one-bit products of D coordinates.
+
+    The magnitudes of D Gaussian coordinates add up to 4 D, and products may lie anywhere between -4 D and 4 D: 64 scores, of
+    which a query with more in it meets the ends. To tell 256 apart found no more attention mass on real keys. Products with
+    norms are those of centred keys, 0 in the mean, with a deviation of about half of D: those that matter lie between -D and
+    3 D, in 32 scores of the same width, which are counted in two thirds of the time.
     """
-    return 4 * dim, (8 * dim // (PRODUCT_TOP + 3) - 1).bit_length()
+    shift = (dim // 8 - 1).bit_length()
+    return Scores(dim, shift, 29) if norms else Scores(4 * dim, shift, 61)
 
 
 def quantised_queries(queries: Tensor) -> Tensor:
@@ -80,13 +93,13 @@ def product_entries(queries: Tensor) -> Tensor:
 
 
 def product_scores(signs: Tensor, entries: Tensor, norms: Tensor | None = None) -> Tensor:
-    """Coarse scores 0..PRODUCT_TOP by one-bit inner products <q, sign(k)>, times |k| where there are norms `[..., n]`; other
+    """Coarse scores (`product_scale`) by one-bit inner products <q, sign(k)>, times |k| where there are norms `[..., n]`; other
     arguments as below."""
-    offset, shift = product_scale(signs.shape[-1] * BLOCK)
+    offset, shift, top = product_scale(signs.shape[-1] * BLOCK, norms is not None)
     products = collision_scores(signs, entries)
     if norms is not None:
         products, offset, shift = scaled_products(products, norms), offset << UNIT, shift + UNIT
-    return ((products + offset) >> shift).clamp(0, PRODUCT_TOP)
+    return ((products + offset) >> shift).clamp(0, top)
 
 
 def collision_scores(signs: Tensor, bonus: Tensor) -> Tensor:

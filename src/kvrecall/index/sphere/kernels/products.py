@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.index.sphere.kernels.scan import tally
+from kvrecall.index.sphere.kernels.scan import row_of_scores, tally, write_scores
 from kvrecall.overlap import begin, end
 
 
@@ -83,7 +83,7 @@ def product_kernel(
         # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
         b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
         o_row = i_bh.to(tl.int64) * CAPACITY
-        p_sign, p_score = p_signs + o_row * S, p_scores + o_row
+        p_sign, p_score = p_signs + o_row * S, p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
         for i_sub in tl.range(0, SUB, num_stages=STAGES):
             o_key = (first + i_sub * T + tl.arange(0, T // KEYS) * KEYS)[:, None] + (o_k // BS)[None, :]
             m_code = (o_key < tokens) & (o_k % BS < S)[None, :]
@@ -101,7 +101,7 @@ def product_kernel(
                 b_code = tl.load(p_norms + o_row + o_t, mask=o_t < tokens, other=0).to(tl.int32)
                 b_best = ((((b_best - OFFSET) * (16 + (b_code & 15))) << (b_code >> 4)) + (OFFSET << UNIT)) >> UNIT
             b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
-            tl.store(p_score + o_t, b_score.to(tl.uint8), mask=o_t < tokens)
+            write_scores(p_score, b_score, o_t, tokens)
         tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_tile, CAPACITY, TILES,
               S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS)  # fmt: skip
     end(PDL)

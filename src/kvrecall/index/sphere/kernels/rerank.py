@@ -1,8 +1,4 @@
-"""Stage II: the candidates in ascending order, and their estimated products with the queries.
-
-Candidates are the `wanted` keys of the largest scores, lower positions first among equals. Where each tile's part begins
-follows from the counts of the tiles before it, so no order depends on timing. Bytes: 1 per token, 6 S per candidate.
-"""
+"""Stage II: estimated products of the candidates with the queries. Bytes: 6 S per candidate."""
 
 from __future__ import annotations
 
@@ -10,53 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.index.sphere.kernels.encode import weight_values
-from kvrecall.index.sphere.kernels.scan import read_scores
 from kvrecall.overlap import begin, end
-
-
-@triton.jit
-def compact_kernel(
-    p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, CAPACITY, TILES, ROOM,
-    T: tl.constexpr, SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32.
-
-    Most tiles take all or none of the keys of the least score; only one has to count which come first.
-    """
-    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
-    i_b = i_bh // HEADS
-    tokens = tl.load(p_plan + i_b * FIELDS)
-    wanted = tl.load(p_plan + i_b * FIELDS + 1)
-    begin(PDL)
-    if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
-        o_bin = tl.arange(0, BINS)
-        b_total = tl.load(p_total + i_bh * BINS + o_bin)
-        least = tl.max(tl.where(b_total >= wanted, o_bin, 0), 0)
-        room = wanted - tl.sum(tl.where(o_bin == least + 1, b_total, 0), 0)  # for keys of the least score
-        o_tile = tl.arange(0, BT)
-        p_least = p_reach + (i_bh * BINS + least) * TILES
-        b_reach = tl.load(p_least + o_tile, mask=o_tile <= i_tile, other=0)
-        b_above = tl.load(p_least + TILES + o_tile, mask=o_tile <= tl.where(least + 1 < BINS, i_tile, -1), other=0)
-        above_before = tl.sum(tl.where(o_tile < i_tile, b_above, 0), 0)
-        equal_before = tl.sum(tl.where(o_tile < i_tile, b_reach, 0), 0) - above_before
-        equal_here = tl.sum(tl.where(o_tile == i_tile, b_reach - b_above, 0), 0)
-        p_out = p_ids + i_bh.to(tl.int64) * ROOM + above_before + tl.minimum(equal_before, room)
-        p_score = p_scores + i_bh.to(tl.int64) * CAPACITY
-        divided = (equal_before < room) & (equal_before + equal_here > room)
-        cut = tl.where(equal_before + equal_here <= room, least, least + 1)
-        for i_sub in range(SUB):
-            o_t = i_tile * (SUB * T) + i_sub * T + tl.arange(0, T)
-            b_score = read_scores(p_score, o_t, tokens)
-            b_keep = (b_score >= cut).to(tl.int32)
-            if divided:
-                b_equal = (b_score == least).to(tl.int32)
-                b_rank = equal_before + tl.cumsum(b_equal, 0) - b_equal
-                b_keep += b_equal * (b_rank < room).to(tl.int32)
-                equal_before += tl.sum(b_equal, 0)
-            b_place = tl.cumsum(b_keep, 0)
-            tl.store(p_out + b_place - 1, o_t, mask=b_keep == 1)
-            p_out += tl.max(b_place, 0)
-    end(PDL)
 
 
 @triton.jit
@@ -88,15 +38,16 @@ def in_rows(p_x, o_x):
 def rerank_kernel(
     p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, p_shifts,
     scaling, HEADS, CAPACITY, ROOM, PARTS, UNITS,
-    D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
     FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
 
     The id of a key of zero norm becomes -1 - id: it ranks behind all others. LARGEST: keeps only the group's largest estimate,
     in lane 0; SHIFT: after adding its head's shifts `[bh, lane]` to each. SOFTMAX: also writes peak and mass `[bh, lane, part]`
-    of a softmax over the candidates. A key has UNITS units of U blocks, which one thread reads: 4 blocks as one word of signs
-    and three of levels, or 1 as bytes. levels: fp32 `[16]`, negative magnitudes, then positive ones.
+    of a softmax over the candidates. A key has UNITS units of U blocks, which one thread reads: 4 blocks as one word of signs,
+    three of levels and, where they have 8 bits, one of weights; or 1 as bytes. levels: fp32 `[16]`, negative magnitudes, then
+    positive ones.
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
@@ -113,12 +64,18 @@ def rerank_kernel(
         b_low = tl.load(in_rows(p_magnitudes, o_unit * 3), mask=m_u, other=0).to(tl.int32)
         b_mid = tl.load(in_rows(p_magnitudes, o_unit * 3 + 1), mask=m_u, other=0).to(tl.int32)
         b_top = tl.load(in_rows(p_magnitudes, o_unit * 3 + 2), mask=m_u, other=0).to(tl.int32)
+        WORDS: tl.constexpr = p_weights.dtype.element_ty == tl.int32
         b_norm = tl.zeros([R, BU], tl.float32)
+        if WORDS:
+            b_words = tl.load(in_rows(p_weights, o_unit), mask=m_u, other=0)
         b_dots = ()
         for _ in tl.static_range(LANES):
             b_dots = b_dots + (b_norm,)
         for u in tl.static_range(U):
-            b_weight = weight_values(tl.load(in_rows(p_weights, o_unit * U + u), mask=m_u, other=0))
+            if WORDS:
+                b_weight = weight_values(((b_words >> (8 * u)) & 255).to(tl.uint8))
+            else:
+                b_weight = weight_values(tl.load(in_rows(p_weights, o_unit * U + u), mask=m_u, other=0))
             b_norm += b_weight
             b_level = block_level(b_low, b_mid, b_top, U, u)
             b_xs = ()
@@ -134,21 +91,25 @@ def rerank_kernel(
                 b_sums = b_sums + (b_dots[lane] + b_weight * b_dot,)
             b_dots = b_sums
         tl.store(p_id, -1 - b_id, mask=m_c & (tl.sum(b_norm, 1) == 0.0))
-        b_best = tl.full([R], float("-inf"), tl.float32)
-        p_estimate = p_estimates + i_bh.to(tl.int64) * (ROOM if LARGEST else LANES * ROOM) + o_c
+        # The lanes side by side, so that all of them take one reduction.
+        o_l = tl.arange(0, BL)
+        b_all = tl.full([R, BL], float("-inf"), tl.float32)
         for lane in tl.static_range(LANES):
             b_estimate = tl.sum(b_dots[lane], 1)
             if SHIFT:
                 b_estimate += tl.load(p_shifts + i_bh * LANES + lane)
-            if LARGEST:
-                b_best = tl.maximum(b_best, b_estimate)
-            else:
-                tl.store(p_estimate + lane * ROOM, b_estimate, mask=m_c)
-            if SOFTMAX:
-                b_x = tl.where(m_c, b_estimate * scaling, float("-inf"))
-                peak = tl.max(b_x, 0)
-                tl.store(p_peak + (i_bh * LANES + lane) * PARTS + i_part, peak)
-                tl.store(p_mass + (i_bh * LANES + lane) * PARTS + i_part, tl.sum(tl.exp(b_x - peak), 0))
+            b_all = tl.where((o_l == lane)[None, :], b_estimate[:, None], b_all)
+        p_estimate = p_estimates + i_bh.to(tl.int64) * (ROOM if LARGEST else LANES * ROOM)
+        m_l = o_l < LANES
         if LARGEST:
-            tl.store(p_estimate, b_best, mask=m_c)
+            tl.store(p_estimate + o_c, tl.max(b_all, 1), mask=m_c)
+        else:
+            tl.store(p_estimate + (o_l * ROOM)[None, :] + o_c[:, None], b_all, mask=m_c[:, None] & m_l[None, :])
+        if SOFTMAX:
+            b_x = tl.where(m_c[:, None] & m_l[None, :], b_all * scaling, float("-inf"))
+            b_peak = tl.max(b_x, 0)
+            b_mass = tl.sum(tl.exp(b_x - tl.where(m_l, b_peak, 0.0)[None, :]), 0)
+            o_part = (i_bh * LANES + o_l) * PARTS + i_part
+            tl.store(p_peak + o_part, b_peak, mask=m_l)
+            tl.store(p_mass + o_part, b_mass, mask=m_l)
     end(PDL)

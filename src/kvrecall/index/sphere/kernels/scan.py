@@ -13,13 +13,25 @@ from kvrecall.overlap import begin, end
 
 
 @triton.jit
+def row_of_scores(CAPACITY):
+    """Bytes between the scores of one KV head and the next: sixteen at a time are read."""
+    return tl.cdiv(CAPACITY, 16) * 16
+
+
+@triton.jit
 def read_scores(p_score, o_t, tokens):
     """Scores of tokens `o_t`, 0 for those that are not there.
 
     Sixteen neighbours are read at once if any of them is real: a mask that divided them would have bytes read one by one.
     """
-    b_score = tl.load(p_score + o_t, mask=o_t // 16 < (tokens + 15) // 16, other=0)
+    b_score = tl.load(p_score + o_t, mask=o_t // 16 < tl.cdiv(tokens, 16), other=0)
     return tl.where(o_t < tokens, b_score.to(tl.int32), 0)
+
+
+@triton.jit
+def write_scores(p_score, b_score, o_t, tokens):
+    """Scores of tokens `o_t`, 0 for the rest of the last sixteen."""
+    tl.store(p_score + o_t, tl.where(o_t < tokens, b_score, 0).to(tl.uint8), mask=o_t // 16 < tl.cdiv(tokens, 16))
 
 
 @triton.jit
@@ -70,7 +82,8 @@ def collision_kernel(
     if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
         o_w = tl.arange(0, BW)
         o_row = i_bh.to(tl.int64) * CAPACITY
-        p_sign, p_score, p_table = p_signs + o_row * NW, p_scores + o_row, p_tables + i_bh * (WORDS * S * 256)
+        p_sign, p_table = p_signs + o_row * NW, p_tables + i_bh * (WORDS * S * 256)
+        p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
         for i_sub in range(SUB):
             o_t = i_tile * (SUB * T) + i_sub * T + tl.arange(0, T)
             m_w = (o_t < tokens)[:, None] & (o_w < NW)[None, :]
@@ -86,7 +99,7 @@ def collision_kernel(
                 for lane in tl.static_range(4):
                     if w * 4 + lane < LANES:
                         b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
-            tl.store(p_score + o_t, (b_score + 2).to(tl.uint8), mask=o_t < tokens)
+            write_scores(p_score, b_score + 2, o_t, tokens)
         tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, i_tile * (SUB * T), tokens, i_bh, i_tile, CAPACITY,
               TILES, S, T, SUB, HAS_BARRED, BINS)  # fmt: skip
     end(PDL)

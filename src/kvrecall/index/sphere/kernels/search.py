@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from kvrecall.index.sphere.codes import BLOCK, magnitude_levels
+from kvrecall.index.sphere.kernels.compact import compact_kernel
 from kvrecall.index.sphere.kernels.products import product_kernel
-from kvrecall.index.sphere.kernels.rerank import compact_kernel, rerank_kernel
+from kvrecall.index.sphere.kernels.rerank import rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
 from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, PRODUCT_TOP, product_scale
+from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
@@ -32,24 +33,20 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
-_MAX_TILES = 256
+_MAX_TILES = 1024
 _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
-_COMPACT_WARPS = 4
+_COMPACT_WARPS, _MANY = 4, 2048
+"""From so many programs on each has one warp: what they wait for is then hidden by the others."""
 _ROTATED_ROWS = 16
-_RERANKED, _RERANK_WARPS = ((4096, 32), (8192, 64), (None, 32)), 1
-"""Candidates per program of the rerank, for up to so many candidates: as measured, docs/performance.md."""
-_CHUNKS = ((8192, 1024), (None, 2048))
-"""Candidates whose best are found by one program, for up to so many candidates; more than four times the budget, or nothing
-would be won."""
+_RERANKED, _FEWEST_RERANKED, _RERANK_SUMS, _RERANK_WARPS = 128, 32, 2048, 4
+"""Candidates per program of the rerank at most and at least, and sums that it keeps in registers: rows x units x lanes."""
+_CHUNK, _LONG_CHUNK, _LONG_CHOICE = 1024, 2048, 8192
+"""Candidates whose best are found by one program, up to `_LONG_CHOICE` candidates and beyond; more than four times the
+budget, or nothing would be won."""
 
 _TOP_ELEMENTS = 4
 """Candidates per thread of the selection, which is a chain of short steps: few, so that each is short."""
-
-
-def _for_count(table: tuple[tuple[int | None, int], ...], candidates: int) -> int:
-    """The first entry of a table that is for so many candidates."""
-    return next(size for most, size in table if most is None or candidates <= most)
 
 
 def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
@@ -80,9 +77,9 @@ class GpuSearch:
 
     def __init__(
         self, sequences: int, heads: int, group: int, dim: int, mode: str, stage1: str, top_k: int, tokens: int,
-        candidates: int, maps: Maps, stride: int = FIELDS,
+        candidates: int, maps: Maps, stride: int = FIELDS, norms: bool = False,
     ) -> None:  # fmt: skip
-        """stride: numbers per row of the plans, of which the first FIELDS are ours."""
+        """stride: numbers per row of the plans, of which the first FIELDS are ours. norms: the tables will have norms."""
         device, self._stride = maps.rotation.device, stride
         self.mode, self.stage1, self.top_k, self.tokens, self.candidates = mode, stage1, top_k, tokens, candidates
         self._heads, self._group, self._dim, self._maps = heads, group, dim, maps
@@ -97,9 +94,11 @@ class GpuSearch:
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self._reranked = _for_count(_RERANKED, candidates)
+        self._unit = 4 if self._blocks % 4 == 0 else 1
+        sums = next_power_of_2(self._blocks // self._unit) * next_power_of_2(self._lanes)
+        self._reranked = max(_FEWEST_RERANKED, min(_RERANKED, _RERANK_SUMS // sums))
         self._parts = cdiv(candidates, self._reranked)
-        self._chunk = max(_for_count(_CHUNKS, candidates), next_power_of_2(4 * top_k))
+        self._chunk = max(_CHUNK if candidates <= _LONG_CHOICE else _LONG_CHUNK, next_power_of_2(4 * top_k))
         self._chunks = cdiv(candidates, self._chunk)
         if self._chunks == 1:
             self._chunk = max(256, next_power_of_2(candidates))
@@ -108,7 +107,8 @@ class GpuSearch:
         self._shifted = mode == "max" and maps.centres is not None
         self._shifts = scratch(pairs, self._lanes, dtype=torch.float32)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
-        most = PRODUCT_TOP if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
+        self._scale = product_scale(dim, norms)
+        most = self._scale.top if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
         self._bins = next_power_of_2(most + 3)
         self._reach = scratch(pairs, self._bins, self._tiles)
         self._total = scratch(pairs, self._bins)
@@ -158,25 +158,23 @@ class GpuSearch:
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
         """Scores of all tokens and their histogram."""
         capacity, width = tables.signs.shape[2:]
-        if self._scores is None or self._scores.shape[1] != capacity:
-            # Scores are read sixteen at a time, the last ones too.
-            own = self._total.shape[0] * capacity
-            room = torch.empty(own + 15, dtype=torch.uint8, device=self._total.device)
-            self._scores = room[:own].view(-1, capacity)
+        row = cdiv(capacity, 16) * 16  # as many are read at a time
+        if self._scores is None or self._scores.shape[1] != row:
+            self._scores = torch.empty(self._total.shape[0], row, dtype=torch.uint8, device=self._total.device)
         barred = tables.signs if tables.barred is None else tables.barred
         written, sizes = (plan, fire, self._scores, self._reach, self._total), (self._heads, capacity, self._tiles)
         if self.stage1 == "product":
             # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
-            offset, shift = product_scale(self._dim)
+            offset, shift, top = self._scale
             product_kernel[(self._tiles, self._total.shape[0])](
                 tables.signs, tables.signs if tables.norms is None else tables.norms, tables.weights, tables.zero_norms, barred,
                 self._rotated, *written, PRODUCT_RMS * self._dim**0.5, *sizes,
                 D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
-                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=PRODUCT_TOP,
+                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=tables.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 num_warps=warps, **self._options,
             )  # fmt: skip
@@ -194,24 +192,26 @@ class GpuSearch:
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
         """Ids of the candidates."""
         assert self._scores is not None
+        programs = self._tiles * self._total.shape[0]
         compact_kernel[(self._tiles, self._total.shape[0])](
-            plan, fire, self._scores, self._reach, self._total, self._ids, self._heads, tables.signs.shape[2], self._tiles,
-            self.candidates,
+            plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
+            tables.signs.shape[2], self._tiles, self.candidates,
             T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
-            num_warps=_COMPACT_WARPS, **self._options,
+            num_warps=1 if programs >= _MANY else _COMPACT_WARPS, **self._options,
         )  # fmt: skip
 
     def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:
         """Estimates of the candidates, and the parts of their softmax where the mode has one."""
-        unit = 4 if self._blocks % 4 == 0 else 1
+        unit = self._unit
         words = torch.int32 if unit == 4 else torch.uint8
+        weights = tables.weights.view(words) if tables.weights.dtype == torch.uint8 else tables.weights
         rerank_kernel[(self._parts, self._total.shape[0])](
-            tables.signs.view(words), tables.magnitudes.view(words), tables.weights, self._levels, self._rotated, plan,
+            tables.signs.view(words), tables.magnitudes.view(words), weights, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
             tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit,
-            D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes, R=self._reranked,
-            FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode,
-            SHIFT=self._shifted, num_warps=_RERANK_WARPS, **self._options,
+            D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes,
+            BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"),
+            SOFTMAX="softmax" in self.mode, SHIFT=self._shifted, num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 
     def pick(self, plan: Tensor, fire: Tensor, scaling: float) -> None:

@@ -1,0 +1,97 @@
+"""Between the stages: the candidates in ascending order.
+
+Candidates are the `wanted` keys of the largest scores, lower positions first among equals. Where each tile's part begins
+follows from the counts of the tiles before it, so no order depends on timing. Four scores are looked at as one word, which
+takes a third of the registers that single ones take: a program waits most of its life, and as many as there are shall wait at
+the same time. Bytes: 1 per token, 4 per candidate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.index.sphere.kernels.scan import row_of_scores
+from kvrecall.overlap import begin, end
+from kvrecall.select.kernels import add_three
+
+HIGH = tl.constexpr(-0x7F7F7F80)
+"""The highest bit of each of four bytes, 0x80808080."""
+ONES = tl.constexpr(0x01010101)
+
+
+@triton.jit
+def reaching(b_word, score):
+    """The highest bit of each byte of `b_word` that is `score` or more, 0 <= score <= 255."""
+    b_other = tl.zeros_like(b_word) + score * ONES
+    b_difference = (b_word | HIGH) - (b_other & ~HIGH)
+    return ((b_word & ~b_other) | (~(b_word ^ b_other) & b_difference)) & HIGH
+
+
+@triton.jit
+def count_and_most(a_count, a_most, b_count, b_most):
+    """A sum and a maximum in one reduction."""
+    return a_count + b_count, tl.maximum(a_most, b_most)
+
+
+@triton.jit
+def up_to(b_flag):
+    """How many bytes of a word up to each have their highest bit set, in that byte."""
+    return ((b_flag >> 7) & ONES) * ONES
+
+
+@triton.jit
+def compact_kernel(
+    p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, CAPACITY, TILES, ROOM,
+    T: tl.constexpr, SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32.
+
+    scores: int32, four scores each; those of tokens that are not there are 0, which no candidate has. Most tiles take all or
+    none of the keys of the least score; only one has to count which come first.
+    """
+    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b = i_bh // HEADS
+    tokens = tl.load(p_plan + i_b * FIELDS)
+    wanted = tl.load(p_plan + i_b * FIELDS + 1)
+    begin(PDL)
+    if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
+        o_bin = tl.arange(0, BINS)
+        b_total = tl.load(p_total + i_bh * BINS + o_bin)
+        # Totals fall from score to score: those that reach `wanted` come first, the next one is the largest of the others.
+        m_enough = b_total >= wanted
+        enough, above = tl.reduce((m_enough.to(tl.int32), tl.where(m_enough, 0, b_total)), 0, count_and_most)
+        least, room = enough - 1, wanted - above  # the least score that is taken, and how many of those that have it
+        o_tile = tl.arange(0, BT)
+        p_least = p_reach + (i_bh * BINS + least) * TILES
+        b_reach = tl.load(p_least + o_tile, mask=o_tile <= i_tile, other=0)
+        b_above = tl.load(p_least + TILES + o_tile, mask=o_tile <= tl.where(least + 1 < BINS, i_tile, -1), other=0)
+        m_here, b_equal = o_tile == i_tile, b_reach - b_above
+        above_before, equal_before, equal_here = tl.reduce(
+            (tl.where(m_here, 0, b_above), tl.where(m_here, 0, b_equal), tl.where(m_here, b_equal, 0)), 0, add_three
+        )
+        p_out = p_ids + i_bh.to(tl.int64) * ROOM + above_before + tl.minimum(equal_before, room)
+        p_score = p_scores + i_bh.to(tl.int64) * (row_of_scores(CAPACITY) // 4)
+        divided = (equal_before < room) & (equal_before + equal_here > room)
+        cut = tl.where(equal_before + equal_here <= room, least, least + 1)
+        for i_sub in range(SUB):
+            o_w = (i_tile * (SUB * T) + i_sub * T) // 4 + tl.arange(0, T // 4)
+            b_word = tl.load(p_score + o_w, mask=o_w // 4 < tl.cdiv(tokens, 16), other=0)
+            b_keep = reaching(b_word, cut)
+            if divided:
+                b_same = reaching(b_word, least) & ~b_keep
+                b_rank = up_to(b_same)
+                b_before = equal_before + tl.cumsum(b_rank >> 24, 0) - (b_rank >> 24)
+                for j in tl.static_range(4):
+                    m_first = b_before + ((b_rank >> (8 * j)) & 255) <= room
+                    b_keep = b_keep | ((((b_same >> (8 * j + 7)) & 1) * m_first.to(tl.int32)) << (8 * j + 7))
+                equal_before += tl.sum(b_rank >> 24, 0)
+            b_rank = up_to(b_keep)
+            b_count = b_rank >> 24
+            b_end = tl.cumsum(b_count, 0)
+            b_begin = b_end - b_count - 1
+            for j in tl.static_range(4):
+                m_keep = ((b_keep >> (8 * j + 7)) & 1) == 1
+                tl.store(p_out + (b_begin + ((b_rank >> (8 * j)) & 255)), o_w * 4 + j, mask=m_keep)
+            p_out += tl.max(b_end, 0)
+    end(PDL)
