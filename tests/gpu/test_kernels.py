@@ -23,11 +23,12 @@ pytestmark = pytest.mark.gpu
 ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-def test_encode(dim: int) -> None:
+def test_encode(dim: int, dtype: torch.dtype) -> None:
     from kvrecall.index.sphere.kernels.encode import encode
 
-    keys = torch.randn(3, 4097, dim, device="cuda").to(torch.bfloat16)
+    keys = torch.randn(3, 4097, 2, dim, device="cuda").to(dtype)[:, :, 0]
     keys[:, 7] = 0
     keys[:, 8] *= 1e30
     keys[:, 9] *= 1e-30
@@ -60,6 +61,23 @@ def test_encode_with_a_centre_and_maps_of_heads(dim: int) -> None:
     weights, wanted = made.weights.float(), expected.weights.float()
     assert ((weights - wanted).abs() > wanted.abs() * 2**-6).float().mean() < 2e-4
     assert not weights[:, 7].any() and weights[:, 9].all()
+
+
+@pytest.mark.parametrize("stage1", ["collision", "product"])
+def test_appending_keys_waits_for_nothing(stage1: str) -> None:
+    index = SphereIndex(LayerShape(1, 8, 2, 128, torch.bfloat16, torch.device("cuda")), SphereConfig(stage1=stage1))
+    index.reserve(3000)
+    keys = torch.randn(2, 1000, 128, device="cuda").bfloat16()
+    index.append(0, keys)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        index.append(0, keys)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    signs = index.codes(0).signs
+    assert torch.equal(signs[:, :1000], signs[:, 1000:])
+    assert int(index._counts.sum()) == (2 * 2000 * 16 if stage1 == "collision" else 0)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])

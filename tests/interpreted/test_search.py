@@ -1,4 +1,4 @@
-"""The search kernels find the reference's ids; encoding gives the reference's codes."""
+"""The search kernels find the reference's ids."""
 
 from __future__ import annotations
 
@@ -8,51 +8,15 @@ import pytest
 import torch
 
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.codes import encode as reference_encode
-from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
-from kvrecall.small_floats import pack
 from kvrecall.structs import Budget
-from tests.index.sphere.build import index_of, shape, synthetic_keys
-from tests.strategies import HEAD_DIMS, gaussian
+from tests.index.sphere.build import index_of, synthetic_keys
+from tests.strategies import gaussian
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.index.sphere.kernels.encode import encode
 
 STEP = (RatioStep(None, 0.2, 0.3),)
 EIGHT = {"balance": True, "norms": True, "weight_dtype": "uint8"}
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_encode(dim: int) -> None:
-    keys = torch.cat([gaussian(1, 2, 30, dim), gaussian(2, 2, 3, dim) * 1e30, gaussian(3, 2, 3, dim) * 1e-30], 1)
-    keys[:, 7] = 0
-    rotation = rotation_matrix(dim, 3)
-    made, expected = encode(keys, rotation, torch.float32), reference_encode(keys, rotation, torch.float32)
-    assert torch.equal(made.signs, expected.signs)
-    assert torch.equal(made.magnitudes, expected.magnitudes)
-    torch.testing.assert_close(made.weights, expected.weights, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_encode_with_a_centre_and_maps_of_heads(dim: int, dtype: torch.dtype) -> None:
-    keys = torch.cat([gaussian(1, 2, 60, dim) * torch.linspace(0.1, 5, dim) + 3, gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
-    keys[:, 7] = 0
-    made = Maps(shape(1, 2, 1, dim), rotation_matrix(dim, 3), center=True, balance=True)
-    made.fit(0, keys.shape[1], [keys])
-    turn, centre = made.of_keys(0)
-    assert centre is not None
-    centre[:] = keys[:, 9].float()  # one key at the centre
-    ours, expected = (f(keys, turn, torch.float32, centre, True) for f in (encode, reference_encode))
-    assert torch.equal(ours.signs, expected.signs)
-    assert torch.equal(ours.magnitudes, expected.magnitudes)
-    torch.testing.assert_close(ours.weights, expected.weights, rtol=1e-5, atol=0)
-    assert not ours.weights[:, 7].any() and ours.weights[:, 9].all()
-    assert ours.norms is not None and torch.equal(ours.norms, expected.norms)  # type: ignore[arg-type]
-    small = encode(keys, turn, torch.uint8, centre)
-    assert torch.equal(small.weights, pack(ours.weights)) and small.norms is None
 
 
 def search_both(index: SphereIndex, queries: torch.Tensor, top_k: int) -> None:

@@ -104,9 +104,17 @@ def test_kernels_of_a_captured_layer(
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.index.sphere.kernels.encode import encode
+    from kvrecall.index.sphere.codes import Codes
+    from kvrecall.index.sphere.kernels.encode import count_signs, encode
 
-    encode(torch.zeros(2, 50, dim, dtype=torch.bfloat16), torch.eye(dim))
+    rows = torch.zeros(2, 150, 2, dim, dtype=torch.bfloat16)
+    encode(rows[:, :, 0], torch.eye(dim))
+    tables = [torch.zeros(2, 300, width, dtype=torch.uint8) for width in (dim // 8, dim // 8 * 3, dim // 8, 1)]
+    into, maps, zero_norms = Codes(*(x[:, 7:157] for x in tables)), torch.eye(dim).repeat(2, 1, 1), torch.zeros(2).int()
+    for keys in (rows[:, :, 0], torch.zeros(2, 150, dim)):
+        encode(keys, maps, centre=torch.zeros(2, dim), into=into, zero_norms=zero_norms)
+    count_signs(into.signs, torch.zeros(2, dim // 8, 256, dtype=torch.int32), -1)
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["encode_kernel"] * 3 + ["count_kernel"]
     compile_all(launches, capability)
 
 

@@ -38,12 +38,16 @@ class TokenTable:
             grown[:, :, : self.rows.shape[2]] = self.rows
             self.rows = grown
 
+    def make_room(self, tokens: int) -> None:
+        """As `reserve`, but where there is too little room, there will be some to spare."""
+        if tokens > self.rows.shape[2]:
+            self.reserve(max(tokens, min(self.rows.shape[2] * 9 // 8, tokens + 65_536)))
+
     def append(self, sequence: int, rows: Tensor) -> None:
         """Adds rows `[H_kv, n, width]` to one sequence."""
         start = self.lengths[sequence]
         end = start + rows.shape[1]
-        if end > self.rows.shape[2]:
-            self.reserve(max(end, min(self.rows.shape[2] * 9 // 8, end + 65_536)))
+        self.make_room(end)
         self.rows[sequence, :, start:end] = rows
         self.lengths[sequence] = end
 

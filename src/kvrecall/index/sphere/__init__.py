@@ -167,7 +167,7 @@ class SphereIndex(Index):
         if not fitted:
             self.maps.fit(sequence, keys.shape[1], [keys])
         for piece in keys.split(_ENCODE_TOKENS, dim=1):
-            self._append_codes(sequence, self._encode(sequence, piece))
+            self._append_codes(sequence, piece)
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.maps.observe(sequence, observed)
@@ -187,22 +187,31 @@ class SphereIndex(Index):
                 self.maps.fit(sequence, length, every_key())
             self.reserve(length)
             for keys in pieces:
-                self._append_codes(sequence, self._encode(sequence, keys))
+                self._append_codes(sequence, keys)
                 self._waiting[sequence] -= keys.shape[1]
 
-    def _append_codes(self, sequence: int, codes: Codes) -> None:
-        for table, rows in zip(self._tables, codes.parts, strict=True):
-            table.append(sequence, rows)
-        self._count(sequence, codes.signs, 1)
-        self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
+    def _append_codes(self, sequence: int, keys: Tensor) -> None:
+        before = self._signs.lengths[sequence]
+        after = before + keys.shape[1]
+        for table in self._tables:
+            table.make_room(after)
+        self.encode_ahead(sequence, keys, slice(before, after))
+        self.extend(sequence, after)
 
     def encode_ahead(self, sequence: int, keys: Tensor, at: slice) -> Tensor:
         """Codes of keys `[H_kv, n, D]` into the rows `at`, behind those that count; returns their signs."""
+        rows, zero_norms = Codes(*(table.rows[sequence, :, at] for table in self._tables)), self._zero_norms[sequence]
+        if self._kernels and not self._compiled:
+            from kvrecall.index.sphere.kernels import encode as kernels
+
+            turn, centre = self.maps.of_keys(sequence)
+            kernels.encode(keys, turn, centre=centre, into=rows, zero_norms=zero_norms)
+            return rows.signs
         codes = self._encode(sequence, keys)
-        for table, rows in zip(self._tables, codes.parts, strict=True):
-            table.rows[sequence, :, at] = rows
-        self._zero_norms[sequence] |= (codes.weights == 0).all(-1).any(-1)
-        return codes.signs
+        for row, part in zip(rows.parts, codes.parts, strict=True):
+            row.copy_(part)
+        zero_norms |= (codes.weights == 0).all(-1).any(-1)
+        return rows.signs
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
@@ -348,8 +357,6 @@ class SphereIndex(Index):
         turn, centre = self.maps.of_keys(sequence)
         if self._compiled:
             from kvrecall.index.sphere.compiled_encode import encode as encoder
-        elif self._kernels:
-            from kvrecall.index.sphere.kernels.encode import encode as encoder
         else:
             encoder = encode
         return encoder(keys, turn, self.config.stored_dtype, centre, self.config.norms)
@@ -358,11 +365,17 @@ class SphereIndex(Index):
         self._add_counts(self._counts[sequence], signs, sign)
 
     def _add_counts(self, counts: Tensor, signs: Tensor, sign: int) -> None:
-        """Counts the sign patterns `[H_kv, n, S]` into counts `[H_kv, S, 256]`."""
+        """Counts the sign patterns `[H_kv, n, S]` into counts `[H_kv, S, 256]`, where a search looks at counts at all."""
+        if self.config.stage1 != "collision":
+            return None
         if self._compiled:
             from kvrecall.index.sphere import compiled_encode
 
             return compiled_encode.count_signs(signs.contiguous(), counts, sign)
+        if self._kernels:
+            from kvrecall.index.sphere.kernels import encode as kernels
+
+            return kernels.count_signs(signs, counts, sign)
         ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
         ones = torch.full_like(ids, sign, dtype=torch.int32)
         counts.scatter_add_(-1, ids, ones)

@@ -11,12 +11,14 @@ norm, tells the first stage what the signs do not say (neither is in the paper):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvrecall import small_floats
 from kvrecall.index.sphere.levels import lloyd_max
+from kvrecall.structs import lasting_tensors
 
 BLOCK = 8
 """Coordinates per block: the paper's m. Eight sign bits fill one byte."""
@@ -49,12 +51,19 @@ class Codes:
 
 def magnitude_levels(device: torch.device | str = "cpu") -> Tensor:
     """fp32 `[8]` reconstruction levels for blocks of 8 coordinates."""
-    return torch.tensor(lloyd_max(BLOCK)[1], dtype=torch.float32, device=device)
+    return _kept(tuple(lloyd_max(BLOCK)[1].tolist()), device)
 
 
 def magnitude_thresholds(device: torch.device | str = "cpu") -> Tensor:
     """fp32 `[7]`: a magnitude has the level of as many thresholds as it reaches."""
-    return torch.tensor(lloyd_max(BLOCK)[0], dtype=torch.float32, device=device)
+    return _kept(tuple(lloyd_max(BLOCK)[0].tolist()), device)
+
+
+@cache
+def _kept(numbers: tuple[float, ...], device: torch.device | str) -> Tensor:
+    """fp32; sent once, since to send numbers to a GPU is to wait for all that it was told to do before."""
+    with lasting_tensors():
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def encode(

@@ -1,6 +1,10 @@
-"""Summaries of keys on a GPU (section 4.1): norm, rotation as a matrix product, signs, 3-bit magnitudes, weights.
+"""Summaries of keys on a GPU (section 4.1): norm, rotation, signs, 3-bit magnitudes, weights, in one pass over the keys.
 
-Bytes per token and KV head: 2 D read, 6 S written; operations: 2 D^2. Everything in fp32.
+Bytes per token and KV head: 2 D read, 6 S written; operations: 2 D^2, twice or three times over. What is kept is fp32.
+
+Tensor cores take eleven bits of a number, so the rotation goes through them as its rounded value and, apart, as what that
+leaves out; 16-bit keys are exact there, others are taken apart too. Sums over `_SUMMED` coordinates are added up outside, where
+sums are rounded and not cut off. Together that is as close to the exact product as a matrix product in fp32.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall import small_floats
-from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, scaled, weight_range
+from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.launch import cdiv, next_power_of_2
 
-_TOKENS = 32
-"""Tokens per program."""
+_NUMBERS, _WARPS = 8192, 8
+"""Rotated coordinates per program, and its warps: as many as fit in registers."""
+_SUMMED = 32
+"""Coordinates of a key that tensor cores sum up."""
 _SHIFT = tl.constexpr(small_floats.SHIFT)
 _HALF = tl.constexpr(1 << (small_floats.SHIFT - 1))
 _OFFSET = tl.constexpr(small_floats.OFFSET)
@@ -47,43 +53,120 @@ def encode_blocks(
     """Codes of rotated blocks fp32 `[T, S, 8]` of keys that were divided by `b_scale` `[T]`, into places `o_code` `[T, S]`.
 
     The norm of a key needs not be known: the weight |k| r / alpha is the length of its block divided by alpha. Weights lie
-    between LOWEST and HIGHEST; those of a key whose scale is 0 are 0.
+    between LOWEST and HIGHEST; those of a key whose scale is 0 are 0. Returns the weights as they are stored.
     """
-    o_j = tl.arange(0, 8)
+    o_j = tl.arange(0, 8)[None, None, :]
     b_radius = tl.sqrt(tl.sum(b_blocks * b_blocks, 2))
-    b_size = tl.abs(b_blocks) / tl.where(b_radius > 0, b_radius, 1.0)[:, :, None]
-    b_level = tl.zeros_like(b_size).to(tl.int32)
+    b_size = tl.abs(b_blocks) * (1.0 / tl.where(b_radius > 0, b_radius, 1.0))[:, :, None]
+    b_level, b_value = tl.zeros_like(b_size).to(tl.int32), tl.zeros_like(b_size) + tl.load(p_levels)
     for i in tl.static_range(7):
-        b_level += (b_size >= tl.load(p_thresholds + i)).to(tl.int32)
-    b_alpha = tl.maximum(tl.sum(tl.load(p_levels + b_level) * b_size, 2), MIN_ALPHA)
-    b_sign = tl.sum((b_blocks >= 0).to(tl.int32) << o_j[None, None, :], 2)
-    b_word = tl.sum(b_level << (3 * o_j)[None, None, :], 2)
+        m_reached = b_size >= tl.load(p_thresholds + i)
+        b_level = tl.where(m_reached, i + 1, b_level)
+        b_value = tl.where(m_reached, tl.load(p_levels + i + 1), b_value)
+    b_alpha = tl.maximum(tl.sum(b_value * b_size, 2), MIN_ALPHA)
+    # 24 bits of magnitudes and 8 of signs above them: one sum over a block, whose coordinates lie in several threads.
+    b_word = tl.sum((b_level << (3 * o_j)) | ((b_blocks >= 0).to(tl.int32) << (24 + o_j)), 2)
     b_weight = tl.maximum(tl.minimum(b_scale[:, None] * (b_radius / b_alpha), HIGHEST), LOWEST)
     b_weight = tl.where(b_scale[:, None] > 0, b_weight, 0.0)
-    tl.store(p_signs + o_code, b_sign.to(tl.uint8), mask=m_code)
+    if p_weights.dtype.element_ty == tl.uint8:
+        b_stored = packed(b_weight)
+    else:
+        b_stored = b_weight.to(p_weights.dtype.element_ty)
+    tl.store(p_signs + o_code, ((b_word >> 24) & 255).to(tl.uint8), mask=m_code)
     for i in tl.static_range(3):
         tl.store(p_magnitudes + o_code * 3 + i, ((b_word >> (8 * i)) & 255).to(tl.uint8), mask=m_code)
-    if p_weights.dtype.element_ty == tl.uint8:
-        tl.store(p_weights + o_code, packed(b_weight), mask=m_code)
-    else:
-        tl.store(p_weights + o_code, b_weight.to(p_weights.dtype.element_ty), mask=m_code)
+    tl.store(p_weights + o_code, b_stored, mask=m_code)
+    return b_stored
 
 
 @triton.jit
+def less_centre(b_keys, b_centre):
+    """Keys less their centre, fp32, within what fp32 holds: two huge keys may lie further apart."""
+    return tl.minimum(tl.maximum(b_keys - b_centre, -3.4028234663852886e38), 3.4028234663852886e38)
+
+
+@triton.jit
+def power_of_two(b_largest):
+    """(2^e, 2^-e) near the largest magnitudes of keys, as `codes.key_scale`; both are normal numbers, so e is 126 at most."""
+    b_exponent = (b_largest.to(tl.int32, bitcast=True) >> 23) - 126
+    b_exponent = tl.minimum(tl.maximum(b_exponent, -126), 126)
+    return ((b_exponent + 127) << 23).to(tl.float32, bitcast=True), ((127 - b_exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def eleven_bits(b_x):
+    """fp32 rounded to the bits that tensor cores take."""
+    return ((b_x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["p_signs", "p_magnitudes", "p_weights", "p_norms", "p_zero_norms", "tokens", "ROOM"])
 def encode_kernel(
-    p_blocks, p_scales, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, tokens, HIGHEST, LOWEST, MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr, NORMS: tl.constexpr,
+    p_keys, p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_zero_norms,
+    tokens, HEAD, TOKEN, MAP, ROOM, HIGHEST, LOWEST, MIN_ALPHA,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr, BK: tl.constexpr,
+    CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Program: T tokens of rotated keys fp32 `[tokens, D]`, divided by `[tokens]`. NORMS: writes their norms too."""
-    o_t, o_d, o_s = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
-    m_t = o_t < tokens
-    b_rows = tl.load(p_blocks + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0)
-    b_scale = tl.load(p_scales + o_t, mask=m_t, other=1.0)
-    m_code = m_t[:, None] & (o_s < S)[None, :]
-    encode_blocks(tl.reshape(b_rows, [T, BS, 8]), b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-                  o_t[:, None] * S + o_s[None, :], m_code, HIGHEST, LOWEST, MIN_ALPHA)  # fmt: skip
+    """Program (T tokens, KV head): codes of keys of any float dtype, which lie HEAD and TOKEN numbers apart.
+
+    Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two heads ROOM tokens. CENTRED: there are centres
+    `[H, D]`. NORMS: writes norms too. ZEROS: sets zero_norms `[H]` to 1 where the weights of a key are all 0. Not compiled
+    anew for where in their tables the codes go.
+    """
+    i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
+    o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
+    m_t = o_t < tokens - first
+    p_rows, p_centre, p_map = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, p_centres + i_h * D, p_maps + i_h * MAP
+
+    # [T, BD]
+    b_keys = tl.load(p_rows[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    m_zero = tl.max(tl.abs(b_keys), 1) == 0.0
+    if CENTRED:
+        b_keys = less_centre(b_keys, tl.load(p_centre + o_d, mask=o_d < D, other=0.0)[None, :])
+    b_scale, b_inverse = power_of_two(tl.max(tl.abs(b_keys), 1))
+    if CENTRED:
+        b_scale = tl.where(m_zero, 0.0, b_scale)
+
+    b_turned = tl.zeros([T, BD], tl.float32)
+    for i_k in range(0, D, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = o_k < D
+        # [T, BK]: once more from memory, or rather its cache, as no part of a tile can be had from registers
+        b_x = tl.load(p_rows[:, None] + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0).to(tl.float32)
+        if CENTRED:
+            b_x = less_centre(b_x, tl.load(p_centre + o_k, mask=m_k, other=0.0)[None, :])
+        b_x *= b_inverse[:, None]
+        # [BK, BD]
+        b_map = tl.load(p_map + o_d[None, :] * D + o_k[:, None], mask=m_k[:, None] & (o_d < D)[None, :], other=0.0)
+        b_high = eleven_bits(b_map)
+        b_sum = tl.dot(b_x, b_map - b_high, input_precision="tf32")
+        if CENTRED or p_keys.dtype.element_ty == tl.float32:
+            b_rounded = eleven_bits(b_x)
+            b_sum = tl.dot(b_x - b_rounded, b_high, b_sum, input_precision="tf32")
+            b_x = b_rounded
+        b_turned += tl.dot(b_x, b_high, b_sum, input_precision="tf32")
+
+    row, m_code = i_h * ROOM + first, m_t[:, None] & (o_s < S)[None, :]
+    b_weight = encode_blocks(
+        tl.reshape(b_turned, [T, BS, 8]), b_scale, p_levels, p_thresholds, p_signs + row * S, p_magnitudes + row * (3 * S),
+        p_weights + row * S, o_t[:, None] * S + o_s[None, :], m_code, HIGHEST, LOWEST, MIN_ALPHA,
+    )  # fmt: skip
     if NORMS:
-        tl.store(p_norms + o_t, packed(tl.sqrt(tl.sum(b_rows * b_rows, 1)) * b_scale), mask=m_t)
+        tl.store(p_norms + row + o_t, packed(tl.sqrt(tl.sum(b_turned * b_turned, 1)) * b_scale), mask=m_t)
+    if ZEROS:
+        b_most = tl.max(tl.where(m_code, b_weight.to(tl.float32), 0.0), 1)
+        if tl.min(tl.where(m_t, b_most, 1.0), 0) == 0.0:
+            tl.store(p_zero_norms + i_h, 1)
+
+
+@triton.jit(do_not_specialize=["p_signs", "tokens", "ROOM", "STEP"])
+def count_kernel(p_signs, p_counts, tokens, ROOM, STEP, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr):
+    """Program (T tokens, KV head): adds STEP to the counts `[H, S, 256]` of sign patterns; two heads lie ROOM tokens apart."""
+    i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
+    o_t, o_s = tl.arange(0, T), tl.arange(0, BS)
+    m_code = (o_t < tokens - first)[:, None] & (o_s < S)[None, :]
+    b_sign = tl.load(p_signs + (i_h * ROOM + first) * S + o_t[:, None] * S + o_s[None, :], mask=m_code, other=0)
+    p_own = p_counts + i_h * (S * 256) + o_s[None, :] * 256
+    tl.atomic_add(p_own + b_sign.to(tl.int32), STEP, mask=m_code, sem="relaxed")
 
 
 @triton.jit
@@ -92,15 +175,12 @@ def one_scaled(b_key, p_centre, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.c
     o_d = tl.arange(0, BD)
     m_zero = tl.max(tl.abs(b_key), 0) == 0.0
     if CENTRED:
-        b_key -= tl.load(p_centre + o_d, mask=o_d < D, other=0.0)
-        b_key = tl.minimum(tl.maximum(b_key, -3.4028234663852886e38), 3.4028234663852886e38)
-    # A power of two near the largest coordinate goes out first: squares of huge keys would overflow, of tiny ones vanish.
-    exponent = (tl.max(tl.abs(b_key), 0).to(tl.int32, bitcast=True) >> 23) - 126
-    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-    b_scale = tl.full([1], 1.0, tl.float32) * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        b_key = less_centre(b_key, tl.load(p_centre + o_d, mask=o_d < D, other=0.0))
+    scale, inverse = power_of_two(tl.max(tl.abs(b_key), 0))
+    b_scale = tl.full([1], 1.0, tl.float32) * scale
     if CENTRED:
         b_scale = tl.where(m_zero, 0.0, b_scale)
-    return b_key * ((127 - exponent) << 23).to(tl.float32, bitcast=True), b_scale, m_zero
+    return b_key * inverse, b_scale, m_zero
 
 
 @triton.jit
@@ -147,25 +227,53 @@ def encode(
     weight_dtype: torch.dtype = torch.bfloat16,
     centre: Tensor | None = None,
     norms: bool = False,
+    into: Codes | None = None,
+    zero_norms: Tensor | None = None,
 ) -> Codes:
-    """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU; the rotation is one matrix product in fp32."""
+    """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, wherever its heads and tokens lie.
+
+    into: where the codes are written, views of n rows of tables that are equally long; weight_dtype and norms are then theirs.
+    zero_norms: int32 `[H_kv]`, becomes 1 for heads with a key whose weights are all 0.
+    """
     heads, tokens, dim = keys.shape
-    blocks = dim // BLOCK
-    made = Codes(
-        torch.empty(heads, tokens, blocks, dtype=torch.uint8, device=keys.device),
-        torch.empty(heads, tokens, blocks * 3, dtype=torch.uint8, device=keys.device),
-        torch.empty(heads, tokens, blocks, dtype=weight_dtype, device=keys.device),
-        torch.empty(heads, tokens, 1, dtype=torch.uint8, device=keys.device) if norms else None,
-    )
+    blocks, padded = dim // BLOCK, next_power_of_2(dim)
+    made = _blank(heads, tokens, blocks, weight_dtype, norms, keys.device) if into is None else into
     if not tokens:
         return made
-    x, scale = scaled(keys, centre)
-    rotated = x @ rotation.mT
-    padded = next_power_of_2(dim)
-    least, most = weight_range(weight_dtype, centre is not None)
-    encode_kernel[(cdiv(heads * tokens, _TOKENS),)](
-        rotated, scale, magnitude_levels(keys.device), magnitude_thresholds(keys.device), made.signs, made.magnitudes,
-        made.weights, made.signs if made.norms is None else made.norms, heads * tokens, most, least, MIN_ALPHA,
-        D=dim, BD=padded, S=blocks, BS=padded // BLOCK, T=_TOKENS, NORMS=norms, num_warps=4,
+    room = made.signs.stride(0) // blocks
+    assert all(x.stride(0) == room * x.shape[2] and x.stride(1) == x.shape[2] for x in made.parts)
+    if keys.stride(2) != 1:
+        keys = keys.contiguous()
+    rotation = rotation.contiguous()
+    least, most = weight_range(made.weights.dtype, centre is not None)
+    per_program = _NUMBERS // padded
+    encode_kernel[(cdiv(tokens, per_program), heads)](
+        keys, rotation, rotation if centre is None else centre.contiguous(), magnitude_levels(keys.device),
+        magnitude_thresholds(keys.device), made.signs, made.magnitudes, made.weights,
+        made.signs if made.norms is None else made.norms, made.signs if zero_norms is None else zero_norms, tokens,
+        keys.stride(0), keys.stride(1), rotation.stride(0) if rotation.ndim == 3 else 0, room, most, least, MIN_ALPHA,
+        D=dim, BD=padded, S=blocks, BS=padded // BLOCK, T=per_program, BK=_SUMMED, CENTRED=centre is not None,
+        NORMS=made.norms is not None, ZEROS=zero_norms is not None, num_warps=_WARPS, num_stages=2,
     )  # fmt: skip
     return made
+
+
+def count_signs(signs: Tensor, counts: Tensor, step: int) -> None:
+    """As `compiled_encode.count_signs`, on a GPU: signs uint8 `[H_kv, n, S]` of a table; counts int32 `[H_kv, S, 256]`."""
+    heads, tokens, blocks = signs.shape
+    assert signs.stride(1) == blocks and counts.is_contiguous()
+    if tokens:
+        padded = next_power_of_2(blocks)
+        per_program = _NUMBERS // 8 // padded
+        count_kernel[(cdiv(tokens, per_program), heads)](
+            signs, counts, tokens, signs.stride(0) // blocks, step, S=blocks, BS=padded, T=per_program, num_warps=4,
+        )  # fmt: skip
+
+
+def _blank(heads: int, tokens: int, blocks: int, weight_dtype: torch.dtype, norms: bool, device: torch.device) -> Codes:
+    """Codes that are yet to be written."""
+
+    def rows(width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(heads, tokens, width, dtype=dtype, device=device)
+
+    return Codes(rows(blocks), rows(blocks * 3), rows(blocks, weight_dtype), rows(1) if norms else None)

@@ -1,0 +1,151 @@
+"""The encoding kernel gives the reference's codes, wherever keys and codes lie, and counts what the reference counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.sphere.codes import Codes
+from kvrecall.index.sphere.codes import encode as reference_encode
+from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.small_floats import pack
+from tests.index.sphere.build import index_of, shape, synthetic_keys
+from tests.strategies import DTYPES, HEAD_DIMS, gaussian
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.index.sphere.kernels import encode as kernels
+from kvrecall.index.sphere.kernels.encode import count_signs, encode
+
+BOTH = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
+
+
+def check(made: Codes, expected: Codes, step: float = 1e-5) -> None:
+    """A coordinate within one rounding of 0 or of a threshold may fall on the other side: docs/tolerances.md, codes."""
+    for ours, theirs in zip(made.parts, expected.parts, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        wrong = ours != theirs if ours.dtype == torch.uint8 else (ours.float() - theirs.float()).abs() > step * theirs.float()
+        assert wrong.sum() <= ours.numel() / 10_000 + 1
+    assert torch.equal((made.weights == 0).all(-1), (expected.weights == 0).all(-1))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_codes_of_common_huge_tiny_and_zero_keys(dim: int) -> None:
+    keys = torch.cat([gaussian(1, 2, 30, dim), gaussian(2, 2, 3, dim) * 1e30, gaussian(3, 2, 3, dim) * 1e-30], 1)
+    keys[:, 7:9] = 0
+    keys[:, 8, 3] = 3.4e38
+    rotation = rotation_matrix(dim, 3)
+    made, expected = encode(keys, rotation, torch.float32), reference_encode(keys, rotation, torch.float32)
+    check(made, expected)
+    assert not made.weights[:, 7].any() and made.weights[:, 8].isfinite().all()
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_keys_of_any_dtype_between_their_values(weight: torch.dtype, dtype: torch.dtype, dim: int) -> None:
+    """As they come from rows `[H_kv, n, 2, D]`, of which more tokens follow."""
+    rows = torch.stack([gaussian(dim, 3, 90, dim), torch.full((3, 90, dim), float("nan"))], 2).to(dtype)
+    rows[:, 70:] = float("nan")
+    keys, rotation = rows[:, :70, 0], rotation_matrix(dim, 42)
+    check(encode(keys, rotation, weight), reference_encode(keys, rotation, weight), 2**-6)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_centres_maps_of_heads_and_norms(dtype: torch.dtype, dim: int) -> None:
+    keys = torch.cat([gaussian(1, 2, 60, dim) * torch.linspace(0.1, 5, dim) + 3, gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
+    keys[:, 7] = 0
+    made = Maps(shape(1, 2, 1, dim), rotation_matrix(dim, 3), center=True, balance=True)
+    made.fit(0, keys.shape[1], [keys])
+    turn, centre = made.of_keys(0)
+    assert centre is not None
+    centre[:] = keys[:, 9].float()  # one key at the centre
+    ours, expected = (f(keys, turn, torch.float32, centre, True) for f in (encode, reference_encode))
+    check(ours, expected)
+    assert not ours.weights[:, 7].any() and ours.weights[:, 9].all()
+    small = encode(keys, turn, torch.uint8, centre)
+    assert torch.equal(small.weights, pack(ours.weights)) and small.norms is None
+    check(encode(keys, turn, torch.float32), reference_encode(keys, turn, torch.float32))
+    check(encode(keys, turn[0], torch.bfloat16, centre), reference_encode(keys, turn[0], torch.bfloat16, centre), 2**-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_key_and_a_centre_that_lie_too_far_apart_for_fp32() -> None:
+    keys, centre = torch.zeros(1, 5, 64), torch.zeros(1, 64)
+    keys[..., 3], centre[..., 3] = 3e38, -3e38
+    ours, expected = (f(keys, rotation_matrix(64, 3), torch.float32, centre) for f in (encode, reference_encode))
+    check(ours, expected)
+    assert ours.weights.isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 200])
+def test_any_number_of_tokens_into_rows_of_tables(tokens: int) -> None:
+    keys, rotation = synthetic_keys("zeros", 3, 2, tokens, 128).bfloat16(), rotation_matrix(128, 42)
+    tables = [torch.full((2, 300, width), 77, dtype=torch.uint8) for width in (16, 48, 16, 1)]
+    at = slice(37, 37 + tokens)
+    zero_norms = torch.zeros(2, dtype=torch.int32)
+    into = Codes(*(table[:, at] for table in tables))
+    assert encode(keys, rotation, into=into, zero_norms=zero_norms) is into
+    expected = reference_encode(keys, rotation, torch.uint8, None, True)
+    check(into, expected)
+    assert torch.equal(zero_norms, (expected.weights == 0).all(-1).any(-1).int())
+    for table in tables:
+        assert (table[:, :37] == 77).all() and (table[:, at.stop :] == 77).all()
+
+
+def test_only_heads_with_a_key_of_zero_norm_are_marked() -> None:
+    keys, zero_norms = gaussian(1, 3, 70, 80), torch.zeros(3, dtype=torch.int32)
+    keys[1, 66] = 0
+    encode(keys, rotation_matrix(80, 42), zero_norms=zero_norms)
+    assert zero_norms.tolist() == [0, 1, 0]
+    encode(keys[:, :60], rotation_matrix(80, 42), zero_norms=zero_norms)
+    assert zero_norms.tolist() == [0, 1, 0]  # what was marked stays
+
+
+@pytest.mark.parametrize("blocks", [8, 10, 16, 32])
+@pytest.mark.parametrize("tokens", [0, 1, 130])
+def test_counts(tokens: int, blocks: int) -> None:
+    table = torch.randint(0, 9, (2, 200, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)) * 31
+    signs, counts = table[:, 20 : 20 + tokens], torch.zeros(2, blocks, 256, dtype=torch.int32)
+    count_signs(signs, counts, 1)
+    expected = [[torch.bincount(s.long(), minlength=256).tolist() for s in head.T] for head in signs]
+    assert counts.tolist() == expected
+    count_signs(signs[:, 1:], counts, -1)
+    assert counts.sum() == 2 * blocks * min(tokens, 1) and (counts >= 0).all()
+
+
+@pytest.mark.parametrize("config", [{}, {"stage1": "product"}, BOTH], ids=["collisions", "products", "balanced"])
+def test_an_index_that_its_kernels_fill(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [3 + gaussian(1, 2, 150, 64), gaussian(2, 2, 66, 64)]
+    keys[0][0, 11], keys[0][1, 95] = 0, 0
+
+    def build(encoder: Any) -> SphereIndex:
+        index, calls = index_of([keys[0][:, :90], keys[1][:, :61]], 2, compiled=False, **config), []
+        index._kernels = encoder is not None
+        monkeypatch.setattr(kernels, "encode", lambda *a, **more: (calls.append(1), encoder(*a, **more)))
+        index.append(0, keys[0][:, 90:97])
+        index.append(0, keys[0][:, 97:])
+        index.truncate(0, 140)
+        index.append(1, keys[1][:, 61:])
+        assert len(calls) == (3 if index._kernels else 0)
+        return index
+
+    ours, expected = build(encode), build(None)
+    assert ours.lengths == expected.lengths == [140, 66]
+    for b in range(2):
+        check(ours.codes(b), expected.codes(b), 2**-6)
+        differing = (ours.codes(b).signs != expected.codes(b).signs).sum()
+        assert (ours._counts[b] - expected._counts[b]).abs().sum() <= 2 * differing
+    assert torch.equal(ours._zero_norms, expected._zero_norms) and ours._zero_norms.tolist() == [[1, 1], [0, 0]]
+    assert bool(ours._counts.any()) == (ours.config.stage1 == "collision")
+
+
+def test_tables_of_another_length_are_refused() -> None:
+    rows: list[Tensor] = [torch.empty(2, n, width, dtype=torch.uint8) for n, width in ((9, 8), (9, 24), (10, 8))]
+    with pytest.raises(AssertionError):
+        encode(gaussian(1, 2, 4, 64), rotation_matrix(64, 42), into=Codes(*(x[:, :4] for x in rows)))
