@@ -115,11 +115,11 @@ def _stage(name: str, config: str = "product") -> Callable[[str, int], Op]:
         bench = _sphere(shape, tokens, config)
         (queries, keys, values), params, rows = bench.new, bench.params, bench.rows
         calls: dict[str, Callable] = {
-            "tables": lambda x: x._search.make_tables(queries, x._index.tables(), rows, x._fire),
-            "scan": lambda x: x._search.scan(x._index.tables(), rows, x._fire),
-            "compact": lambda x: x._search.compact(x._index.tables(), rows, x._fire),
-            "rerank": lambda x: x._search.rerank(x._index.tables(), rows, x._fire, params.scaling),
-            "top-k": lambda x: x._search.pick(rows, x._fire, params.scaling),
+            "tables": lambda x: x._search.make_tables(queries, x._index.tables(), rows, x._trigger.fire.view(-1)),
+            "scan": lambda x: x._search.scan(x._index.tables(), rows, x._trigger.fire.view(-1)),
+            "compact": lambda x: x._search.compact(x._index.tables(), rows, x._trigger.fire.view(-1)),
+            "rerank": lambda x: x._search.rerank(x._index.tables(), rows, x._trigger.fire.view(-1), params.scaling),
+            "top-k": lambda x: x._search.pick(rows, x._trigger.fire.view(-1), params.scaling),
             "attend": lambda x: x._attend(queries, keys, values, rows, bench.parity, params),
             "merge": lambda x: x._merge(queries, params),
         }
