@@ -75,9 +75,12 @@ def runs_of(found: dict[str, Any], stage: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def chosen(found: dict[str, Any], lane: str, names: str | None) -> list[dict[str, Any]]:
-    """The stages of a lane, or those named."""
+    """The stages of a lane, or those named, in the order in which they are named."""
     if names:
-        return [stage for stage in found["stages"] if stage["name"] in names.split(",")]
+        known = {stage["name"]: stage for stage in found["stages"]}
+        if unknown := [name for name in names.split(",") if name not in known]:
+            sys.exit(f"--stages: expected names out of {', '.join(known)}; got {', '.join(unknown)}")
+        return [known[name] for name in names.split(",")]
     return [stage for stage in found["stages"] if stage.get("lane", "main") == lane]
 
 
