@@ -40,6 +40,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "outlier-pages": ("kvrecall.select.outliers", "OutlierPages"),
     },
     "prune": {"top-p": ("kvrecall.select.top_p", "TopP")},
+    "rest": {"page-means": ("kvrecall.select.rest", "PageMeans")},
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }
 

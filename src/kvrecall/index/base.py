@@ -70,6 +70,9 @@ class IndexConfig(Part, ABC):
     weighs: ClassVar[bool] = False
     """Whether its selections have a bias, so that every token counts."""
 
+    estimates: ClassVar[bool] = False
+    """Whether its selections have rows that stand for tokens that were not found."""
+
     watches: ClassVar[bool] = False
     """Whether its indexes look at the attention of every query, of the prompt too (`Index.watch`)."""
 

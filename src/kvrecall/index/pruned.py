@@ -2,84 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
+from kvrecall.index.around import IndexAround
+from kvrecall.index.base import Index, LayerShape, stack_selections
 from kvrecall.index.quantised import Quantised, code_bytes, quantise, restore
 from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import search_queries
-from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.top_p import TopP, prune
 from kvrecall.structs import Budget, Selection
 
 
-class PrunedIndex(Index):
+class PrunedIndex(IndexAround):
     """Searches in `base` and keeps of each selection what `TopP` leaves, judged as `gqa` says."""
 
+    _codes: TokenTable
+    _ranges: TokenTable
+
     def __init__(self, base: Index, shape: LayerShape, config: TopP, gqa: str) -> None:
-        self.base, self._config, self._gqa, self._kv_heads = base, config, gqa, shape.kv_heads
-        width = code_bytes(shape.head_dim, config.bits)
-        self._codes = TokenTable(shape.sequences, shape.kv_heads, width, torch.uint8, shape.device)
-        self._ranges = TokenTable(shape.sequences, shape.kv_heads, 2, torch.float32, shape.device)
+        self._config, self._gqa, self._kv_heads = config, gqa, shape.kv_heads
 
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self.base.lengths
+        def table(width: int, dtype: torch.dtype) -> TokenTable:
+            return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
 
-    @property
-    def nbytes(self) -> int:
-        return self.base.nbytes + self._codes.nbytes + self._ranges.nbytes
+        codes, ranges = table(code_bytes(shape.head_dim, config.bits), torch.uint8), table(2, torch.float32)
+        super().__init__(base, {"_codes": codes, "_ranges": ranges})
 
     def append(self, sequence: int, keys: Tensor) -> None:
         self._keep(sequence, keys)
-        self.base.append(sequence, keys)
+        super().append(sequence, keys)
 
     def append_generated(self, sequence: int, keys: Tensor) -> None:
         self._keep(sequence, keys)
-        self.base.append_generated(sequence, keys)
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self.base.bind(sources)
-
-    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
-        self.base.end_of_prompt(sequence, observed, offset)
-
-    def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        self.base.exclude(sequence, ids)
-
-    @property
-    def watches(self) -> bool:  # type: ignore[override]
-        return self.base.watches
-
-    def watch(
-        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
-    ) -> None:
-        self.base.watch(sequence, observed, resident, offset, scaling)
-
-    def learn(self, sequences: list[int]) -> None:
-        self.base.learn(sequences)
+        super().append_generated(sequence, keys)
 
     def reserve(self, tokens: int) -> None:
-        for part in (self.base, self._codes, self._ranges):
+        for part in (self.base, *self._tables):
             part.reserve(tokens)
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        for part in (self.base, self._codes, self._ranges):
+        for part in (self.base, *self._tables):
             part.truncate(sequence, tokens)
-
-    def select(self, sequences: list[int]) -> PrunedIndex:
-        chosen = copy(self)
-        chosen.base = self.base.select(sequences)
-        chosen._codes, chosen._ranges = self._codes.select(sequences), self._ranges.select(sequences)
-        return chosen
-
-    def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
-        return self.base.candidates(queries, budget, sequences)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         found = self.base.search(queries, budget, sequences)

@@ -10,8 +10,10 @@ from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
+from kvrecall.index.completed import CompletedIndex, completed_nbytes
 from kvrecall.index.pruned import PrunedIndex, pruned_nbytes
 from kvrecall.methods.compose import check
+from kvrecall.select.rest import PageMeans
 from kvrecall.select.static import StaticChoice
 from kvrecall.select.top_p import TopP
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
@@ -32,9 +34,10 @@ class Method:
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
     attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only part
-    of what a search found, as many tokens as a step needs. fetch: how rows reach
-    the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at the same
-    time. None takes the method's own part; the published systems have names of their own and may have single parts exchanged.
+    of what a search found, as many tokens as a step needs. rest: what stands for the tokens that were not found. fetch: how
+    rows reach the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at
+    the same time. None takes the method's own part; the published systems have names of their own and may have single parts
+    exchanged.
 
     top_k: retrieved tokens per KV head and step, static ones included; None attends to everything.
     sink_tokens, local_tokens, update_interval: zone sizes in tokens (see `kvrecall.cache.zones`).
@@ -54,6 +57,7 @@ class Method:
     static: Any = None
     gqa: str | None = None
     prune: Any = None
+    rest: Any = None
     fetch: Any = None
     attend: str | None = None
     top_k: int | None = 100
@@ -144,6 +148,10 @@ class Method:
         """The pruning that is used."""
         return self.own_prune() if self.prune is None else self.prune
 
+    def rest_config(self) -> PageMeans | None:
+        """What stands for the tokens that were not found; None: nothing does."""
+        return self.rest
+
     def fetch_config(self) -> Direct | Staged:
         """The fetch policy that is used."""
         return self.own_fetch() if self.fetch is None else self.fetch
@@ -163,11 +171,13 @@ class Method:
 
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
-        config, prune = self.index_config(), self.prune_config()
+        config, prune, rest = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return None
         index = config.build(shape)
-        return index if prune is None else PrunedIndex(index, shape, prune, config.gqa)
+        if prune is not None:
+            index = PrunedIndex(index, shape, prune, config.gqa)
+        return index if rest is None else CompletedIndex(index, shape, rest)
 
     def build_trigger(self, sequences: int, layer: int) -> Trigger:
         """The trigger of one layer, by its number in the model."""
@@ -175,7 +185,9 @@ class Method:
 
     def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""
-        config, prune = self.index_config(), self.prune_config()
+        config, prune, rest = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return 0
-        return config.nbytes(shape, tokens) + (0 if prune is None else pruned_nbytes(shape, prune, tokens))
+        more = 0 if prune is None else pruned_nbytes(shape, prune, tokens)
+        more += 0 if rest is None else completed_nbytes(shape, rest, tokens)
+        return config.nbytes(shape, tokens) + more

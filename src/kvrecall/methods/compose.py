@@ -35,7 +35,7 @@ def check(method: Method) -> None:
 def _without_index(method: Method, label: str) -> None:
     if label == "Method":
         raise ParameterError("index", f"one of {', '.join(names('index'))}", None, "Use kvrecall.Full() to search nothing.")
-    for role in ("trigger", "static", "gqa", "prune", "fetch", "attend"):
+    for role in ("trigger", "static", "gqa", "prune", "rest", "fetch", "attend"):
         if getattr(method, role) is not None:
             raise CompositionError(
                 f"{label}({role}={getattr(method, role)})",
@@ -65,6 +65,10 @@ def _with_index(method: Method) -> None:
         raise CompositionError(
             f"index={index} with prune={prune}", "sampled tokens stand for those that were not", "Leave one of them out."
         )
+    rest = method.rest_config()
+    if rest is not None and (index.weighs or index.estimates):
+        why = "it estimates what it leaves out itself" if index.estimates else "sampled tokens stand for those that were not"
+        raise CompositionError(f"index={index} with rest={rest}", why, "Leave one of them out.")
     static = method.static_config()
     if static is not None and index.static_refusal:
         raise CompositionError(f"index={index} with static={static}", index.static_refusal, "Leave the static set out.")

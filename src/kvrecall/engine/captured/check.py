@@ -77,6 +77,10 @@ def _check_method(method: Method) -> None:
         raise CaptureError("static sets beside a sphere index are not captured", 'Use index="pages", or static=None.')
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
+    if method.rest_config() is not None:
+        raise CaptureError(
+            "estimates of what was not found have no kernel", "Decode uncaptured (capture=None), or with rest=None."
+        )
 
 
 def long_enough(cache: RetrievalCache) -> bool:

@@ -29,6 +29,7 @@ class EstimatingConfig(ClusterConfig):
     decoding is clustered by itself; max_segment_tokens has no effect."""
 
     name: ClassVar[str] = "estimating-clusters"
+    estimates: ClassVar[bool] = True
     static_refusal: ClassVar[str] = "the estimates would count static tokens twice"
 
     estimated_ratio: float = 0.232

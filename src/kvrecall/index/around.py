@@ -1,0 +1,82 @@
+"""An index around another one: whatever it does not change is the other one's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Self
+
+from torch import Tensor
+
+from kvrecall.index.base import Index, RowSource
+from kvrecall.index.table import TokenTable
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.structs import Budget, Selection
+
+
+class IndexAround(Index):
+    """Hands everything on to `base`; a subclass keeps tables of its own beside it."""
+
+    def __init__(self, base: Index, tables: dict[str, TokenTable]) -> None:
+        """tables: by the names of the attributes that hold them."""
+        self.base, self._names = base, tuple(tables)
+        for name, table in tables.items():
+            setattr(self, name, table)
+
+    @property
+    def _tables(self) -> list[TokenTable]:
+        return [getattr(self, name) for name in self._names]
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self.base.lengths
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes + sum(table.nbytes for table in self._tables)
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        self.base.append(sequence, keys)
+
+    def append_generated(self, sequence: int, keys: Tensor) -> None:
+        self.base.append_generated(sequence, keys)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self.base.bind(sources)
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        self.base.end_of_prompt(sequence, observed, offset)
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        self.base.exclude(sequence, ids)
+
+    @property
+    def watches(self) -> bool:  # type: ignore[override]
+        return self.base.watches
+
+    def watch(
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
+    ) -> None:
+        self.base.watch(sequence, observed, resident, offset, scaling)
+
+    def learn(self, sequences: list[int]) -> None:
+        self.base.learn(sequences)
+
+    def reserve(self, tokens: int) -> None:
+        self.base.reserve(tokens)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self.base.truncate(sequence, tokens)
+
+    def select(self, sequences: list[int]) -> Self:
+        chosen = copy(self)
+        chosen.base = self.base.select(sequences)
+        for name in self._names:
+            setattr(chosen, name, getattr(self, name).select(sequences))
+        return chosen
+
+    def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
+        return self.base.candidates(queries, budget, sequences)
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        return self.base.search(queries, budget, sequences)

@@ -1,0 +1,112 @@
+"""Any index, completed by estimates: pages of the zone stand, by their means, for those of their tokens that were not found.
+
+A page whose mean key is c and mean value v, of whose tokens m are not attended, adds m exp(q c) to the softmax's sum and that
+times v to the output: one row with log m added to its logit. The means are those of all its tokens, chosen ones included. That
+was measured to be nearer to full attention than the means of the others: the exponential's mean lies above the exponential of
+the mean, and keys that were chosen pull the mean in the right direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.transfer import bring
+from kvrecall.index.around import IndexAround
+from kvrecall.index.base import Index, LayerShape, RowSource
+from kvrecall.index.table import TokenTable
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.rest import PageMeans
+from kvrecall.structs import Budget, Rows, Selection
+
+_PIECE_TOKENS = 8192
+"""Rows that are brought to the device at a time."""
+
+
+class CompletedIndex(IndexAround):
+    """Searches in `base` and adds the means of whole pages, `[H_kv, pages, 2 D]` in the cache's dtype.
+
+    The tokens behind the last whole page are not estimated. A row never changes once it is there, so what a search returned
+    stays valid.
+    """
+
+    _means: TokenTable
+
+    def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
+        self._page, self._shape = config.page_tokens, shape
+        self._sources: Sequence[RowSource] = ()
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        means = TokenTable(shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
+        super().__init__(base, {"_means": means})
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+        super().bind(sources)
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        super().end_of_prompt(sequence, observed, offset)
+        self._catch_up(sequence)
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        super().exclude(sequence, ids)
+        self._excluded[sequence] = ids
+
+    def reserve(self, tokens: int) -> None:
+        super().reserve(tokens)
+        self._means.reserve(tokens // self._page)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        super().truncate(sequence, tokens)
+        self._means.truncate(sequence, tokens // self._page)
+
+    def select(self, sequences: list[int]) -> CompletedIndex:
+        chosen = super().select(sequences)
+        chosen._excluded = [self._excluded[b] for b in sequences]
+        return chosen
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        found = super().search(queries, budget, sequences)
+        for b in sequences:
+            self._catch_up(b)
+        lengths = [self._means.lengths[b] for b in sequences]
+        width, group = max(lengths), queries.shape[1] // self._shape.kv_heads
+        every = sequences == list(range(len(self._means.lengths)))
+        rows = self._means.rows if every else torch.stack([self._means.rows[b] for b in sequences])
+        kv = rows[:, :, :width].unflatten(-1, (2, -1))
+        bias = torch.stack([self._bias(b, ids, width) for b, ids in zip(sequences, found.ids, strict=True)])
+        counts = torch.tensor(lengths, dtype=torch.int32).to(queries.device, non_blocking=True)
+        real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
+        return replace(found, estimated=Rows(kv, real, bias.repeat_interleave(group, 1)))
+
+    def _bias(self, sequence: int, ids: Tensor, width: int) -> Tensor:
+        """Logarithm fp32 `[H_kv, width]` of how many tokens of each page are in none of the sets that are attended."""
+        excluded = self._excluded[sequence]
+        attended = ids if excluded is None else torch.cat([ids, excluded.to(ids.device)], 1)
+        left = torch.full((ids.shape[0], width + 1), float(self._page), device=ids.device)
+        page = torch.where(attended < 0, width, attended.long() // self._page).clamp_max(width)  # the last place is for none
+        left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=ids.device))
+        return left[:, :width].log()
+
+    def _catch_up(self, sequence: int) -> None:
+        """Takes in the pages that have become whole."""
+        first = self._means.lengths[sequence]
+        pages = self.lengths[sequence] // self._page - first
+        if not self._sources or pages <= 0:
+            return
+        self._means.make_room(first + pages)
+        left = torch.empty(self._shape.kv_heads, 0, 2, self._shape.head_dim, dtype=self._shape.dtype, device=self._shape.device)
+        for block in self._sources[sequence].blocks(first * self._page):
+            for piece in block.split(_PIECE_TOKENS, 1):
+                left = torch.cat([left, bring(piece, self._shape.device)], 1)
+                whole = left.shape[1] // self._page
+                rows = left[:, : whole * self._page].flatten(2).unflatten(1, (whole, self._page))
+                self._means.append(sequence, rows.float().mean(2).to(self._shape.dtype))
+                left = left[:, whole * self._page :]
+
+
+def completed_nbytes(shape: LayerShape, config: PageMeans, tokens: int) -> int:
+    """Device bytes that the means take per sequence."""
+    return shape.kv_heads * (tokens // config.page_tokens) * 2 * shape.head_dim * shape.dtype.itemsize
