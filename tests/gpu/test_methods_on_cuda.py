@@ -11,11 +11,12 @@ from kvrecall.fetch import Direct, Staged, fetch_rows
 from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
-from tests.one_layer import methods, normal, params
+from tests.one_layer import ZONES, methods, normal, params
 from tests.strategies import DTYPES, generator
 
 pytestmark = pytest.mark.gpu
 SMALL = {name: m for name, m in methods(top_k=20).items() if "per_head" in name or "mean_softmax" in name or "composed" in name}
+SMALL["rest"] = kvrecall.Exact(top_k=20, rest="page-means:page_tokens=8", **ZONES)
 
 
 @pytest.mark.parametrize("name", SMALL)

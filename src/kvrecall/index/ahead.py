@@ -1,8 +1,8 @@
-"""Keys of a retrieval zone back from the host, piece by piece: while one is used, the next is on its way."""
+"""Rows of a retrieval zone back from the host, piece by piece: while one is used, the next is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -13,17 +13,25 @@ from kvrecall.index.base import RowSource
 from kvrecall.index.tokens import zone_rows
 
 
+def keys_of(rows: Tensor) -> Tensor:
+    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`."""
+    return rows[:, :, 0]
+
+
 @contextmanager
-def keys_ahead(source: RowSource, start: int, stop: int, size: int, device: torch.device) -> Iterator[Iterator[Tensor]]:
-    """Keys `[H_kv, <= size, D]` of a stretch of the zone, in order, on the device; start < stop.
+def keys_ahead(
+    source: RowSource, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Tensor] = keys_of
+) -> Iterator[Iterator[Tensor]]:
+    """Keys `[H_kv, <= size, D]` of a stretch of the zone, in order, on the device; start < stop. Or what `take` makes of the
+    rows `[H_kv, n, 2, D]`, which are gone afterwards.
 
     A GPU copies on a stream of its own, the first piece from the moment the context is entered. Nobody waits but its streams.
     """
     starts = range(start, stop, size)
     if device.type != "cuda":
-        yield (zone_rows(source, at, min(at + size, stop))[:, :, 0].to(device) for at in starts)
+        yield (take(zone_rows(source, at, min(at + size, stop))).to(device) for at in starts)
         return
-    pieces = _Pieces(source, starts, device)
+    pieces = _Pieces(source, starts, device, take)
     try:
         yield iter(pieces)
     finally:
@@ -36,8 +44,9 @@ class _Pieces:
     Values travel with the keys: a head's rows are one run of bytes, which is copied faster than half of it in pieces.
     """
 
-    def __init__(self, source: RowSource, starts: range, device: torch.device) -> None:
+    def __init__(self, source: RowSource, starts: range, device: torch.device, take: Callable[[Tensor], Tensor]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
+        self._take = take
         (_, rows), *_ = source.segments()
         shape = rows.shape[0], min(starts.step, starts.stop - starts.start), *rows.shape[2:]
         self._near = [torch.empty(shape, dtype=rows.dtype, device=device) for _ in range(2)]
@@ -46,9 +55,9 @@ class _Pieces:
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(len(self._starts)):
             self.arrive()
-            keys = self._place(number)[:, :, 0].contiguous()
+            taken = self._take(self._place(number)).contiguous()  # another place than that of the rows
             self._send(number + 1)
-            yield keys
+            yield taken
 
     def arrive(self) -> None:
         """What the current stream does from now on comes after everything that was sent."""

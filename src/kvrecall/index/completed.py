@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvrecall.cache.transfer import bring
+from kvrecall.index.ahead import keys_ahead
 from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
@@ -96,15 +96,16 @@ class CompletedIndex(IndexAround):
         pages = self.lengths[sequence] // self._page - first
         if not self._sources or pages <= 0:
             return
+        start, stop = first * self._page, (first + pages) * self._page
+        size = max(1, _PIECE_TOKENS // self._page) * self._page
         self._means.make_room(first + pages)
-        left = torch.empty(self._shape.kv_heads, 0, 2, self._shape.head_dim, dtype=self._shape.dtype, device=self._shape.device)
-        for block in self._sources[sequence].blocks(first * self._page):
-            for piece in block.split(_PIECE_TOKENS, 1):
-                left = torch.cat([left, bring(piece, self._shape.device)], 1)
-                whole = left.shape[1] // self._page
-                rows = left[:, : whole * self._page].flatten(2).unflatten(1, (whole, self._page))
-                self._means.append(sequence, rows.float().mean(2).to(self._shape.dtype))
-                left = left[:, whole * self._page :]
+        with keys_ahead(self._sources[sequence], start, stop, size, self._shape.device, self._mean_rows) as pieces:
+            for means in pieces:
+                self._means.append(sequence, means)
+
+    def _mean_rows(self, rows: Tensor) -> Tensor:
+        """Means `[H_kv, n, 2 D]` of n whole pages of rows `[H_kv, n * page, 2, D]`."""
+        return rows.flatten(2).unflatten(1, (-1, self._page)).float().mean(2).to(self._shape.dtype)
 
 
 def completed_nbytes(shape: LayerShape, config: PageMeans, tokens: int) -> int:

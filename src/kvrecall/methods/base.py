@@ -125,6 +125,10 @@ class Method:
         """What a published system keeps of a selection; None: all of it."""
         return None
 
+    def own_rest(self) -> PageMeans | None:
+        """What stands for the tokens that a published system did not find; None: nothing does."""
+        return None
+
     def own_fetch(self) -> Direct | Staged:
         """The fetch policy of a published system."""
         return Direct()
@@ -149,8 +153,8 @@ class Method:
         return self.own_prune() if self.prune is None else self.prune
 
     def rest_config(self) -> PageMeans | None:
-        """What stands for the tokens that were not found; None: nothing does."""
-        return self.rest
+        """What is used to stand for the tokens that were not found."""
+        return self.own_rest() if self.rest is None else self.rest
 
     def fetch_config(self) -> Direct | Staged:
         """The fetch policy that is used."""
