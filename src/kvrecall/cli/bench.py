@@ -22,7 +22,7 @@ bench = typer.Typer(help="Measure retrieval against full attention. What fails i
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
 Configs = Annotated[
-    str, typer.Option(help="One or more: product, balanced, balanced-plain, product-reuse, product-max, paper.")
+    str, typer.Option(help="One or more: product, balanced, balanced-2%, balanced-plain, product-reuse, product-max, paper.")
 ]
 Layers = Annotated[str | None, typer.Option(help="Fewer layers than the model has, one or more: 8,16.")]
 ModelShape = Annotated[str, typer.Option("--shape", help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")]

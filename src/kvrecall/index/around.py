@@ -17,15 +17,8 @@ from kvrecall.structs import Budget, Selection
 class IndexAround(Index):
     """Hands everything on to `base`; a subclass keeps tables of its own beside it."""
 
-    def __init__(self, base: Index, tables: dict[str, TokenTable]) -> None:
-        """tables: by the names of the attributes that hold them."""
-        self.base, self._names = base, tuple(tables)
-        for name, table in tables.items():
-            setattr(self, name, table)
-
-    @property
-    def _tables(self) -> list[TokenTable]:
-        return [getattr(self, name) for name in self._names]
+    def __init__(self, base: Index, *tables: TokenTable) -> None:
+        self.base, self._tables = base, tables
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -71,8 +64,7 @@ class IndexAround(Index):
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
         chosen.base = self.base.select(sequences)
-        for name in self._names:
-            setattr(chosen, name, getattr(self, name).select(sequences))
+        chosen._tables = tuple(table.select(sequences) for table in self._tables)
         return chosen
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:

@@ -33,14 +33,16 @@ class CompletedIndex(IndexAround):
     stays valid.
     """
 
-    _means: TokenTable
-
     def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
         self._page, self._shape = config.page_tokens, shape
         self._sources: Sequence[RowSource] = ()
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         means = TokenTable(shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
-        super().__init__(base, {"_means": means})
+        super().__init__(base, means)
+
+    @property
+    def _means(self) -> TokenTable:
+        return self._tables[0]
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
@@ -65,6 +67,7 @@ class CompletedIndex(IndexAround):
     def select(self, sequences: list[int]) -> CompletedIndex:
         chosen = super().select(sequences)
         chosen._excluded = [self._excluded[b] for b in sequences]
+        chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
         return chosen
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:

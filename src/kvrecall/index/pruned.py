@@ -19,17 +19,13 @@ from kvrecall.structs import Budget, Selection
 class PrunedIndex(IndexAround):
     """Searches in `base` and keeps of each selection what `TopP` leaves, judged as `gqa` says."""
 
-    _codes: TokenTable
-    _ranges: TokenTable
-
     def __init__(self, base: Index, shape: LayerShape, config: TopP, gqa: str) -> None:
         self._config, self._gqa, self._kv_heads = config, gqa, shape.kv_heads
 
         def table(width: int, dtype: torch.dtype) -> TokenTable:
             return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
 
-        codes, ranges = table(code_bytes(shape.head_dim, config.bits), torch.uint8), table(2, torch.float32)
-        super().__init__(base, {"_codes": codes, "_ranges": ranges})
+        super().__init__(base, table(code_bytes(shape.head_dim, config.bits), torch.uint8), table(2, torch.float32))
 
     def append(self, sequence: int, keys: Tensor) -> None:
         self._keep(sequence, keys)
@@ -58,13 +54,13 @@ class PrunedIndex(IndexAround):
 
     def _keep(self, sequence: int, keys: Tensor) -> None:
         packed = quantise(keys, self._config.bits)
-        self._codes.append(sequence, packed.codes)
-        self._ranges.append(sequence, packed.ranges)
+        for table, part in zip(self._tables, packed, strict=True):
+            table.append(sequence, part)
 
     def _keys(self, sequence: int, ids: Tensor) -> Tensor:
         """Estimated keys fp64 `[H_kv, K, D]` of ids int32 `[H_kv, K]`; anything where an id is -1."""
         at = ids.long().clamp_min(0).unsqueeze(-1)
-        tables = (table.view(sequence) for table in (self._codes, self._ranges))
+        tables = (table.view(sequence) for table in self._tables)
         return restore(Quantised(*(rows.gather(1, at.expand(-1, -1, rows.shape[2])) for rows in tables)), self._config.bits)
 
 
