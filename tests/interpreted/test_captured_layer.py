@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,22 @@ def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
     assert layer.index.lengths[0] >= 88 and not weights[:, 0].any()
     assert weights[:, 1].all() == (centres is not None) and weights.abs().max() < 1e-30
     assert layer.index._zero_norms.all()
+
+
+@pytest.mark.parametrize("name", ["collisions", "products", "balanced"])
+def test_a_step_in_branches_is_the_undivided_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sequences and KV heads in three launches of unequal size, over sequences of unequal length."""
+    asked: list[range] = []
+
+    def told(parts: list[range], like: Tensor, work: Callable[[range], None]) -> None:
+        asked.extend(parts)
+        for part in reversed(parts):
+            work(part)
+
+    monkeypatch.setattr("kvrecall.engine.captured.layer.branches", lambda pairs, tokens: 3)
+    monkeypatch.setattr("kvrecall.engine.captured.layer.beside", told)
+    compare(METHODS[name], 2, AttentionParams(DIM**-0.5))
+    assert asked == 2 * [range(0, 1), range(1, 2), range(2, 4)]
 
 
 def test_softcap_and_learned_sinks_reach_the_kernels() -> None:

@@ -109,6 +109,20 @@ def selected_rows(
 
 
 @triton.jit
+def readers_first(i_program, pairs, CHOSEN: tl.constexpr):
+    """Which of `pairs` sequences and KV heads a program is for, and which part of its step: all parts that read the host come
+    before all others, and those of one head after each other.
+
+    Others' work hides behind the bus; and rows of one head lie near each other, so that the bus's own translation of addresses
+    still knows their pages (a batch's pools are larger than what it can hold).
+    """
+    readers = pairs * CHOSEN
+    behind = i_program - readers
+    i_pair = tl.where(i_program < readers, i_program // CHOSEN, behind % pairs)
+    return i_pair, tl.where(i_program < readers, i_program % CHOSEN, CHOSEN + behind // pairs)
+
+
+@triton.jit
 def step_part(
     p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_host, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
     scaling, softcap, i_bh, i_kv, i_part, CAPACITY, SINK, PAIRS, K,

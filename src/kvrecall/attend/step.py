@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.attend.kernels import step_part
+from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.merge.cuda import merge_step
 from kvrecall.overlap import begin, end
@@ -34,9 +34,9 @@ def attend_kernel(
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, part), see `step_part`; zone int32 `[bh, ZONE]`. Readers of the host come first."""
+    """Program (sequence and KV head, part), see `readers_first` and `step_part`; zone int32 `[bh, ZONE]`."""
     begin(PDL)
-    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    i_bh, i_p = readers_first(tl.program_id(0), PAIRS, CHOSEN)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     step_part(p_queries, p_keys, p_values, p_rows, p_zone + i_bh * ZONE, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids,
               p_kept, p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_p, CAPACITY, FRONT, PAIRS, K, D, BD,
@@ -91,7 +91,7 @@ class StepAttention:
         places the kept rows go to. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
         """
         (b, heads, capacity), k = self.rows.shape[:3], self.top_k
-        attend_kernel[(b * heads, self._parts)](
+        attend_kernel[(b * heads * self._parts,)](
             queries, keys, values, self.rows, zone, self.bad, ids, self.hosts, self._kept_ids, self._kept, parity, self.read,
             self._out, self._lse, params.scaling, params.softcap, heads, capacity, self.front, zone.stride(0), b * heads, k,
             D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self._chosen_rows, W=_RESIDENT_ROWS,

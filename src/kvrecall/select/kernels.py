@@ -112,10 +112,10 @@ def finish(p_out, p_counts, b_id, m_keep, o_out, wanted, K, N: tl.constexpr):
     tl.store(p_counts, wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def top_kernel(
     p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_counts, p_kept_ids, p_kept_keys, p_kept, p_arrived, scaling, K,
-    HEADS, ROOM, CHUNKS, PARTS,
+    HEADS, START, ROOM, CHUNKS, PARTS,
     LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
     N: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def top_kernel(
     each keeps its best in kept_ids, kept_keys `[bh, CHUNKS, SLOTS]`, SLOTS >= K, and how many in kept `[bh, CHUNKS]`; M is the
     padded size. arrived `[bh]`, zero before and after, tells which is the last.
     """
-    i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
+    i_chunk, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
     total, fire = tl.load(p_plan + i_b * FIELDS + 1), tl.load(p_fire + i_b)
     begin(PDL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import step_part
+from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 from kvrecall.overlap import begin, end
 
@@ -63,11 +63,11 @@ def leave(
                     tl.store(p_counts + o_c, tl.load(p_live + o_c, mask=m_own), mask=m_own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def step_kernel(
     p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
     p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live, p_zero_norms,
-    scaling, softcap, HEADS, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, HIGHEST, LOWEST, MIN_ALPHA,
+    scaling, softcap, HEADS, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, HIGHEST, LOWEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, CENTRED: tl.constexpr,
@@ -75,10 +75,11 @@ def step_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
-    Programs that read the host come first: the others' work hides behind the bus. The new token `[BH, D]` is attended from
+    Their order is that of `readers_first`. START: the first sequence and KV head of this launch. The new token `[BH, D]` is attended from
     where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
     """
-    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    i_bh, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
+    i_bh += START
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_zone = p_plan + i_b * STRIDE + FIRST
     if i_p < CHOSEN:

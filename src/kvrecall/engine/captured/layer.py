@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
+from kvrecall.engine.captured.branches import beside, branches, divided
 from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
 from kvrecall.engine.captured.trigger import DeviceTrigger
@@ -66,6 +67,9 @@ class CapturedLayer(CapturedState):
         self._pair_plan = zeros(b * heads, ROW)
         self._search = GpuSearch(*searched, self._group, dim, config.gqa, config.stage1, k, tokens,
                                  plan.most_candidates(tokens), state.index.maps, ROW, config.norms)  # fmt: skip
+        # A search that is rarely made again, or by few heads, is not worth more launches.
+        count = branches(b * heads, tokens) if self._trigger.every_step else 1
+        self._branches = divided(self._search.pairs, count)
         self._options = overlapping(device)
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)
@@ -104,14 +108,18 @@ class CapturedLayer(CapturedState):
         """
         queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
         self._trigger.launch(queries)
-        self.search(queries, plan, params.scaling)
-        self._attend(queries, keys, values, plan, parity, params)
+
+        def part(pairs: range) -> None:
+            self._search_for(pairs, queries, plan, params.scaling)
+            self._attend(queries, keys, values, plan, parity, params, pairs)
+
+        beside(self._branches, queries, part)
         return self._merge(queries, params)
 
-    def search(self, queries: Tensor, plan: Tensor, scaling: float) -> None:
+    def _search_for(self, pairs: range, queries: Tensor, plan: Tensor, scaling: float) -> None:
         """Searches wherever the trigger has fired."""
         plan = self._pair_plan if self._trigger.early else plan
-        self._search.launch(queries, self._index.tables(), plan, self._trigger.fire.view(-1), scaling)
+        self._search.launch(queries, self._index.tables(), plan, self._trigger.fire.view(-1), scaling, pairs)
 
     def forget_trial(self) -> None:
         """Undoes what a trial run counted, found and remembered."""
@@ -145,21 +153,23 @@ class CapturedLayer(CapturedState):
         self._pair_plan.view(plan.shape[0], self._heads, -1).copy_(plan.unsqueeze(1).expand(-1, self._heads, -1))
 
     def _attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams
-    ) -> None:
-        """Selected rows, resident rows and the token that leaves, in one launch."""
+        self, queries: Tensor, keys: Tensor, values: Tensor, plan: Tensor, parity: Tensor, params: AttentionParams,
+        pairs: range | None = None,
+    ) -> None:  # fmt: skip
+        """Selected rows, resident rows and the token that leaves, in one launch for `pairs`, by default all."""
+        pairs = pairs or self._search.pairs
         index, k, maps = self._index, self._search.top_k, self._index.maps
         tables, centred = index.tables(), maps.centres is not None
         measured = tables.norms is not None
         pieces = cdiv(self._dim, _ENCODED_ROWS) + measured
         least, most = weight_range(tables.weights.dtype, centred)
-        step_kernel[(self._pairs, self._parts + pieces)](
+        step_kernel[(len(pairs) * (self._parts + pieces),)](
             queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
             parity, self.read, self._part_out, self._part_lse, maps.keys, maps.keys if maps.centres is None else maps.centres,
             self._levels, self._thresholds, tables.signs, tables.magnitudes, tables.weights,
             tables.norms if measured else tables.signs, tables.counts, self._live, tables.zero_norms,
-            params.scaling, params.softcap, self._heads, self._rows.shape[2], ROW, self._plan_of_all.sizes.sink_tokens,
-            self._pairs, k, tables.signs.shape[2], maps.stride, most, least, MIN_ALPHA,
+            params.scaling, params.softcap, self._heads, pairs.start, self._rows.shape[2], ROW,
+            self._plan_of_all.sizes.sink_tokens, self._pairs, k, tables.signs.shape[2], maps.stride, most, least, MIN_ALPHA,
             D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
             W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
             FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, CENTRED=centred,

@@ -40,9 +40,9 @@ def up_to(b_flag):
     return ((b_flag >> 7) & ONES) * ONES
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def compact_kernel(
-    p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, CAPACITY, TILES, ROOM,
+    p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, START, CAPACITY, TILES, ROOM,
     T: tl.constexpr, SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32.
@@ -50,7 +50,7 @@ def compact_kernel(
     scores: int32, four scores each; those of tokens that are not there are 0, which no candidate has. Most tiles take all or
     none of the keys of the least score; only one has to count which come first.
     """
-    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
     tokens = tl.load(p_plan + i_b * FIELDS)
     wanted = tl.load(p_plan + i_b * FIELDS + 1)

@@ -42,10 +42,10 @@ def upper(b_codes, NATIVE: tl.constexpr):
     return b_codes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def product_kernel(
     p_signs, p_norms, p_weights, p_zero_norms, p_barred, p_rotated, p_plan, p_fire, p_scores, p_reach, p_total, scale, HEADS,
-    CAPACITY, TILES,
+    START, CAPACITY, TILES,
     D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
     SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
     BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, NORMS: tl.constexpr,
@@ -56,7 +56,7 @@ def product_kernel(
     scale: length of a rotated query `[BH, LANES, D]` in whole numbers, which are cut off at PEAK. NORMS: products are
     multiplied by the keys' norms, small floats in units of 2^-UNIT.
     """
-    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
     KEYS: tl.constexpr = 32 // BS  # in a row
     tokens = tl.load(p_plan + i_b * FIELDS)

@@ -34,10 +34,10 @@ def in_rows(p_x, o_x):
     return tl.multiple_of(tl.max_contiguous(p_x + o_x, (1, o_x.shape[1])), (1, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def rerank_kernel(
     p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, p_shifts,
-    scaling, HEADS, CAPACITY, ROOM, PARTS, UNITS,
+    scaling, HEADS, START, CAPACITY, ROOM, PARTS, UNITS,
     D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
     FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def rerank_kernel(
     three of levels and, where they have 8 bits, one of weights; or 1 as bytes. levels: fp32 `[16]`, negative magnitudes, then
     positive ones.
     """
-    i_part, i_bh = tl.program_id(0), tl.program_id(1)
+    i_part, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
     wanted = tl.load(p_plan + i_b * FIELDS + 1)
     begin(PDL)

@@ -67,16 +67,17 @@ def tally(
     tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def collision_kernel(
-    p_signs, p_weights, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, CAPACITY, TILES,
+    p_signs, p_weights, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START, CAPACITY,
+    TILES,
     S: tl.constexpr, BYTES: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
     T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read BYTES at a time."""
     begin(PDL)
-    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
     tokens = tl.load(p_plan + i_b * FIELDS)
     if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):

@@ -90,6 +90,8 @@ class GpuSearch:
         self._sub = max(1, cdiv(tokens, self._tile * _MAX_TILES))
         self._tiles = max(1, cdiv(tokens, self._tile * self._sub))
         pairs = sequences * heads
+        self.pairs = range(pairs)
+        """Numbers of the sequences and KV heads, head after head: what is searched at most."""
 
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -128,47 +130,51 @@ class GpuSearch:
         self.counts = scratch(sequences, heads)
         """How many of each are real."""
 
-    def launch(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:
+    def launch(
+        self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None
+    ) -> None:
         """Searches for queries `[B, H_q, D]` (contiguous) in the sequences whose int32 `fire[b]` is not 0.
 
-        Fills `ids` and `counts`. plan: int32 `[B, stride]`. The results of other sequences stay as they are.
+        Fills `ids` and `counts`. plan: int32 `[B, stride]`. The results of other sequences stay as they are. pairs: those of
+        `self.pairs` that this launch is for, all by default; two launches for different ones may run at the same time.
         """
-        self.make_tables(queries, tables, plan, fire)
-        self.scan(tables, plan, fire)
-        self.compact(tables, plan, fire)
-        self.rerank(tables, plan, fire, scaling)
-        self.pick(plan, fire, scaling)
+        self.make_tables(queries, tables, plan, fire, pairs)
+        self.scan(tables, plan, fire, pairs)
+        self.compact(tables, plan, fire, pairs)
+        self.rerank(tables, plan, fire, scaling, pairs)
+        self.pick(plan, fire, scaling, pairs)
 
-    def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+    def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Rotated queries and, for collisions, look-up tables; empties the histogram."""
-        pairs, maps = self._total.shape[0], self._maps
-        rotate_kernel[(pairs, cdiv(self._dim, _ROTATED_ROWS))](
+        maps, pairs = self._maps, pairs or self.pairs
+        rotate_kernel[(len(pairs), cdiv(self._dim, _ROTATED_ROWS))](
             queries, maps.queries, maps.queries if maps.centres is None else maps.centres, fire, self._rotated, self._shifts,
-            self._total, maps.stride, self._heads,
+            self._total, maps.stride, self._heads, pairs.start,
             D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
             MEAN=self.mode == "mean_q", SHIFT=self._shifted, BINS=self._bins, num_warps=4, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
-            tables_kernel[(pairs, self._blocks)](
-                self._rotated, tables.counts, plan, fire, self._tables, self._heads,
+            tables_kernel[(len(pairs), self._blocks)](
+                self._rotated, tables.counts, plan, fire, self._tables, self._heads, pairs.start,
                 D=self._dim, S=self._blocks, LANES=self._lanes, WORDS=self._words, L=1 if self._lanes == 1 else 4, C=64,
                 FIELDS=self._stride, TARGETS=2, TIERS=len(TIER_PERCENTILES), num_warps=8, **self._options,
             )  # fmt: skip
 
-    def scan(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+    def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Scores of all tokens and their histogram."""
+        pairs = pairs or self.pairs
         capacity, width = tables.signs.shape[2:]
         row = cdiv(capacity, 16) * 16  # as many are read at a time
         if self._scores is None or self._scores.shape[1] != row:
             self._scores = torch.empty(self._total.shape[0], row, dtype=torch.uint8, device=self._total.device)
         barred = tables.signs if tables.barred is None else tables.barred
-        written, sizes = (plan, fire, self._scores, self._reach, self._total), (self._heads, capacity, self._tiles)
+        written, sizes = (plan, fire, self._scores, self._reach, self._total), (self._heads, pairs.start, capacity, self._tiles)
         if self.stage1 == "product":
             # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift, top = self._scale
-            product_kernel[(self._tiles, self._total.shape[0])](
+            product_kernel[(self._tiles, len(pairs))](
                 tables.signs, tables.signs if tables.norms is None else tables.norms, tables.weights, tables.zero_norms, barred,
                 self._rotated, *written, PRODUCT_RMS * self._dim**0.5, *sizes,
                 D=self._dim, S=width, BS=padded, LANES=self._lanes,
@@ -181,7 +187,7 @@ class GpuSearch:
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
-        collision_kernel[(self._tiles, self._total.shape[0])](
+        collision_kernel[(self._tiles, len(pairs))](
             tables.signs.view(torch.int32) if read == 4 else tables.signs, tables.weights, tables.zero_norms, barred,
             self._tables, *written, *sizes,
             S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
@@ -189,40 +195,41 @@ class GpuSearch:
             num_warps=4, **self._options,
         )  # fmt: skip
 
-    def compact(self, tables: Tables, plan: Tensor, fire: Tensor) -> None:
+    def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Ids of the candidates."""
         assert self._scores is not None
-        programs = self._tiles * self._total.shape[0]
-        compact_kernel[(self._tiles, self._total.shape[0])](
+        pairs = pairs or self.pairs
+        programs = self._tiles * len(self.pairs)
+        compact_kernel[(self._tiles, len(pairs))](
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
-            tables.signs.shape[2], self._tiles, self.candidates,
+            pairs.start, tables.signs.shape[2], self._tiles, self.candidates,
             T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
             num_warps=1 if programs >= _MANY else _COMPACT_WARPS, **self._options,
         )  # fmt: skip
 
-    def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float) -> None:
+    def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:
         """Estimates of the candidates, and the parts of their softmax where the mode has one."""
-        unit = self._unit
+        unit, pairs = self._unit, pairs or self.pairs
         words = torch.int32 if unit == 4 else torch.uint8
         weights = tables.weights.view(words) if tables.weights.dtype == torch.uint8 else tables.weights
-        rerank_kernel[(self._parts, self._total.shape[0])](
+        rerank_kernel[(self._parts, len(pairs))](
             tables.signs.view(words), tables.magnitudes.view(words), weights, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
-            tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit,
+            pairs.start, tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit,
             D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes,
             BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"),
             SOFTMAX="softmax" in self.mode, SHIFT=self._shifted, num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 
-    def pick(self, plan: Tensor, fire: Tensor, scaling: float) -> None:
+    def pick(self, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:
         """The best of the candidates."""
-        softmax = "softmax" in self.mode
+        softmax, pairs = "softmax" in self.mode, pairs or self.pairs
         left = next_power_of_2(self._chunks * self._slots)
         block = max(self._chunk, left)
-        top_kernel[(self._chunks, self._total.shape[0])](
+        top_kernel[(self._chunks, len(pairs))](
             self._ids, self._estimates, self._peak, self._mass, plan, fire, self.ids, self.counts, self._chunk_ids,
-            self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, self._heads, self.candidates, self._chunks,
-            self._parts,
+            self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, self._heads, pairs.start, self.candidates,
+            self._chunks, self._parts,
             LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
             BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=self._reranked, N=self._chunk,
             SLOTS=self._slots, M=max(256, left), FIELDS=self._stride,

@@ -12,8 +12,8 @@ import triton.language as tl
 from kvrecall.overlap import begin, end
 
 
-@triton.jit
-def rotate_kernel(p_queries, p_maps, p_centres, p_fire, p_rotated, p_shifts, p_total, MAP, HEADS,
+@triton.jit(do_not_specialize=["START"])
+def rotate_kernel(p_queries, p_maps, p_centres, p_fire, p_rotated, p_shifts, p_total, MAP, HEADS, START,
                   D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
                   MEAN: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (sequence and KV head, ROWS coordinates) of the rotated queries, fp32 `[BH, LANES, D]`.
@@ -22,7 +22,7 @@ def rotate_kernel(p_queries, p_maps, p_centres, p_fire, p_rotated, p_shifts, p_t
     of them all. SHIFT: also writes the query's product with the centre, shifts `[BH, LANES]`. One program per head clears the
     histogram of the scores.
     """
-    i_bh, i_r = tl.program_id(0), tl.program_id(1)
+    i_bh, i_r = START + tl.program_id(0), tl.program_id(1)
     o_d, o_r = tl.arange(0, BD), i_r * ROWS + tl.arange(0, ROWS)
     m_d = o_d < D
     m_r = (o_r < D)[:, None] & m_d[None, :]
@@ -84,9 +84,9 @@ def collision_entries(b_own, p_counts, p_targets, C: tl.constexpr, TIERS: tl.con
     return b_tiers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["START"])
 def tables_kernel(
-    p_rotated, p_counts, p_plan, p_fire, p_tables, HEADS,
+    p_rotated, p_counts, p_plan, p_fire, p_tables, HEADS, START,
     D: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
     FIELDS: tl.constexpr, TARGETS: tl.constexpr, TIERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def tables_kernel(
     L: lanes side by side, 1 or 4. C: patterns that are compared at once.
     """
     begin(PDL)
-    i_bh, i_s = tl.program_id(0), tl.program_id(1)
+    i_bh, i_s = START + tl.program_id(0), tl.program_id(1)
     i_b = i_bh // HEADS
     if tl.load(p_fire + i_b) != 0:
         o_8, o_l, o_p = tl.arange(0, 8), tl.arange(0, L), tl.arange(0, 256)

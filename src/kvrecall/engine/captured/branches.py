@@ -1,0 +1,55 @@
+"""Parts of one layer's step beside each other, as branches of the graph that is captured.
+
+A search is a chain of kernels of which some keep all multiprocessors busy (the scan), some wait for the bus (reading selected
+rows) and some for themselves (selecting). KV heads need nothing of each other, so the chains of two halves of them can run at
+the same time, and while one waits, the other one works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MOST = 4
+"""Branches at most."""
+_DIVIDED = 8 * 196_608
+"""Tokens, times sequences and KV heads, from which on a search is divided: a smaller one leaves most of a GPU idle, so its
+kernels' latencies are what it takes, and those do not become fewer."""
+
+
+def branches(pairs: int, tokens: int) -> int:
+    """Into how many branches the search of so many sequences and KV heads, over zones of so many tokens, is divided."""
+    return MOST if pairs * tokens >= _DIVIDED else 1
+
+
+def divided(pairs: range, count: int) -> list[range]:
+    """`count` ranges of almost equal length, in order; fewer where there are not so many."""
+    ends = [pairs.start + len(pairs) * i // count for i in range(count + 1)]
+    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+
+
+def beside(parts: list[range], like: Tensor, work: Callable[[range], None]) -> None:
+    """Launches `work` for every part; on a GPU (that of `like`) each on a stream of its own, the first ones more urgent.
+
+    Without the order all branches would scan at the same time and then wait at the same time.
+    """
+    if len(parts) == 1 or not like.is_cuda:
+        for part in parts:
+            work(part)
+        return
+    here = torch.cuda.current_stream(like.device)
+    streams = _streams(like.device)[: len(parts)]
+    for part, stream in zip(parts, streams, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            work(part)
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+@cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device, priority=i + 1 - MOST) for i in range(MOST)]
