@@ -183,6 +183,16 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 @pytest.mark.parametrize("ragged", [False, True])
 def test_captured_generation_equals_the_uncaptured_one(method: kvrecall.Method, ragged: bool) -> None:
+    compare_generations(method, ragged)
+
+
+@pytest.mark.parametrize("name", ["paper", "products", "balanced"])
+def test_captured_generation_in_branches_equals_the_uncaptured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrecall.engine.captured.layer.branches", lambda pairs, tokens: 3)
+    compare_generations(METHODS[name], ragged=True)
+
+
+def compare_generations(method: kvrecall.Method, ragged: bool) -> None:
     model = tiny()
     prompt = torch.randint(5, 500, (2, 700), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     mask = torch.ones_like(prompt)

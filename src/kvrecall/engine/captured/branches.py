@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def branches(pairs: int, tokens: int) -> int:
 def divided(pairs: range, count: int) -> list[range]:
     """`count` ranges of almost equal length, in order; fewer where there are not so many."""
     ends = [pairs.start + len(pairs) * i // count for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+    return [range(a, b) for a, b in pairwise(ends) if b > a]
 
 
 def beside(parts: list[range], like: Tensor, work: Callable[[range], None]) -> None:

@@ -75,8 +75,8 @@ def step_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
-    Their order is that of `readers_first`. START: the first sequence and KV head of this launch. The new token `[BH, D]` is attended from
-    where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
+    Their order is that of `readers_first`. START: the first sequence and KV head of this launch. The new token `[BH, D]` is
+    attended from where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
     """
     i_bh, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
     i_bh += START
