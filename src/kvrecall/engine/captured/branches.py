@@ -14,16 +14,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-MOST = 4
-"""Branches at most."""
-_DIVIDED = 8 * 196_608
-"""Tokens, times sequences and KV heads, from which on a search is divided: a smaller one leaves most of a GPU idle, so its
-kernels' latencies are what it takes, and those do not become fewer."""
+_DIVIDED, _EACH = 8 * 196_608, 2_097_152
+"""Tokens, times sequences and KV heads, from which on a search is divided, and those of a branch where there are many. In a
+smaller search the kernels' latencies are what it takes, and those do not become fewer."""
+_FEWEST, _MOST = 4, 14
+_LONG, _LONG_BRANCHES = 786_432, 3
+"""A zone so long fills the GPU with one or two heads."""
+_URGENT = 3
+"""Branches that go before all others, the first one before the second."""
 
 
 def branches(pairs: int, tokens: int) -> int:
     """Into how many branches the search of so many sequences and KV heads, over zones of so many tokens, is divided."""
-    return MOST if pairs * tokens >= _DIVIDED else 1
+    work = pairs * tokens
+    if work < _DIVIDED:
+        return 1
+    return _LONG_BRANCHES if tokens >= _LONG else max(_FEWEST, min(_MOST, work // _EACH))
 
 
 def divided(pairs: range, count: int) -> list[range]:
@@ -42,7 +48,7 @@ def beside(parts: list[range], like: Tensor, work: Callable[[range], None]) -> N
             work(part)
         return
     here = torch.cuda.current_stream(like.device)
-    streams = _streams(like.device)[: len(parts)]
+    streams = [_stream(like.device, number) for number in range(len(parts))]
     for part, stream in zip(parts, streams, strict=True):
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -52,5 +58,5 @@ def beside(parts: list[range], like: Tensor, work: Callable[[range], None]) -> N
 
 
 @cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device, priority=i + 1 - MOST) for i in range(MOST)]
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=min(0, number - _URGENT))
