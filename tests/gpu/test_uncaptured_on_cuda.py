@@ -266,9 +266,11 @@ def test_an_update_returns_before_its_rows_have_arrived() -> None:
 class Refusing:
     """A system that pins nothing."""
 
-    @staticmethod
-    def cudaHostRegister(*_: object) -> int:
-        return 2
+    def __init__(self) -> None:
+        self._cudart: Any = torch.cuda.cudart()
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: 2) if name == "cudaHostRegister" else getattr(self._cudart, name)
 
 
 def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +281,7 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.MonkeyPatch.context() as patch:
             if refuse:
                 patch.setattr(host_memory, "_warned", False)
-                patch.setattr(torch.cuda, "cudart", lambda: Refusing)
+                patch.setattr(torch.cuda, "cudart", lambda refusing=Refusing(): refusing)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=24, **ZONES))
