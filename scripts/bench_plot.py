@@ -44,7 +44,7 @@ def gpu_layer(axes: Any, rows: list[Row]) -> None:
 
 
 def gpu_decode(axes: Any, rows: list[Row]) -> None:
-    """One sequence: a line per configuration and one for full attention. Open markers are projected from fewer layers."""
+    """One sequence: a line per configuration and one per kind of full attention. Open ones are projected from fewer layers."""
     ours = [step for step in decode.retrieval_steps(rows) if step.batch == 1]
     full = [step for step in decode.full_steps(rows) if step.batch == 1]
     models = dict.fromkeys(step.shape for step in [*ours, *full])
@@ -53,7 +53,9 @@ def gpu_decode(axes: Any, rows: list[Row]) -> None:
         for name in dict.fromkeys(step.config for step in ours if step.shape == shape):
             own = [step for step in ours if (step.shape, step.config) == (shape, name)]
             _steps(axes, own, "o", f"{of}{name}", None)
-        _steps(axes, [step for step in full if step.shape == shape], "s", f"{of}full attention", "black")
+        for name, color in ((decode.FULL, "black"), (decode.FULL + decode.COMPILED, "gray")):
+            said = f"{of}full attention{name.removeprefix(decode.FULL)}"
+            _steps(axes, [step for step in full if (step.shape, step.config) == (shape, name)], "s", said, color)
     if any(step.layers for step in [*ours, *full]):
         axes.plot([], [], "o", color="gray", markerfacecolor="white", label="open: projected from fewer layers")
     axes.set(ylabel=f"ms per step, {', '.join(models)}", ylim=(0, None))

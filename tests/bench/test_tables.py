@@ -100,6 +100,21 @@ def test_throughput_takes_the_largest_batches_that_fit() -> None:
     assert decode.throughput([row(32, 65536, 1, "product", 8.0, 9.0)]) == "Not measured yet."
 
 
+def test_compiled_rows_are_compared_with_compiled_ones_only() -> None:
+    plain, compiled = row(32, 131072, 1, "product", 9.0, 11.0), row(32, 131072, 1, "product+compiled", 6.0, 8.0)
+    assert [(s.config, s.ms) for s in decode.full_steps([plain, compiled])] == [("full", 11.0), ("full+compiled", 8.0)]
+    table = decode.steps([plain, compiled])
+    assert "| product | 9.00 ms | 18.00 ms | 11.00 ms | **1.22×** |" in table
+    assert "| product+compiled | 6.00 ms | 12.00 ms | 8.00 ms | **1.33×** |" in table
+    alone = row(32, 131072, 1, "product+compiled", 6.0)
+    assert "| product+compiled | 6.00 ms | 12.00 ms | – | – |" in decode.steps([plain, alone])
+    beside = row(32, 131072, 1, "full+compiled", None, 7.0)
+    assert "| 6.00 ms | 12.00 ms | 7.00 ms |" in decode.steps([plain, alone, beside])
+    batches = [row(32, 131072, 28, "product+compiled", 40.0), row(32, 131072, 4, "full", None, 30.0)]
+    assert "| 896 GiB | – | – | – | – |" in decode.throughput(batches)
+    assert "| 3 | 20.00 ms | 150 |" in decode.throughput([*batches, row(32, 131072, 3, "full+compiled", None, 20.0)])
+
+
 def test_a_cell_that_is_no_number_is_none() -> None:
     assert all(number({"a": text}, "a") != number({"a": text}, "a") for text in ("", "nan", "out of memory"))
     assert number({"a": "1.5"}, "a") == 1.5 and number({}, "a") != number({}, "a")

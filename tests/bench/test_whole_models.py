@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrecall.bench import full_decode, gpu_decode, gpu_prefill, models
+from kvrecall.bench.first_step import TOLERANCE, agree
 from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
 from kvrecall.bench.gpu_decode import Retrieval
 from kvrecall.errors import HostMemoryError
@@ -122,6 +123,44 @@ def test_a_row_has_the_sides_that_were_asked_for(side: str, monkeypatch: pytest.
     assert isnan(row.full_p50_ms) == (side == "retrieval") and isnan(row.full_device_gib) == (side == "retrieval")
     assert isnan(row.retrieval_p50_ms) == (side == "full") == isnan(row.host_gib)
     assert row.speedup == 2.0 if side == "both" else isnan(row.speedup)
+
+
+def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def full(*arguments: Any) -> Full:
+        asked.append(arguments[4:])
+        return Full(8.0, "flash", 2.0)
+
+    def retrieval(*arguments: Any) -> Retrieval:
+        asked.append(arguments[3:])
+        return Retrieval([4.0], 0.5, 1.5)
+
+    monkeypatch.setattr(gpu_decode, "model_of", on_cpu)
+    monkeypatch.setattr(gpu_decode, "full_step", full)
+    monkeypatch.setattr(gpu_decode, "retrieval", retrieval)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
+    assert gpu_decode.measure("tiny", None, 1000, 2, "product+compiled", 30).config == "product+compiled"
+    assert asked == [(True,), ("product", 30, True)]
+    assert gpu_decode.measure("tiny", None, 1000, 2, "full+compiled", 30, "full").config == "full+compiled"
+    assert gpu_decode.measure("tiny", None, 1000, 2, "product", 30, "retrieval").config == "product" and not asked[-1][-1]
+
+
+def test_exact_attention_is_that_of_scaled_dot_product_attention() -> None:
+    model = on_cpu("tiny", 2, 300)
+    attention = full_decode.FullAttention(model, 300, 2)
+    query = torch.randn(2, 4, 1, 128, dtype=torch.bfloat16)
+    expected = F.scaled_dot_product_attention(query.float(), *attention.stores[0].float(), scale=0.2, enable_gqa=True)
+    made = full_decode.exact_attention(query, *attention.stores[0], 0.2)
+    torch.testing.assert_close(made, expected.bfloat16())
+    with models.attention_of(model, attention), torch.no_grad():
+        plain = attention.step()
+        attention.exact = True
+        exact = attention.step()
+        assert agree("full", plain, exact) < TOLERANCE
+        attention.stores[1].neg_()
+        with pytest.raises(AssertionError, match="full: logits"):
+            agree("full", attention.step(), exact)
 
 
 def test_rows_that_the_host_cannot_hold_leave_the_other_side(

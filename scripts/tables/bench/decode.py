@@ -17,6 +17,13 @@ from scripts.tables.common import markdown
 from kvrecall.bench.models import SHAPES
 
 FULL = "full"
+COMPILED = "+compiled"
+"""What the configuration of a row ends in whose modules, on both sides, torch.compile made."""
+
+
+def kind(config: str) -> str:
+    """The configuration of the full attention that was measured beside: compiled beside compiled, plain beside plain."""
+    return FULL + COMPILED if config.endswith(COMPILED) else FULL
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def retrieval_steps(rows: Iterable[Row]) -> list[Step]:
 
 
 def full_steps(rows: Iterable[Row]) -> list[Step]:
-    """Steps with full attention, which depend on no configuration."""
+    """Steps with full attention, which depend on no configuration but on whether modules were compiled: "full+compiled"."""
     return _steps(rows, FULL)
 
 
@@ -82,7 +89,7 @@ def _grouped(rows: Iterable[Row], side: str) -> dict[Key, dict[int, Row]]:
     for row in rows:
         ms, layers = number(row, f"{side}_p50_ms"), int(row["layers"])
         if not isnan(ms):
-            config = FULL if side == FULL else row["config"]
+            config = kind(row["config"]) if side == FULL else row["config"]
             counts = groups.setdefault((row["shape"], int(row["context"]), int(row["batch"]), config), {})
             if layers not in counts or ms < number(counts[layers], f"{side}_p50_ms"):
                 counts[layers] = row
@@ -120,10 +127,10 @@ def _step(key: Key, side: str, counts: dict[int, Row], between: tuple[int, ...])
 
 def steps(rows: list[Row]) -> str:
     """One sequence: a step with retrieval and one with full attention, by context."""
-    full = {(s.shape, s.context): s for s in full_steps(rows) if s.batch == 1}
+    full = {(s.shape, s.context, s.config): s for s in full_steps(rows) if s.batch == 1}
     lines = []
     for step in (s for s in retrieval_steps(rows) if s.batch == 1):
-        other = full.get((step.shape, step.context))
+        other = full.get((step.shape, step.context, kind(step.config)))
         worst = "–" if isnan(step.worst_ms) else f"{step.worst_ms:.2f} ms"
         line = [step.shape, tokens(step.context), step.config, step.shown, worst]
         if other is None:
@@ -164,7 +171,7 @@ def throughput(rows: list[Row]) -> str:
     full = [step for step in full_steps(rows) if step.fits]
     lines, room = [], []
     for most in _largest(step for step in retrieval_steps(rows) if step.fits):
-        others = [s for s in full if (s.shape, s.context) == (most.shape, most.context)]
+        others = [s for s in full if (s.shape, s.context, s.config) == (most.shape, most.context, kind(most.config))]
         other = max(others, key=lambda s: s.batch, default=None)
         if most.batch == 1:  # nobody asked what this side can hold
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaForCausalLM
 
+from kvrecall.bench.first_step import agree
 from kvrecall.bench.models import attention_of, let_go, model_of
 from kvrecall.integrations.transformers.memory import free_device_bytes
 
@@ -36,16 +38,18 @@ DOES_NOT_FIT = Full(nan, "out of memory", nan)
 
 
 @cache
-def full_step(shape: str, layers: int | None, context: int, batch: int) -> Full:
+def full_step(shape: str, layers: int | None, context: int, batch: int, compiled: bool = False) -> Full:
     """A step of a new model, which is gone afterwards; measured once, since no configuration changes it.
 
-    Where keys and values do not fit, nothing is allocated; where memory runs out all the same, everything is given back.
+    compiled: with norms, feed-forward layers and rotary embedding as torch.compile makes them. Where keys and values do not
+    fit, nothing is allocated; where memory runs out all the same, everything is given back. Raises AssertionError where the
+    logits of a captured step are not those of an uncaptured one that attends in fp32.
     """
     model = model_of(shape, layers, context)
     try:
         if full_bytes(model, context, batch) + SPARE_BYTES > free_device_bytes(model.device):
             return DOES_NOT_FIT
-        return time_full(model, context, batch, 20)
+        return time_full(model, context, batch, 20, compiled)
     except torch.OutOfMemoryError:
         return DOES_NOT_FIT  # its traceback, which holds keys and values, ends here
 
@@ -56,44 +60,90 @@ def full_bytes(model: LlamaForCausalLM, context: int, batch: int) -> int:
     return 2 * batch * c.num_key_value_heads * (context + 1) * c.head_dim * 2 * c.num_hidden_layers
 
 
-def time_full(model: LlamaForCausalLM, context: int, batch: int, steps: int) -> Full:
-    """Appends in place and calls scaled_dot_product_attention with `enable_gqa`. Raises torch.OutOfMemoryError."""
-    config: Any = model.config
-    shape = (batch, config.num_key_value_heads, context + 1, config.head_dim)
-    stores = [torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16) for _ in range(config.num_hidden_layers)]
+class FullAttention:
+    """The model's attention over Gaussian keys and values of `context` tokens and one token more, which each call writes in
+    place."""
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    def __init__(self, model: LlamaForCausalLM, context: int, batch: int) -> None:
+        """Allocates bf16 `[2, B, H_kv, context + 1, D]` per layer on the model's device; raises torch.OutOfMemoryError."""
+        c: Any = model.config
+        shape = (2, batch, c.num_key_value_heads, context + 1, c.head_dim)
+        self._model, self._context = model, context
+        self.stores = [torch.randn(shape, device=model.device, dtype=torch.bfloat16) for _ in range(c.num_hidden_layers)]
+        self.exact = False
+        """Attend in fp32 and one head at a time, which needs no more memory than a head's keys."""
+        self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+
+    def step(self) -> Tensor:
+        """Logits `[B, vocabulary]` of the coming token; within `attention_of(model, self)`."""
+        return self._model(input_ids=self._ids, position_ids=self._ids + self._context, use_cache=False).logits[:, -1]
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
     ) -> Any:
-        kept = stores[module.layer_idx]
-        kept[0, :, :, context:], kept[1, :, :, context:] = key, value
-        out = F.scaled_dot_product_attention(query, kept[0], kept[1], scale=scaling, enable_gqa=True)
+        kept = self.stores[module.layer_idx]
+        kept[0, :, :, self._context :], kept[1, :, :, self._context :] = key, value
+        if self.exact:
+            out = exact_attention(query, kept[0], kept[1], scaling)
+        else:
+            out = F.scaled_dot_product_attention(query, kept[0], kept[1], scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
-    ids = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
 
-    def forward() -> Tensor:
-        return model(input_ids=ids, position_ids=ids + context, use_cache=False).logits
+def exact_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+    """Queries `[B, H_q, 1, D]` over keys, values `[B, H_kv, N, D]`, in fp32; `[B, H_q, 1, D]` in the queries' dtype."""
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    grouped = query[:, :, 0].unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, D]
+    out = torch.empty_like(grouped)
+    for b in range(keys.shape[0]):
+        for head in range(keys.shape[1]):
+            shares = (grouped[b, head].float() @ keys[b, head].float().T * factor).softmax(-1)
+            out[b, head] = shares @ values[b, head].float()
+    return out.flatten(1, 2).unsqueeze(2)
 
+
+def time_full(model: LlamaForCausalLM, context: int, batch: int, steps: int, compiled: bool = False) -> Full:
+    """Appends in place and calls scaled_dot_product_attention with `enable_gqa`. Raises torch.OutOfMemoryError, and
+    AssertionError where a captured step differs from an uncaptured one."""
+    attention = FullAttention(model, context, batch)
     found: dict[str, float] = {}
-    with attention_of(model, attention):
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            with sdpa_kernel(backend), torch.no_grad():
-                aside = torch.cuda.Stream()
-                aside.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(aside):
-                    forward()
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    kept = forward()
-                found[backend.name.lower()] = sorted(times_of(graph.replay, steps))[steps // 2]
-                del graph, kept
+    with attention_of(model, attention), torch.no_grad():
+        attention.exact = True
+        expected = attention.step()
+        attention.exact = False
+        with _modules(model, compiled):
+            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+                name = backend.name.lower()
+                with sdpa_kernel(backend):
+                    found[name] = _time(attention, expected, name, steps)
     name = min(found, key=lambda key: found[key])
-    gib = sum(store.nbytes for store in stores) / 2**30
-    stores.clear()
+    gib = sum(store.nbytes for store in attention.stores) / 2**30
+    attention.stores.clear()
     let_go()
     return Full(found[name], name, gib)
+
+
+def _time(attention: FullAttention, expected: Tensor, name: str, steps: int) -> float:
+    """Captures a step, compares it and times it: p50 in milliseconds."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        attention.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = attention.step()
+    graph.replay()
+    agree(f"full attention, {name}", logits, expected)
+    return sorted(times_of(graph.replay, steps))[steps // 2]
+
+
+def _modules(model: LlamaForCausalLM, compiled: bool) -> AbstractContextManager[None]:
+    if not compiled:
+        return nullcontext()
+    from kvrecall.engine.captured.compiled import compiled_modules  # torch's compiler takes a second to import
+
+    return compiled_modules(model)
 
 
 def times_of(step: Callable[[], object], steps: int) -> list[float]:

@@ -1,11 +1,15 @@
 """A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
 
-    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--out FILE]
+    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--out FILE]
 
 Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Every step is fed random
 tokens. Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa`
 (cuDNN or flash, the faster one); its step is captured as a CUDA graph as ours is, so both run the same modules of transformers
-with the same launch costs. Configurations: `models.CONFIGS`.
+with the same launch costs. Configurations: `models.CONFIGS`. With `--compiled` both run norms, feed-forward layers and rotary
+embedding as torch.compile makes them (`engine.captured.compiled`); the configuration of such a row ends in "+compiled".
+
+No step is timed before its logits agree with those of an uncaptured, uncompiled step over the same keys and values
+(`first_step`).
 
 Where host or device memory does not hold all layers, fewer are measured, at two counts: what a layer costs and what the rest of
 the model costs follow from both, and `python -m scripts.bench_table` projects the whole model. A side that does not fit is left
@@ -21,6 +25,7 @@ from math import nan
 import torch
 from transformers import LlamaForCausalLM
 
+from kvrecall.bench.first_step import agree, uncaptured_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
 from kvrecall.bench.models import CONFIGS, let_go, model_of
 from kvrecall.engine.captured.decoder import CapturedDecoder
@@ -34,6 +39,8 @@ from kvrecall.layer_state import LayerState
 SIDES = ("both", "retrieval", "full")
 FULL = "full"
 """Configuration of a row that has nothing but full attention."""
+COMPILED = "+compiled"
+"""What the configuration of a row ends in whose sides both ran compiled modules."""
 _SPARE_STEPS = 64
 """Steps to make room for beyond those that are timed."""
 
@@ -81,14 +88,19 @@ DOES_NOT_FIT = Retrieval([nan], nan, nan)
 
 
 def measure(shape: str, layers: int | None, context: int, batch: int, name: str, steps: int, side: str = "both") -> Row:
-    """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs."""
-    full = NOT_MEASURED if side == "retrieval" else full_step(shape, layers, context, batch)
+    """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
+
+    name: of `models.CONFIGS`, or "full"; "+compiled" behind it compiles the modules of both sides. Raises AssertionError where
+    a captured step does not agree with an uncaptured one, CaptureError where it cannot be captured or compiled.
+    """
+    config, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+    full = NOT_MEASURED if side == "retrieval" else full_step(shape, layers, context, batch, compiled)
     let_go()
     model = model_of(shape, layers, context)
     found, steps = DOES_NOT_FIT, 0 if side == FULL else steps
     if side != FULL:
         try:
-            found = retrieval(model, context, batch, name, steps)
+            found = retrieval(model, context, batch, config, steps, compiled)
         except (HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError) as error:
             print(f"  {name}: {' '.join(str(error).split())}")
     let_go()
@@ -97,19 +109,28 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
     total = torch.cuda.mem_get_info()[1] / 2**30
     del model
     let_go()
-    return Row(shape, count, context, batch, FULL if side == FULL else name, p50, found.at(0.8), found.times[-1], steps,
+    row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
+    return Row(shape, count, context, batch, row_config, p50, found.at(0.8), found.times[-1], steps,
                full.p50_ms, full.backend, full.p50_ms / p50, found.device_gib, full.device_gib, found.host_gib, weights,
                total)  # fmt: skip
 
 
-def retrieval(model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int) -> Retrieval:
-    """Raises HostMemoryError or DeviceMemoryError, before anything is allocated, where keys or summaries do not fit."""
+def retrieval(
+    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False
+) -> Retrieval:  # fmt: skip
+    """Raises HostMemoryError or DeviceMemoryError, before anything is allocated, where keys or summaries do not fit, and
+    AssertionError, before anything is timed, where the first captured step's logits are not those of an uncaptured one."""
     before = torch.cuda.memory_allocated()
     cache = RetrievalCache(model.config, CONFIGS[name](context))
     room = steps + _SPARE_STEPS
     fill(cache, context, batch, room)
-    decoder = CapturedDecoder(model, cache, room)
+    first = torch.randint(0, model.config.vocab_size, (1, 1), device="cuda").expand(batch, 1)
+    expected = uncaptured_step(model, cache, first)
+    decoder = CapturedDecoder(model, cache, room, compiled=compiled)
     fed = iter(torch.randint(0, model.config.vocab_size, (steps + 8, batch, 1), device="cuda"))
+    decoder.input_ids.copy_(first)
+    agree(name, decoder.step(), expected)
+    del expected
 
     def step() -> None:
         decoder.input_ids.copy_(next(fed))

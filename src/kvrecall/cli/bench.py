@@ -58,16 +58,18 @@ def decode(
     layers: Layers = None,
     side: Annotated[str, typer.Option(help="What to time: both, retrieval or full; the rows lack the other.")] = "both",
     steps: Annotated[int, typer.Option(min=10, help="Decode steps to time.")] = 600,
+    compiled: Annotated[bool, typer.Option("--compiled", help="On both sides, norms, MLPs and RoPE by torch.compile.")] = False,
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
-    """A whole model on a GPU: one captured decode step, in milliseconds."""
+    """A whole model on a GPU: one captured decode step, in milliseconds. Its logits must be those of an uncaptured one."""
     names = _of_models(shape, configs)
     from kvrecall.bench import gpu_decode
 
     if side not in gpu_decode.SIDES:
         raise UnknownNameError("side", side, gpu_decode.SIDES)
     names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
+    names = [name + gpu_decode.COMPILED for name in names] if compiled else names
     asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip

@@ -52,14 +52,20 @@ def generate(
     seed: int | None = None,
     eos_token_id: int | list[int] | None = None,
     capture: bool | None = None,
+    compiled: bool = False,
 ) -> GenerateResult:
     """Answers the whole prompt `[B, T]`; only what the cache does not hold yet is computed.
 
     temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch 1, needs a tokenizer); on_token gets
     the number of answer tokens so far. capture: replay a CUDA graph per step (`engine.captured`); None: where that is possible,
-    True raises CaptureError where it is not. Raises before storing anything if prompt and answer exceed the model's context.
+    True raises CaptureError where it is not. compiled: capture the model's norms, feed-forward layers and rotary embedding as
+    torch.compile makes them, which may round otherwise; the first time takes some seconds. It has no effect where steps are not
+    captured, such as on a CPU, and with capture=False it is refused. Raises before storing anything if prompt and answer exceed
+    the model's context.
     """
     _check(model, input_ids, max_new_tokens, chunk_tokens, attention_mask, temperature, top_p)
+    if compiled and capture is False:
+        raise ParameterError("compiled", "False with capture=False", compiled, "Only captured steps run compiled modules.")
     if on_text is not None and (tokenizer is None or input_ids.shape[0] != 1):
         got = f"{input_ids.shape[0]} sequences" if tokenizer is not None else "no tokenizer"
         raise ParameterError("on_text", "one sequence and a tokenizer", got, "Use on_token, or generate one by one.")
@@ -84,7 +90,8 @@ def generate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     call: Any = model.generate
     try:
-        with attach(model), _capturing(model, cache, max_new_tokens, capture), torch.random.fork_rng(enabled=seed is not None):
+        capturing = _capturing(model, cache, max_new_tokens, capture, compiled)
+        with attach(model), capturing, torch.random.fork_rng(enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             sequences = call(
@@ -101,7 +108,7 @@ def generate(
 
 
 def _capturing(
-    model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, capture: bool | None
+    model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, capture: bool | None, compiled: bool
 ) -> AbstractContextManager[None]:
     """Captured decoding if it is asked for, or neither refused nor impossible."""
     if not capture and (capture is False or model.device.type != "cuda"):
@@ -110,7 +117,7 @@ def _capturing(
         raise CaptureError(f"the model is on {model.device}", "Move it to a CUDA device, or leave `capture` out.")
     from kvrecall.engine.captured.decoder import captured_decoding
 
-    return captured_decoding(model, cache, room_tokens, bool(capture))
+    return captured_decoding(model, cache, room_tokens, bool(capture), compiled)
 
 
 def _check(

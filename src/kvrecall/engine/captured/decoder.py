@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -31,15 +32,19 @@ class CapturedDecoder:
     Tokens beyond `room_tokens` need more memory than the graph knows of: it is then captured anew, for twice as many.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, call: Any = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, call: Any = None, compiled: bool = False
+    ) -> None:
         """room_tokens: new tokens per sequence to make room for. call: the model's own forward, if another one is in its place.
+        compiled: capture norms, feed-forward layers and rotary embedding as torch.compile makes them
+        (`captured.compiled`); logits may then differ by rounding.
 
-        Raises CaptureError for what cannot be captured.
+        Raises CaptureError for what cannot be captured or compiled; the cache is then as it was.
         """
         check_capture(model, cache)
         if not long_enough(cache):
             raise CaptureError("some sequence is so short that it is attended whole", "Decode uncaptured until it is longer.")
-        self._model, self._cache, self._call = model, cache, call or model.forward
+        self._model, self._cache, self._call, self._compiled = model, cache, call or model.forward, compiled
         self._states: list[LayerState] = [x.state for x in cache.retrieval_layers if x.state is not None]
         first = self._states[0]
         device, b = first.shape.device, first.shape.sequences
@@ -95,7 +100,8 @@ class CapturedDecoder:
                 holder.captured = None
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 told = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise CaptureError(f"recording the model's step failed ({told})", PLAIN) from error
+                remedy = f"Leave out `compiled`. {PLAIN}" if self._compiled else PLAIN
+                raise CaptureError(f"recording the model's step failed ({told})", remedy) from error
             raise
 
     def _capture(self) -> None:
@@ -104,7 +110,7 @@ class CapturedDecoder:
         device = self._parity.device
         aside, self._branch = torch.cuda.Stream(device), torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream())
-        with attach(self._model), torch.no_grad():
+        with attach(self._model), self._modules(), torch.no_grad():
             with torch.cuda.stream(aside):
                 self._forward()
             torch.cuda.current_stream().wait_stream(aside)
@@ -116,6 +122,14 @@ class CapturedDecoder:
                 self._parity.copy_(1 - self._parity)
         for layer in self._layers.all:
             layer.forget_trial()
+
+    def _modules(self) -> AbstractContextManager[None]:
+        """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""
+        if not self._compiled:
+            return nullcontext()
+        from kvrecall.engine.captured.compiled import compiled_modules  # torch's compiler takes a second to import
+
+        return compiled_modules(self._model)
 
     def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
         found = self._found.get(layer)
@@ -148,19 +162,23 @@ class CapturedDecoder:
 
 
 @contextmanager
-def captured_decoding(model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool) -> Iterator[None]:
+def captured_decoding(
+    model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool, compiled: bool = False
+) -> Iterator[None]:
     """Inside, single-token calls of the model over `cache` replay a graph, as soon as every sequence is long enough to search.
 
-    required: raise CaptureError for what cannot be captured; else decode it uncaptured.
+    required: raise CaptureError for what cannot be captured; else decode it uncaptured. compiled: as in CapturedDecoder; where
+    nothing is captured it has no effect, which a RuntimeWarning says.
     """
     call: Any = model.forward
     decoder: CapturedDecoder | None = None
     refused = False
     try:
         check_capture(model, cache)
-    except CaptureError:
+    except CaptureError as error:
         if required:
             raise
+        _say_uncompiled(error, compiled)
         yield
         return
 
@@ -173,10 +191,11 @@ def captured_decoding(model: PreTrainedModel, cache: RetrievalCache, room_tokens
             return call(*args, **kwargs)
         if decoder is None:
             try:
-                decoder = CapturedDecoder(model, cache, room_tokens, call)
-            except CaptureError:  # for what only shows now, such as memory that could not be pinned
+                decoder = CapturedDecoder(model, cache, room_tokens, call, compiled)
+            except CaptureError as error:  # for what only shows now, such as memory that could not be pinned
                 if required:
                     raise
+                _say_uncompiled(error, compiled)
                 refused = True
                 return call(*args, **kwargs)
         assert tokens is not None
@@ -190,3 +209,8 @@ def captured_decoding(model: PreTrainedModel, cache: RetrievalCache, room_tokens
         del model.forward
         if decoder is not None:
             decoder.close()
+
+
+def _say_uncompiled(error: CaptureError, compiled: bool) -> None:
+    if compiled:
+        warn(f"compiled=True has no effect: {error}", RuntimeWarning, stacklevel=2)
