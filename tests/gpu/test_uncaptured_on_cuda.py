@@ -281,7 +281,8 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.MonkeyPatch.context() as patch:
             if refuse:
                 patch.setattr(host_memory, "_warned", False)
-                patch.setattr(torch.cuda, "cudart", lambda refusing=Refusing(): refusing)
+                refusing = Refusing()
+                patch.setattr(torch.cuda, "cudart", lambda refusing=refusing: refusing)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=24, **ZONES))
