@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isnan
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvrecall.bench import full_decode, gpu_decode, gpu_prefill, models
-from kvrecall.bench.first_step import TOLERANCE, agree
+from kvrecall.bench import first_step, full_decode, gpu_decode, gpu_prefill, models
+from kvrecall.bench.first_step import COMPILED_TOLERANCE, check_compiled
 from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
 from kvrecall.bench.gpu_decode import Retrieval
 from kvrecall.errors import HostMemoryError
@@ -146,21 +147,34 @@ def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPat
     assert gpu_decode.measure("tiny", None, 1000, 2, "product", 30, "retrieval").config == "product" and not asked[-1][-1]
 
 
-def test_exact_attention_is_that_of_scaled_dot_product_attention() -> None:
+def test_exact_attention_is_that_of_scaled_dot_product_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_cpu("tiny", 2, 300)
     attention = full_decode.FullAttention(model, 300, 2)
     query = torch.randn(2, 4, 1, 128, dtype=torch.bfloat16)
     expected = F.scaled_dot_product_attention(query.float(), *attention.stores[0].float(), scale=0.2, enable_gqa=True)
     made = full_decode.exact_attention(query, *attention.stores[0], 0.2)
     torch.testing.assert_close(made, expected.bfloat16())
+    exact = full_decode.exact_attention
+    attention.checked = True
     with models.attention_of(model, attention), torch.no_grad():
-        plain = attention.step()
-        attention.exact = True
-        exact = attention.step()
-        assert agree("full", plain, exact) < TOLERANCE
-        attention.stores[1].neg_()
-        with pytest.raises(AssertionError, match="full: logits"):
-            agree("full", attention.step(), exact)
+        attention.step()
+        monkeypatch.setattr(full_decode, "exact_attention", lambda *asked: 1.05 * exact(*asked))
+        with pytest.raises(AssertionError, match=r"full attention, layer 0: differs by 0\.04"):
+            attention.step()
+
+
+def test_compiled_modules_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_cpu("tiny", 2, 300)
+    assert check_compiled(model, "eager") < COMPILED_TOLERANCE
+
+    @contextmanager
+    def wrong(model: Any, backend: str) -> Iterator[None]:
+        model.model.norm.weight.data.neg_()
+        yield
+
+    monkeypatch.setattr(first_step, "compiled_modules", wrong)
+    with pytest.raises(AssertionError, match="logits with compiled modules"):
+        check_compiled(model)
 
 
 def test_rows_that_the_host_cannot_hold_leave_the_other_side(

@@ -220,6 +220,20 @@ def compare_generations(method: kvrecall.Method, ragged: bool) -> None:
         assert getattr(stats[0].counters, name) == getattr(stats[1].counters, name), name
 
 
+@pytest.mark.parametrize("name", ["paper", "balanced", "early", "louiskv", "prkv"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_of_a_replay_answer_as_uncaptured_ones(name: str, compiled: bool) -> None:
+    from kvrecall.bench.first_step import check_step
+
+    model = tiny()
+    prompt = torch.randint(5, 500, (2, 700), device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+    cache = kvrecall.RetrievalCache(model.config, METHODS[name])
+    engine.prefill(model, prompt, cache)
+    errors = check_step(name, model, cache, torch.full((2, 1), 17, device="cuda"), 64, compiled)
+    assert len(errors) == len(cache.retrieval_layers) and max(errors) < 1e-3  # this model computes in fp32
+    assert cache.get_seq_length() == 700 and not cache.stats().total.counters.steps
+
+
 @pytest.mark.parametrize("name", ["products", "louiskv", "prkv"])
 def test_two_thousand_captured_steps_equal_the_uncaptured_ones(name: str) -> None:
     model = tiny()
