@@ -144,20 +144,20 @@ def generated_lines(rows: Rows) -> dict[Place, dict[str, list[dict[str, Any]]]]:
 
 
 def targets(rows: Rows) -> str:
-    """Is the average as close to full attention as wanted? Decided only where the whole interval lies on one side."""
+    """Is the average as close to full attention as wanted? On all samples that a method shares with full attention; decided
+    only where the whole interval lies on one side."""
     lines = []
     for place in places(rows):
-        for comparison in at(rows, place, columns_of(rows.plan, "systems")):
-            count = sum(map(len, comparison.tasks.values()))
-            for line in comparison.lines():
-                wanted = rows.plan["wanted"].get(line.column[0])
-                if wanted is not None:
-                    d = line.difference
-                    sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
-                    sure = f" in {count} samples, of which none differs" if d.low == d.high == 0 else sure
-                    verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
-                    lines.append((place[0], _length(place[1]), *_name(line.column), _change(d), f"−{wanted}", verdict))
-    return markdown(("model", "context", "method", "budget", "− full", "wanted", "met"), lines) if lines else "Nothing yet."
+        for column in columns_of(rows.plan, "systems"):
+            wanted = rows.plan["wanted"].get(column[0])
+            for comparison in at(rows, place, [column]) if wanted is not None else []:
+                d, count = comparison.lines()[1].difference, sum(map(len, comparison.tasks.values()))
+                sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
+                sure = ", of which none differs" if d.low == d.high == 0 else sure
+                verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
+                lines.append((place[0], _length(place[1]), *_name(column), count, _change(d), f"−{wanted}", verdict))
+    headings = ("model", "context", "method", "budget", "samples", "− full", "wanted", "met")
+    return markdown(headings, lines) if lines else "Nothing yet."
 
 
 def order(rows: Rows) -> str:
