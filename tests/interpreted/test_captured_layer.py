@@ -144,6 +144,22 @@ def test_a_step_in_branches_is_the_undivided_one(name: str, monkeypatch: pytest.
     assert asked == 2 * [range(0, 1), range(1, 2), range(2, 4)]
 
 
+@pytest.mark.parametrize("name", ["collisions", "balanced"])
+def test_the_stages_that_are_timed_alone_are_a_step(name: str) -> None:
+    from kvrecall.bench.gpu_layer import Bench
+
+    layer = state(METHODS[name], 2)
+    start(layer, [90, 61])
+    captured, plan = borrowed(layer, 16)
+    bench = Bench.__new__(Bench)  # without its layers, which lie on a GPU
+    bench.new, bench.params, bench.rows = list(tokens(7, 2, 1)), AttentionParams(DIM**-0.5), pack(plan.rows())
+    bench.parity = torch.zeros(1, dtype=torch.int64)
+    expected = captured.decode(*bench.new, bench.rows, bench.parity, bench.params).clone()
+    captured.forget_trial()
+    *_, merged = [work(captured) for work in bench.stages().values()]
+    assert isinstance(merged, Tensor) and torch.equal(merged, expected)
+
+
 def test_softcap_and_learned_sinks_reach_the_kernels() -> None:
     params = AttentionParams(DIM**-0.5, softcap=5.0, sink_logits=torch.tensor([0.3, -1.0, 2.0, 0.0]))
     compare(METHODS["products"], 2, params)

@@ -145,8 +145,19 @@ class Bench:
         noise = torch.randn_like(self.new[0])
         self.new[0].copy_(_COSINE * self.new[0] + (1 - _COSINE**2) ** 0.5 * noise)
 
-    def drop(self, out: Tensor) -> None:
-        """Takes a result that nobody needs."""
+    def stages(self) -> dict[str, Callable[[CapturedLayer], object]]:
+        """What a step of one layer is made of, in order. Each may be repeated alone once a `step` has been made: a scan that is
+        repeated leaves a histogram that no candidates fit."""
+        (q, k, v), p, rows = self.new, self.params, self.rows
+        return {
+            "tables": lambda x: x._search.make_tables(q, x._index.tables(), rows, x._trigger.fire.view(-1)),
+            "scan": lambda x: x._search.scan(x._index.tables(), rows, x._trigger.fire.view(-1)),
+            "compact": lambda x: x._search.compact(x._index.tables(), rows, x._trigger.fire.view(-1)),
+            "rerank": lambda x: x._search.rerank(x._index.tables(), rows, x._trigger.fire.view(-1), p.scaling),
+            "top": lambda x: x._search.pick(rows, x._trigger.fire.view(-1), p.scaling),
+            "attend": lambda x: x._attend(q, k, v, rows, self.parity, p),
+            "merge": lambda x: x._merge(q, p),
+        }
 
     def full(self) -> None:
         """Full attention of every layer."""
@@ -227,25 +238,15 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     bench.check()
     p20, p50, p80 = timed(bench.step, layers, between=bench.turn)
     full, backend = full_attention(bench)
-    (q, k, v), p = bench.new, bench.params
-    stages: dict[str, Callable[[CapturedLayer], None]] = {
-        "tables_us": lambda x: x._search.make_tables(q, x._index.tables(), bench.rows, x._trigger.fire.view(-1)),
-        "scan_us": lambda x: x._search.scan(x._index.tables(), bench.rows, x._trigger.fire.view(-1)),
-        "compact_us": lambda x: x._search.compact(x._index.tables(), bench.rows, x._trigger.fire.view(-1)),
-        "rerank_us": lambda x: x._search.rerank(x._index.tables(), bench.rows, x._trigger.fire.view(-1), p.scaling),
-        "top_us": lambda x: x._search.pick(bench.rows, x._trigger.fire.view(-1), p.scaling),
-        "attend_us": lambda x: x._attend(q, k, v, bench.rows, bench.parity, p),
-        "merge_us": lambda x: bench.drop(x._merge(q, p)),
-    }
     alone: dict[str, float] = {}
-    for stage, work in stages.items():
-        bench.step()  # a scan that is repeated alone leaves a histogram that no candidates fit
+    for stage, work in bench.stages().items():
+        bench.step()
 
-        def every(work: Callable[[CapturedLayer], None] = work) -> None:
+        def every(work: Callable[[CapturedLayer], object] = work) -> None:
             for layer in bench.layers:
                 work(layer)
 
-        alone[stage] = timed(every, layers)[1]
+        alone[f"{stage}_us"] = timed(every, layers)[1]
     index = bench.states[0].index
     assert isinstance(index, SphereIndex)
     zone = bench.plan.zones[0].retrieval

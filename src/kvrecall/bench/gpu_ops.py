@@ -110,28 +110,22 @@ def _sphere(shape: str, tokens: int, config: str) -> Bench:
     return bench
 
 
+_PARTS = {"top-k": ("top",), "attend+merge": ("attend", "merge")}
+"""Stages of `Bench` that an operation is made of, where they do not have its name."""
+
+
 def _stage(name: str, config: str = "product") -> Callable[[str, int], Op]:
     def build(shape: str, tokens: int) -> Op:
         bench = _sphere(shape, tokens, config)
-        (queries, keys, values), params, rows = bench.new, bench.params, bench.rows
-        calls: dict[str, Callable] = {
-            "tables": lambda x: x._search.make_tables(queries, x._index.tables(), rows, x._trigger.fire.view(-1)),
-            "scan": lambda x: x._search.scan(x._index.tables(), rows, x._trigger.fire.view(-1)),
-            "compact": lambda x: x._search.compact(x._index.tables(), rows, x._trigger.fire.view(-1)),
-            "rerank": lambda x: x._search.rerank(x._index.tables(), rows, x._trigger.fire.view(-1), params.scaling),
-            "top-k": lambda x: x._search.pick(rows, x._trigger.fire.view(-1), params.scaling),
-            "attend": lambda x: x._attend(queries, keys, values, rows, bench.parity, params),
-            "merge": lambda x: x._merge(queries, params),
-        }
-        asked = ["attend", "merge"] if name == "attend+merge" else [name]
+        stages = bench.stages()
+        asked = [stages[part] for part in _PARTS.get(name, (name,))]
 
         def work() -> None:
             for layer in bench.layers:
                 for part in asked:
-                    calls[part](layer)
+                    part(layer)
 
         device, host = _stage_bytes(bench)[name]
-        # A scan that is repeated alone leaves a histogram that no candidates fit.
         return Op(len(bench.layers), work, bench.check, device, host, prepare=bench.step)
 
     return build
