@@ -2,6 +2,7 @@
 
     python scripts/recall_long.py capture FOLDER --model qwen2.5-coder-1.5b --context 32768 --samples 8 [--device cuda]
     python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_long.csv [--processes 8] [--device cuda]
+    python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_rho.csv --modes "each head: paper"
     python scripts/recall_long.py capture FOLDER --continue TEXT --steps 1024 …      (a text decoded after each prompt)
     python scripts/recall_long.py late FOLDER --out benchmarks/results/recall_late.csv [--fitted 0.75] [--processes 8]
 
@@ -58,6 +59,10 @@ MODES: dict[str, Callable[[], ParisKV]] = {
     "each head: balanced, beta 10 %, k 128": lambda: _each(128, 0.1, **_BETTER),
     "group: balanced, beta 2 %, k 100": lambda: _mode(100, 0.02, gqa="mean_softmax", **_BETTER),
     "group: paper, beta 10 %, k 100": lambda: _mode(100, 0.1, gqa="mean_q"),
+    **{
+        f"each head: paper, beta 10 %, rho {share} %, k 100": lambda share=share: _each(100, 0.1, collision_ratio=share / 100)
+        for share in (10, 30, 50, 80)
+    },
 }
 """In the order of their worth: a measurement that is cut short has the first ones."""
 
@@ -80,7 +85,8 @@ _MEASURED = 16
 
 
 def _mode(top_k: int, beta: float, **options: object) -> ParisKV:
-    return ParisKV(top_k=top_k, candidate_ratio=beta, collision_ratio=0.2, sink_tokens=64, local_tokens=256, **options)  # type: ignore[arg-type]
+    settings = {"top_k": top_k, "candidate_ratio": beta, "collision_ratio": 0.2, "sink_tokens": 64, "local_tokens": 256}
+    return ParisKV(**settings | options)  # type: ignore[arg-type]
 
 
 def _each(top_k: int, beta: float, **options: object) -> ParisKV:
@@ -220,17 +226,22 @@ def main() -> None:
         verb.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{name}.csv"))
         verb.add_argument("--processes", type=int, default=8)
         verb.add_argument("--device", default="cpu", help="cuda: by the kernels")
+        verb.add_argument("--modes", default="", help="only those that have this in their name")
     third.add_argument(
         "--fitted", type=float, default=0.75, help="share of a prompt that the maps know, if nothing was decoded"
     )
     given = parser.parse_args()
+
+    def named(modes: Iterable[str]) -> list[str]:
+        return [name for name in modes if given.modes in name]
+
     if given.verb == "capture":
         record(given.folder, given.model, given.context, given.samples, given.steps, given.device, given.after)
     elif given.verb == "measure":
-        measure(given.folder, given.out, COLUMNS, partial(row, device=given.device), MODES, given.processes)
+        measure(given.folder, given.out, COLUMNS, partial(row, device=given.device), named(MODES), given.processes)
     else:
         own = partial(late_row, device=given.device, fitted=given.fitted)
-        measure(given.folder, given.out, LATE_COLUMNS, own, LATE_MODES, given.processes)
+        measure(given.folder, given.out, LATE_COLUMNS, own, named(LATE_MODES), given.processes)
 
 
 if __name__ == "__main__":
