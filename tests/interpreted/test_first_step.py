@@ -22,12 +22,9 @@ ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval"
 EARLY = "speculative:threshold=0.0"
 SMALL: dict[str, Any] = {"cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": 8}
 METHODS = {
-    "pariskv": kvrecall.ParisKV(stage1="product", weight_dtype="float32", **ZONES),
     "early": kvrecall.ParisKV(stage1="product", trigger=EARLY, weight_dtype="float32", **ZONES),
-    "balanced": kvrecall.methods.get("pariskv-balanced", **ZONES),
     "prkv": kvrecall.PRKV(page_tokens=2, window_tokens=8, refresh_interval=5, **ZONES),
     "louiskv": kvrecall.LouisKV(dense_layers=(0,), threshold=-1.0, max_stride=3, **SMALL, **ZONES),
-    "freekv": kvrecall.methods.FreeKV(**ZONES),
 }
 LENGTH = 60
 
