@@ -17,6 +17,8 @@ from scripts.tables.bench import decode, layers
 from scripts.tables.bench.rows import FOLDER, Row, Table, number, tokens
 from scripts.tables.common import ROOT
 
+from kvrecall.bench.models import COMPILED, FULL
+
 FIGURES = ROOT / "docs" / "figures"
 DEVICE_BYTES_PER_US, BUS_BYTES_PER_US = 4.27e6, 50e3
 """A device copy, read and written bytes together, and rows read from page-locked host memory."""
@@ -53,8 +55,8 @@ def gpu_decode(axes: Any, rows: list[Row]) -> None:
         for name in dict.fromkeys(step.config for step in ours if step.shape == shape):
             own = [step for step in ours if (step.shape, step.config) == (shape, name)]
             _steps(axes, own, "o", f"{of}{name}", None)
-        for name, color in ((decode.FULL, "black"), (decode.FULL + decode.COMPILED, "gray")):
-            said = f"{of}full attention{name.removeprefix(decode.FULL)}"
+        for name, color in ((FULL, "black"), (FULL + COMPILED, "gray")):
+            said = f"{of}full attention{name.removeprefix(FULL)}"
             _steps(axes, [step for step in full if (step.shape, step.config) == (shape, name)], "s", said, color)
     if any(step.layers for step in [*ours, *full]):
         axes.plot([], [], "o", color="gray", markerfacecolor="white", label="open: projected from fewer layers")

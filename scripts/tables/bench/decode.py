@@ -14,11 +14,7 @@ from math import isnan
 from scripts.tables.bench.rows import Row, number, tokens
 from scripts.tables.common import markdown
 
-from kvrecall.bench.models import SHAPES
-
-FULL = "full"
-COMPILED = "+compiled"
-"""What the configuration of a row ends in whose modules, on both sides, torch.compile made."""
+from kvrecall.bench.models import COMPILED, FULL, SHAPES
 
 
 def kind(config: str) -> str:

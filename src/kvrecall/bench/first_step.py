@@ -95,9 +95,9 @@ def check_step(
     errors: list[float] = []
     coming = iter(replayed)
 
-    def attend(holder: RetrievalLayer, *asked: Any) -> Tensor:
+    def attend(holder: RetrievalLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         seen = next(coming)
-        out = RetrievalLayer.attend(holder, seen.queries, seen.keys, seen.values, asked[3], seen.params)
+        out = RetrievalLayer.attend(holder, seen.queries, seen.keys, seen.values, mask, seen.params)
         errors.append(agree(f"{name}, attention of layer {len(errors)}", seen.out, out))
         return seen.out
 

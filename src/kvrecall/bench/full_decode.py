@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 from kvrecall.bench.first_step import agree, check_compiled
 from kvrecall.bench.models import attention_of, let_go, model_of
+from kvrecall.engine.captured.compiled import compiled_modules
 from kvrecall.integrations.transformers.memory import free_device_bytes
 
 SPARE_BYTES = 1 << 30
@@ -116,7 +117,7 @@ def time_full(model: LlamaForCausalLM, context: int, batch: int, steps: int, com
                 attention.checked = True
                 attention.step()
                 attention.checked = False
-                with _modules(model, compiled):
+                with compiled_modules(model) if compiled else nullcontext():
                     found[name] = _time(attention, name, steps)
     name = min(found, key=lambda key: found[key])
     gib = sum(store.nbytes for store in attention.stores) / 2**30
@@ -138,14 +139,6 @@ def _time(attention: FullAttention, name: str, steps: int) -> float:
     graph.replay()
     agree(f"full attention, {name}, logits of the replayed step", logits, launched)
     return sorted(times_of(graph.replay, steps))[steps // 2]
-
-
-def _modules(model: LlamaForCausalLM, compiled: bool) -> AbstractContextManager[None]:
-    if not compiled:
-        return nullcontext()
-    from kvrecall.engine.captured.compiled import compiled_modules  # torch's compiler takes a second to import
-
-    return compiled_modules(model)
 
 
 def times_of(step: Callable[[], object], steps: int) -> list[float]:

@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM
 
 from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
-from kvrecall.bench.models import CONFIGS, let_go, model_of
+from kvrecall.bench.models import COMPILED, CONFIGS, FULL, let_go, model_of
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.base import LayerShape
@@ -37,10 +37,6 @@ from kvrecall.integrations.transformers.memory import free_device_bytes, layer_b
 from kvrecall.layer_state import LayerState
 
 SIDES = ("both", "retrieval", "full")
-FULL = "full"
-"""Configuration of a row that has nothing but full attention."""
-COMPILED = "+compiled"
-"""What the configuration of a row ends in whose sides both ran compiled modules."""
 _SPARE_STEPS = 64
 """Steps to make room for beyond those that are timed."""
 

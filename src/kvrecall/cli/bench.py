@@ -62,7 +62,7 @@ def decode(
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
-    """A whole model on a GPU: one captured decode step, in milliseconds. Its logits must be those of an uncaptured one."""
+    """A whole model on a GPU: one captured decode step, in milliseconds; its layers must answer as uncaptured ones do."""
     names = _of_models(shape, configs)
     from kvrecall.bench import gpu_decode
 
