@@ -135,16 +135,20 @@ def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPat
 
     def retrieval(*arguments: Any) -> Retrieval:
         asked.append(arguments[3:])
-        return Retrieval([4.0], 0.5, 1.5)
+        return Retrieval([4.0], 0.5, 1.5, 0.25)
 
     monkeypatch.setattr(gpu_decode, "model_of", on_cpu)
     monkeypatch.setattr(gpu_decode, "full_step", full)
     monkeypatch.setattr(gpu_decode, "retrieval", retrieval)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
     assert gpu_decode.measure("tiny", None, 1000, 2, "product+compiled", 30).config == "product+compiled"
-    assert asked == [(True,), ("product", 30, True)]
+    assert asked == [(True,), ("product", 30, True, False)]
     assert gpu_decode.measure("tiny", None, 1000, 2, "full+compiled", 30, "full").config == "full+compiled"
-    assert gpu_decode.measure("tiny", None, 1000, 2, "product", 30, "retrieval").config == "product" and not asked[-1][-1]
+    assert gpu_decode.measure("tiny", None, 1000, 2, "product", 30, "retrieval").config == "product"
+    assert asked[-1] == ("product", 30, False, False)
+    row = gpu_decode.measure("tiny", None, 1000, 2, "product-reuse+repeated+compiled", 30, "retrieval")
+    assert row.config == "product-reuse+repeated+compiled" and asked[-1] == ("product-reuse", 30, True, True)
+    assert row.reused_share == 0.25
 
 
 def test_exact_attention_is_that_of_scaled_dot_product_attention(monkeypatch: pytest.MonkeyPatch) -> None:

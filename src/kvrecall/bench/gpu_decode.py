@@ -1,11 +1,15 @@
 """A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
 
-    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--out FILE]
+    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--repeat] [--out FILE]
 
 Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Every step is fed random
-tokens. Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa`
-(cuDNN or flash, the faster one); its step is captured as a CUDA graph as ours is, so both run the same modules of transformers
-with the same launch costs. Configurations: `models.CONFIGS`. With `--compiled` both run norms, feed-forward layers and rotary
+tokens, so that two steps select few rows alike, fewer than those of a text; with `--repeat` each sequence is fed one token
+again and again ("+repeated"), and its queries turn as far as its position turns them. `reused_share` says how many of the
+selected rows the step before had selected too, where a configuration ("…-reuse") looks at that.
+
+Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN
+or flash, the faster one); its step is captured as a CUDA graph as ours is, so both run the same modules of transformers with
+the same launch costs. Configurations: `models.CONFIGS`. With `--compiled` both run norms, feed-forward layers and rotary
 embedding as torch.compile makes them (`engine.captured.compiled`); the configuration of such a row ends in "+compiled".
 
 No step is timed before every layer of a replayed one has answered as it does uncaptured, or as fp32 attention does
@@ -20,6 +24,7 @@ configuration, so alone it has one row, named "full".
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from math import nan
 
 import torch
@@ -27,7 +32,7 @@ from transformers import LlamaForCausalLM
 
 from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
-from kvrecall.bench.models import COMPILED, CONFIGS, FULL, let_go, model_of
+from kvrecall.bench.models import COMPILED, CONFIGS, FULL, REPEATED, let_go, model_of
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.base import LayerShape
@@ -65,15 +70,18 @@ class Row:
     weights_gib: float
     total_gib: float
     """Memory of the GPU: what a projected whole model must fit in."""
+    reused_share: float
+    """Of the selected rows, those that were not read again; nan where every row is."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Sorted step times in milliseconds, GiB on the device beyond the weights, GiB on the host."""
+    """Sorted step times in milliseconds, GiB on the device beyond the weights and on the host, share of rows not read again."""
 
     times: list[float]
     device_gib: float
     host_gib: float
+    reused_share: float = nan
 
     def at(self, share: float) -> float:
         """A quantile of the step times."""
@@ -86,17 +94,19 @@ DOES_NOT_FIT = Retrieval([nan], nan, nan)
 def measure(shape: str, layers: int | None, context: int, batch: int, name: str, steps: int, side: str = "both") -> Row:
     """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
 
-    name: of `models.CONFIGS`, or "full"; "+compiled" behind it compiles the modules of both sides. Raises AssertionError where
-    a captured step does not agree with an uncaptured one, CaptureError where it cannot be captured or compiled.
+    name: of `models.CONFIGS`, or "full"; "+repeated" behind it feeds every sequence one token, "+compiled" behind that compiles
+    the modules of both sides. Raises AssertionError where a captured step does not agree with an uncaptured one, CaptureError
+    where it cannot be captured or compiled.
     """
-    config, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+    plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+    config, repeated = plain.removesuffix(REPEATED), plain.endswith(REPEATED)
     full = NOT_MEASURED if side == "retrieval" else full_step(shape, layers, context, batch, compiled)
     let_go()
     model = model_of(shape, layers, context)
     found, steps = DOES_NOT_FIT, 0 if side == FULL else steps
     if side != FULL:
         try:
-            found = retrieval(model, context, batch, config, steps, compiled)
+            found = retrieval(model, context, batch, config, steps, compiled, repeated)
         except (HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError) as error:
             print(f"  {name}: {' '.join(str(error).split())}")
     let_go()
@@ -108,14 +118,17 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
     row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
     return Row(shape, count, context, batch, row_config, p50, found.at(0.8), found.times[-1], steps,
                full.p50_ms, full.backend, full.p50_ms / p50, found.device_gib, full.device_gib, found.host_gib, weights,
-               total)  # fmt: skip
+               total, found.reused_share)  # fmt: skip
 
 
 def retrieval(
-    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False
+    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False, repeated: bool = False
 ) -> Retrieval:  # fmt: skip
     """Raises HostMemoryError or DeviceMemoryError, before anything is allocated, where keys or summaries do not fit, and
-    AssertionError, before anything is timed, where the first captured step is not an uncaptured one (`first_step`)."""
+    AssertionError, before anything is timed, where the first captured step is not an uncaptured one (`first_step`).
+
+    repeated: feed the same tokens, one per sequence, at every step.
+    """
     before = torch.cuda.memory_allocated()
     cache = RetrievalCache(model.config, CONFIGS[name](context))
     room = steps + _SPARE_STEPS
@@ -125,7 +138,8 @@ def retrieval(
         check_compiled(model)
     check_step(name, model, cache, first, room, compiled)
     decoder = CapturedDecoder(model, cache, room, compiled=compiled)
-    fed = iter(torch.randint(0, model.config.vocab_size, (steps + 8, batch, 1), device="cuda"))
+    drawn = torch.randint(0, model.config.vocab_size, (1 if repeated else steps + 8, batch, 1), device="cuda")
+    fed = cycle(drawn)
 
     def step() -> None:
         decoder.input_ids.copy_(next(fed))
@@ -137,8 +151,11 @@ def retrieval(
     device = torch.cuda.memory_allocated() - before
     decoder.check()
     decoder.close()
-    host = cache.stats().total.host_bytes
-    return Retrieval(sorted(times), device / 2**30, host / 2**30)
+    total = cache.stats().total
+    selected, reused = total.counters.retrieved_tokens, total.counters.reused_rows
+    kept = any(layer.state is not None and layer.state.keeps_rows for layer in cache.retrieval_layers)
+    share = reused / selected if kept and selected else nan
+    return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share)
 
 
 def fill(cache: RetrievalCache, tokens: int, batch: int, room: int) -> None:

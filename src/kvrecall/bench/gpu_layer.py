@@ -14,7 +14,7 @@ the search selected, and the search with its reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -51,13 +51,14 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product-reuse": lambda n: _method(n, fetch="direct:reuse=true"),
     "balanced": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8"),
     "balanced-2%": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8", candidate_ratio=0.02),
+    "balanced-2%-reuse": lambda n: replace(CONFIGS["balanced-2%"](n), fetch="direct:reuse=true"),
     "balanced-plain": lambda n: _method(n, **_PLAIN),
     "product-max": lambda n: _method(n, gqa="max"),
     "paper": lambda n: _method(n, stage1="collision", gqa="mean_q", collision_ratio=0.2),
 }
 """beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query.
 "balanced" is what `pariskv-balanced` is, "balanced-2%" the same with fewer candidates at any length, "balanced-plain" without
-norms and with 16-bit weights."""
+norms and with 16-bit weights. "…-reuse" reads no row again that the step before selected too."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     },
 }  # fmt: skip
-FULL, COMPILED = "full", "+compiled"
-"""Configuration of a row of `bench decode` that has nothing but full attention, and what that of a row ends in whose sides both
-ran compiled modules."""
+FULL, REPEATED, COMPILED = "full", "+repeated", "+compiled"
+"""Configuration of a row of `bench decode` that has nothing but full attention; what that of a row ends in whose sequences were
+fed one token again and again, and that of one whose sides both ran compiled modules, in this order."""
 _NAME = "kvrecall-bench-full"
 _STRIDE = 5
 CONFIGS: dict[str, Callable[[int], Method]] = {

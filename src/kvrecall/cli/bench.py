@@ -22,7 +22,8 @@ bench = typer.Typer(help="Measure retrieval against full attention. What fails i
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
 Configs = Annotated[
-    str, typer.Option(help="One or more: product, balanced, balanced-2%, balanced-plain, product-reuse, product-max, paper.")
+    str,
+    typer.Option(help="One or more: product, balanced, balanced-2%, balanced-plain, balanced-2%-reuse, product-reuse, paper."),
 ]
 Layers = Annotated[str | None, typer.Option(help="Fewer layers than the model has, one or more: 8,16.")]
 ModelShape = Annotated[str, typer.Option("--shape", help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")]
@@ -59,6 +60,7 @@ def decode(
     side: Annotated[str, typer.Option(help="What to time: both, retrieval or full; the rows lack the other.")] = "both",
     steps: Annotated[int, typer.Option(min=10, help="Decode steps to time.")] = 600,
     compiled: Annotated[bool, typer.Option("--compiled", help="On both sides, norms, MLPs and RoPE by torch.compile.")] = False,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Feed one token again and again, not random ones.")] = False,
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
@@ -69,6 +71,7 @@ def decode(
     if side not in gpu_decode.SIDES:
         raise UnknownNameError("side", side, gpu_decode.SIDES)
     names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
+    names = [name + gpu_decode.REPEATED for name in names] if repeat and side != gpu_decode.FULL else names
     names = [name + gpu_decode.COMPILED for name in names] if compiled else names
     asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
