@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.transfer import bring_keys
 from kvrecall.counters import Counters
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import SegmentTables
@@ -330,7 +330,7 @@ class LayerState:
             self.index.reserve(pool.length)
             for block in pool.blocks(on_device=True):
                 with self.clock("encode"):
-                    self.index.append(b, bring(block, self.shape.device)[:, :, 0])
+                    self.index.append(b, bring_keys(block, self.shape.device))
             seen = None if self.log is None else self.log.seen(b)
             if seen is not None:
                 self.watch(b, seen)
@@ -388,7 +388,7 @@ class LayerState:
         assert self.index is not None
         with self.clock("static"):
             zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
-            zone = torch.cat([bring(block, device)[:, :, 0] for block in pool.blocks(on_device=True)], 1)
+            zone = torch.cat([bring_keys(block, device) for block in pool.blocks(on_device=True)], 1)
             others = self.store.resident_keys(sequence)
             ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, self._static_counts[sequence])
             self._static_counts[sequence] = ids.shape[1]

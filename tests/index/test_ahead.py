@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.transfer import bring_keys
 from kvrecall.index.ahead import keys_ahead
 from tests.strategies import gaussian
 
@@ -40,3 +41,13 @@ def test_who_stops_early_leaves_nothing_on_its_way(device: str) -> None:
     with keys_ahead(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device)) as pieces:
         first = next(pieces)
     assert torch.equal(first.cpu(), rows[:, :20, 0])
+
+
+@devices
+@pytest.mark.parametrize("pinned", [False, True])
+def test_keys_of_a_block(pinned: bool, device: str) -> None:
+    rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
+    place = torch.device(device)
+    for block in pool_of(rows, pinned and device == "cuda").blocks(35, on_device=True):
+        keys = bring_keys(block, place)
+        assert keys.device.type == device and torch.equal(keys.cpu(), block[:, :, 0])

@@ -103,6 +103,16 @@ def test_kernels_of_a_captured_layer(
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.host_keys import copy_keys
+
+    copy_keys(torch.zeros(2, 150, 2, dim, dtype=torch.bfloat16)[:, 7:], torch.zeros(2, 143, dim, dtype=torch.bfloat16))
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["keys_kernel"]
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.sphere.codes import Codes
     from kvrecall.index.sphere.kernels.encode import count_signs, encode

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
+from kvrecall.host_keys import copy_keys, readable
 
 
 class Pending:
@@ -55,6 +56,16 @@ def bring(block: Tensor, device: torch.device) -> Tensor:
     near = torch.empty(block.shape, dtype=block.dtype, device=device)
     for head, own in zip(near, block, strict=True):
         head.copy_(own, non_blocking=True)
+    return near
+
+
+def bring_keys(block: Tensor, device: torch.device) -> Tensor:
+    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, on the device; values stay behind if it can read the host."""
+    if not readable(block, device):
+        return bring(block, device)[:, :, 0]
+    heads, tokens, _, dim = block.shape
+    near = torch.empty(heads, tokens, dim, dtype=block.dtype, device=device)
+    copy_keys(block, near)
     return near
 
 

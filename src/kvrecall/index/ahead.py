@@ -1,4 +1,4 @@
-"""Rows of a retrieval zone back from the host, piece by piece: while one is used, the next is on its way."""
+"""Keys or rows of a retrieval zone back from the host, piece by piece: while one is used, the next is on its way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvrecall.host_keys import copy_keys, readable
 from kvrecall.index.base import RowSource
 from kvrecall.index.tokens import zone_rows
 
@@ -39,23 +40,22 @@ def keys_ahead(
 
 
 class _Pieces:
-    """Two places on a GPU that are filled in turn.
-
-    Values travel with the keys: a head's rows are one run of bytes, which is copied faster than half of it in pieces.
-    """
+    """Two places on a GPU that are filled in turn: with keys, by a kernel that reads them where they lie, or with whole rows,
+    head by head, where values are wanted too or no kernel can read the host. Copies of half a row are slow without a kernel."""
 
     def __init__(self, source: RowSource, starts: range, device: torch.device, take: Callable[[Tensor], Tensor]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
-        self._take = take
-        (_, rows), *_ = source.segments()
-        shape = rows.shape[0], min(starts.step, starts.stop - starts.start), *rows.shape[2:]
-        self._near = [torch.empty(shape, dtype=rows.dtype, device=device) for _ in range(2)]
+        rows = [segment for _, segment in source.segments()]
+        self._keys_only = take is keys_of and all(readable(segment, device) for segment in rows)
+        self._take = torch.clone if self._keys_only else take
+        shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[3 if self._keys_only else 2 :]
+        self._near = [torch.empty(shape, dtype=rows[0].dtype, device=device) for _ in range(2)]
         self._send(0)
 
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(len(self._starts)):
             self.arrive()
-            taken = self._take(self._place(number)).contiguous()  # another place than that of the rows
+            taken = self._take(self._place(number)).contiguous()  # another place than that of the piece
             self._send(number + 1)
             yield taken
 
@@ -64,7 +64,7 @@ class _Pieces:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _place(self, number: int) -> Tensor:
-        """Rows `[H_kv, n, 2, D]` of a piece."""
+        """Keys `[H_kv, n, D]` or rows `[H_kv, n, 2, D]` of a piece."""
         return self._near[number % 2][:, : min(self._starts.step, self._starts.stop - self._starts[number])]
 
     def _send(self, number: int) -> None:
@@ -77,9 +77,15 @@ class _Pieces:
                 begin = max(first - start, 0)
                 if begin < place.shape[1]:
                     at = start + begin - first
-                    for head, own in zip(place[:, begin:], rows[:, at : at + place.shape[1] - begin], strict=True):
-                        head.copy_(own, non_blocking=True)
+                    self._copy(rows[:, at : at + place.shape[1] - begin], place[:, begin:])
                     place = place[:, :begin]
+
+    def _copy(self, rows: Tensor, place: Tensor) -> None:
+        if self._keys_only:
+            copy_keys(rows, place)
+            return
+        for head, own in zip(place, rows, strict=True):  # a head's rows are one run of bytes
+            head.copy_(own, non_blocking=True)
 
 
 @cache

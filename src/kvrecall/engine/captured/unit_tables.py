@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.step import StepAttention
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.transfer import bring_keys
 from kvrecall.engine.captured.window import QueryRing
 from kvrecall.engine.captured.zone_kernels import page_kernel, segment_kernel
 from kvrecall.index.clusters import ClusterIndex
@@ -104,7 +104,7 @@ class UnitTables:
             if length == start:
                 continue
             pool.extend(length)
-            keys = torch.cat([bring(x, state.shape.device)[:, :, 0] for x in pool.blocks(start, on_device=True)], 1)
+            keys = torch.cat([bring_keys(x, state.shape.device) for x in pool.blocks(start, on_device=True)], 1)
             if isinstance(self._index, PageIndex):
                 self._index.append(b, keys)
             else:

@@ -1,0 +1,20 @@
+"""Keys come out of rows of the host without their values, whatever part of a segment they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrecall.host_keys import copy_keys
+from tests.strategies import gaussian
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_keys_of_a_part_of_a_segment(dim: int, dtype: torch.dtype) -> None:
+    segment = gaussian(dim, 3, 400, dim).unflatten(1, (200, 2)).to(dtype)
+    near = torch.full((3, 150, dim), float("nan"), dtype=dtype)
+    copy_keys(segment[:, 30:161], near[:, 9:140])
+    assert torch.equal(near[:, 9:140], segment[:, 30:161, 0])
+    assert near[:, :9].isnan().all() and near[:, 140:].isnan().all()
+    copy_keys(segment[:, :0], near[:, :0])
