@@ -198,6 +198,29 @@ def test_layers_with_settings_of_their_own_have_plans_of_their_own() -> None:
     assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseLayer", "DenseLayer", "UnitLayer"]
 
 
+def test_layers_whose_maps_are_outgrown_take_turns() -> None:
+    """One a step, though the zones of all grow at once; a layer with other work is not kept waiting."""
+    method = kvrecall.methods.get("pariskv-balanced", **TINY | {"refit_growth": 1.05, "per_layer": {2: {"refit_growth": None}}})
+    states, layers = taken(method, 4)
+    first = states[0].store.zones(0).retrieval
+    seen, asked = [], []
+    layers.all[3].renew, own = lambda: asked.append(True) or own(), layers.all[3].renew  # type: ignore[method-assign]
+    for _ in range(12):
+        layers.prepare()
+        seen.append([one.index.maps.tokens[0] for one in states])  # type: ignore[union-attr]
+        layers.advance()
+    grown = layers._plans[0].zones[0].retrieval
+    changes = [sum(a != b for a, b in zip(x, y, strict=True)) for x, y in zip([[first] * 4, *seen], seen, strict=False)]
+    assert max(changes) == 1 and sum(changes) == 3
+    assert seen[-1] == [grown, grown, first, grown] and len(asked) == 10
+    layers.all[0].renews_in_turn = layers.all[3].renews_in_turn = False
+    layers._plans[0].zones[0] = layers._plans[0].sizes.lengths(200, 170)
+    for layer in layers.all:
+        layer.renew = lambda layer=layer: asked.append(layer) or True  # type: ignore[method-assign]
+    layers.prepare()
+    assert asked[10:] == [layers.all[0], layers.all[1], layers.all[3]]
+
+
 def test_a_budget_that_is_all_static_is_refused_and_the_layer_is_as_it_was() -> None:
     method = kvrecall.PRKV(static_ratio=1.0, page_tokens=4, window_tokens=8, **TINY)
     with pytest.raises(CaptureError, match="the static set is the whole budget"):
