@@ -144,14 +144,23 @@ class CapturedLayer(CapturedState):
         self._outgrown |= {b for b, zone in enumerate(zones) if maps.outgrown(b, zone.retrieval)}
         renewed = sorted(self._outgrown)
         for b in renewed:
-            self.state.store.host[b].extend(zones[b].retrieval)
-            self._index.forget_codes(b, zones[b].retrieval)
-            self._index.settle(b)
+            self._code_anew(b, zones[b].retrieval)
             for counts in (self._first_counts, self._live):
                 counts[b] = self._index._counts[b]
             self._encode_buffer(b)
             self._outgrown.remove(b)
         return bool(renewed)
+
+    def _code_anew(self, b: int, tokens: int) -> None:
+        """Fits the maps of a sequence to its zone of `tokens` tokens and codes it."""
+        pool = self.state.store.host[b]
+        before = pool.length
+        pool.extend(tokens)
+        try:
+            self._index.forget_codes(b, tokens)
+            self._index.settle(b)
+        finally:
+            pool.extend(before)  # the store is as it was before the capture until `finish`
 
     def finish(self) -> None:
         """Gives the state back as if the steps had been made uncaptured: sequences that are to be fitted anew wait for it."""
