@@ -143,6 +143,8 @@ def late_row(path: Path, name: str, device: str, fitted: float) -> dict[str, obj
     """One mode over one trace, with maps of the first part and with maps of everything."""
     torch.set_num_threads(1)
     trace, method = _loaded(path, name, device), LATE_MODES[name]()
+    if isinstance(method, ParisKV):
+        method = replace(method, refit_growth=None)
     info = trace.info
     steps = min(_MEASURED, info.steps)
     total = info.prompt_tokens + info.steps - steps

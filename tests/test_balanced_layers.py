@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import prefill_layer
 from tests.layers import PARAMS, ZONES, History, left_padded, start, state, step, tokens
 
-BALANCED = kvrecall.methods.get("pariskv-balanced", top_k=5, **ZONES)
+BALANCED = kvrecall.methods.get("pariskv-balanced", top_k=5, refit_growth=None, **ZONES)
 RESIDENT = kvrecall.Full(sink_tokens=0, local_tokens=900, update_interval=1)
 LENGTHS = [340, 120]
 """One prompt longer than what is observed, one shorter."""
@@ -95,9 +97,11 @@ def test_a_zone_that_was_empty_at_the_end_of_the_prompt_is_fitted_to_its_queries
     assert index.maps._asked[0] is not None
 
 
-def test_a_second_prompt_keeps_the_maps(wanted: Tensor) -> None:
-    layer = state(BALANCED, 2)
-    start(layer, LENGTHS)
-    fitted(layer)
-    start(layer, [50, 60], seed=9)
-    assert torch.equal(fitted(layer), wanted)
+def test_a_second_prompt_keeps_the_maps_until_it_has_outgrown_them(wanted: Tensor) -> None:
+    for growth, kept in ((None, [True, True]), (1.5, [True, False])):
+        layer = state(replace(BALANCED, refit_growth=growth), 2)
+        start(layer, LENGTHS)
+        fitted(layer)
+        start(layer, [50, 60], seed=9)
+        made = fitted(layer)
+        assert [torch.equal(made[b], wanted[b]) for b in range(2)] == kept

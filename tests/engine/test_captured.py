@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import CaptureError
+from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import prefill_layer
@@ -196,6 +198,29 @@ def test_layers_with_settings_of_their_own_have_plans_of_their_own() -> None:
     layers.prepare()
     assert layers.all[3]._plan_rows.tolist() == pack(layers._plans[1].rows()).tolist()
     assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseLayer", "DenseLayer", "UnitLayer"]
+
+
+def test_layers_whose_maps_are_outgrown_take_turns() -> None:
+    """One a step, though the zones of all grow at once; a layer with other work is not kept waiting."""
+    method = kvrecall.methods.get("pariskv-balanced", **TINY | {"update_interval": 4, "refit_growth": 1.03})
+    method = replace(method, per_layer={2: {"refit_growth": None}})
+    states, layers = taken(method, 4)
+    seen = []
+    for _ in range(8):
+        layers.prepare()
+        seen.append([one.index.maps.tokens[0] for one in states if isinstance(one.index, SphereIndex)])
+        layers.advance()
+    assert seen == [[80] * 4] * 4 + [[84, 80, 80, 80], [84, 84, 80, 80], [84, 84, 80, 84], [84, 84, 80, 84]]
+
+
+def test_only_layers_that_may_wait_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, layers = taken(kvrecall.methods.get("pariskv-balanced", **TINY), 4)
+    asked = []
+    for number, layer in enumerate(layers.all):
+        monkeypatch.setattr(layer, "renews_in_turn", number in (1, 2))
+        monkeypatch.setattr(layer, "renew", lambda number=number: asked.append(number) or True)
+    layers.prepare()
+    assert asked == [0, 1, 3]
 
 
 def test_a_budget_that_is_all_static_is_refused_and_the_layer_is_as_it_was() -> None:

@@ -177,6 +177,20 @@ METHODS = {
     "balanced-collisions": kvrecall.ParisKV(
         top_k=24, center=True, balance=True, gqa="max", full_attention_threshold=0, **ZONES
     ),
+    # One layer alone, as several would take turns and fit some steps later than uncaptured ones.
+    "refit": kvrecall.methods.get(
+        "pariskv-balanced", top_k=24, refit_growth=1.05, dense_layers=(1, 2), full_attention_threshold=0, **ZONES
+    ),
+    "refit-collisions": kvrecall.ParisKV(
+        top_k=24,
+        center=True,
+        balance=True,
+        gqa="max",
+        refit_growth=1.05,
+        dense_layers=(0, 2),
+        full_attention_threshold=0,
+        **ZONES,
+    ),
 }
 
 
@@ -218,6 +232,39 @@ def compare_generations(method: kvrecall.Method, ragged: bool) -> None:
     assert stats[0].tokens == stats[1].tokens
     for name in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens"):
         assert getattr(stats[0].counters, name) == getattr(stats[1].counters, name), name
+
+
+def test_layers_that_outgrow_their_maps_in_a_captured_generation_take_turns() -> None:
+    """Nothing waits for the host; every layer ends with the codes that a fresh index makes of its rows by its maps."""
+    from kvrecall.engine.captured.decoder import CapturedDecoder
+
+    model = tiny()
+    method = kvrecall.methods.get("pariskv-balanced", top_k=24, refit_growth=1.05, full_attention_threshold=0, **ZONES)
+    cache = kvrecall.RetrievalCache(model.config, method)
+    fitted = [[480, 480]] * 3
+    with torch.no_grad():
+        engine.prefill(model, torch.randint(5, 500, (2, 500), device="cuda"), cache)
+        decoder = CapturedDecoder(model, cache, 120)
+        for number in range(63):  # the decoder itself waits after 64 steps, to look at flags
+            torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+            try:
+                decoder.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            now = [layer.state.index.maps.tokens[:] for layer in cache.retrieval_layers]
+            assert sum(a != b for a, b in zip(now, fitted, strict=True)) == (number in (32, 33, 34))
+            fitted = now
+        decoder.close()
+    assert fitted == [[512, 512]] * 3
+    for layer in cache.retrieval_layers:
+        index = layer.state.index
+        for b, pool in enumerate(layer.state.store.host):
+            index.settle(b)
+            keys = torch.cat(list(pool.blocks()), 1)[:, :, 0].cuda()
+            assert index.lengths[b] == keys.shape[1]
+            turn, centre = index.maps.of_keys(b)
+            expected = reference_encode(keys, turn, torch.uint8, centre, True)
+            assert (index.codes(b).signs != expected.signs).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("name", ["paper", "balanced", "early", "louiskv", "prkv"])

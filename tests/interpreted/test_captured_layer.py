@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import weight_values
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -46,6 +47,7 @@ def compare(method: kvrecall.Method, steps: int, params: AttentionParams, warm: 
     for number in range(steps):
         new = tokens(1000 + number, 2, 1)
         expected = decode_step(plain, *new, None, params)
+        captured.renew()
         rows = captured._plan_rows = pack(plan.rows())
         if captured.early:
             captured.search_early()
@@ -157,6 +159,84 @@ def test_the_stages_that_are_timed_alone_are_a_step() -> None:
     captured.forget_trial()
     *_, merged = [work(captured) for work in bench.stages().values()]
     assert isinstance(merged, Tensor) and torch.equal(merged, expected)
+
+
+REFIT: dict[str, Any] = EXACT | {"refit_growth": 1.15, "center": True, "balance": True}
+REFITS = {
+    "products": kvrecall.methods.get("pariskv-balanced", **REFIT),
+    "collisions": kvrecall.ParisKV(gqa="max", **REFIT),
+    "early": kvrecall.methods.get("pariskv-balanced", trigger="speculative:threshold=0.0", **REFIT),
+    "centre": kvrecall.ParisKV(stage1="product", fetch="direct:reuse=true", **REFIT | {"balance": False}),
+}
+
+
+def same_codes(made: LayerState, expected: LayerState) -> None:
+    mine, theirs = made.index, expected.index
+    assert isinstance(mine, SphereIndex) and isinstance(theirs, SphereIndex)
+    assert mine.lengths == theirs.lengths and mine._waiting == theirs._waiting
+    assert mine.maps.tokens == theirs.maps.tokens and mine.maps.fitted == theirs.maps.fitted
+    assert torch.equal(mine._counts, theirs._counts)
+    assert torch.equal(mine.maps.keys, theirs.maps.keys) and torch.equal(mine.maps.queries, theirs.maps.queries)
+    for b in range(2):
+        assert torch.equal(mine.codes(b).signs, theirs.codes(b).signs)
+        assert torch.equal(mine.codes(b).magnitudes, theirs.codes(b).magnitudes)
+        assert all(torch.equal(x, y) for x, y in zip(made.store.host[b].blocks(), expected.store.host[b].blocks(), strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["waiting", "coded"])
+@pytest.mark.parametrize("name", REFITS)
+def test_a_sequence_that_outgrows_its_maps_is_coded_anew_as_uncaptured(name: str, steps: int) -> None:
+    """The shorter one, whose zone goes from 41 to 49 tokens with the first captured step. If that is the last one, it waits."""
+    params = AttentionParams(DIM**-0.5)
+    plain, other = compare(REFITS[name], steps, params, warm=7)
+    assert isinstance(other.index, SphereIndex) and other.index.maps.tokens == [70, 41 if steps == 1 else 49]
+    assert other.index._waiting == [0, 49 if steps == 1 else 0]
+    same_codes(other, plain)
+    new = tokens(3000, 2, 1)
+    torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
+    assert other.index.maps.tokens == [70, 49]
+    same_codes(other, plain)
+
+
+@pytest.mark.parametrize(("name", "where"), [
+    ("products", "fit"), ("collisions", "_append_codes"), ("collisions", "_encode_buffer"), ("products", "given up"),
+])  # fmt: skip
+def test_coding_anew_comes_later_or_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's turn comes a step later than its work is due, with a token in the buffer then; coding fails; it is made again,
+    or left to the next search if the steps end there."""
+    params, parity = AttentionParams(DIM**-0.5), torch.zeros(1, dtype=torch.int64)
+    plain, other = state(REFITS[name], 2), state(REFITS[name], 2)
+    for layer in (plain, other):
+        start(layer, [90, 61])
+        for number in range(7):
+            decode_step(layer, *tokens(500 + number, 2, 1), None, params)
+    captured, plan = borrowed(other, 64)
+    for number in range(2):
+        new = tokens(1000 + number, 2, 1)
+        decode_step(plain, *new, None, params)
+        captured.decode(*new, pack(plan.rows()), parity, params)
+        plan.advance()
+        parity.copy_(1 - parity)
+    owner: Any = {"fit": captured._index.maps, "_encode_buffer": captured}.get(where, captured._index)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "_append_codes" if where == "given up" else where, raising(MemoryError))
+        with pytest.raises(MemoryError):
+            captured.renew()
+    if where != "given up":
+        assert captured.renew() and not captured.renew()
+    assert captured._index.maps.tokens == [70, 49] and plan.zones[1].buffer == 1
+    captured.finish()
+    if where == "given up":
+        assert captured._index._waiting == [0, 49]
+        captured._index.settle(1)
+    same_codes(other, plain)
+
+
+def raising(error: type[Exception]) -> Callable[..., None]:
+    def fails(*_: object) -> None:
+        raise error
+
+    return fails
 
 
 def test_softcap_and_learned_sinks_reach_the_kernels() -> None:

@@ -32,6 +32,8 @@ class ParisKV(Method):
     through the balanced transform that the prompt's keys and last queries ask for. Scores stay what they are, and codes say
     more about them.
     norms: ours too. Stage I multiplies its products by the keys' norms, a byte per token; needs "product" and balance.
+    refit_growth: mean key and transform are fitted anew, and all keys coded anew, when a sequence has grown to so many times
+    the tokens that they were fitted to (more than 1; None: they stay). No effect without center and balance.
     """
 
     name: ClassVar[str] = "pariskv"
@@ -47,6 +49,7 @@ class ParisKV(Method):
     center: bool = False
     balance: bool = False
     norms: bool = False
+    refit_growth: float | None = 1.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_steps(self.schedule))
@@ -73,6 +76,7 @@ class ParisKV(Method):
             center=self.center,
             balance=self.balance,
             norms=self.norms,
+            refit_growth=self.refit_growth,
         )
 
 
@@ -85,7 +89,7 @@ class ParisKVBalanced(ParisKV):
     Nothing of that is in the paper.
 
     The parameters are those of ParisKV: stage1, center, balance, norms, weight_dtype, gqa (with other defaults),
-    candidate_ratio, collision_ratio, schedule, min_candidates_per_k, seed.
+    candidate_ratio, collision_ratio, schedule, min_candidates_per_k, seed, refit_growth.
     """
 
     name: ClassVar[str] = "pariskv-balanced"

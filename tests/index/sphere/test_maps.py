@@ -39,7 +39,7 @@ def uneven(seed: int, heads: int, tokens: int, dim: int) -> Tensor:
 def bound(keys: list[Tensor], group: int = 1, chunk: int = 10_000, **config: Any) -> SphereIndex:
     """As a cache fills it: rows on the host first, keys in chunks."""
     heads, _, dim = keys[0].shape
-    index = SphereIndex(shape(len(keys), heads, group, dim), SphereConfig(schedule=STEP, **config))
+    index = SphereIndex(shape(len(keys), heads, group, dim), SphereConfig(**{"schedule": STEP} | config))
     pools = [HostPool(heads, dim, torch.float32, segment_tokens=50) for _ in keys]
     index.bind(pools)
     for b, own in enumerate(keys):
@@ -145,7 +145,7 @@ def test_chunks_of_a_prompt_make_no_difference(kind: dict[str, bool]) -> None:
 
 def test_what_was_fitted_stays() -> None:
     """Later keys and a second prompt are coded by the first one's maps; copies and cropped sequences keep theirs."""
-    index = bound([uneven(1, 2, 300, 64), uneven(2, 2, 90, 64)], stage1="product", **BOTH)
+    index = bound([uneven(1, 2, 300, 64), uneven(2, 2, 90, 64)], stage1="product", refit_growth=None, **BOTH)
     queries = gaussian(3, 2, 2, 64)
     search_both(index, queries, 9)
     before = index.maps.keys.clone(), index.maps.centres.clone()
@@ -223,7 +223,7 @@ def test_keys_that_were_cropped_are_not_fitted_to() -> None:
 
 
 def test_queries_of_the_prompt_are_fitted_to_sequence_by_sequence() -> None:
-    """More of them than are wanted make no difference, nor do copies; what a second prompt asks comes too late."""
+    """More of them than are wanted make no difference, nor do copies; what a short second prompt asks comes too late."""
     keys, asked = [uneven(1, 2, 300, 64), uneven(2, 2, 200, 64)], [observed(8, 4, 64, 700), observed(9, 4, 64, 7)]
     made, alone = bound(keys, 2, stage1="product", **BOTH), bound(keys[1:], 2, stage1="product", **BOTH)
     for b in range(2):
@@ -243,7 +243,7 @@ def test_queries_of_the_prompt_are_fitted_to_sequence_by_sequence() -> None:
         assert (made.maps.keys[b] - blind.maps.keys[b]).abs().max() > 0.1 * blind.maps.keys[b].abs().max()
     before = made.maps.queries.clone()
     made.end_of_prompt(0, asked[1], 4)
-    add(made, 0, keys[1])
+    add(made, 0, keys[1][:, :150])
     made.settle(0)
     assert torch.equal(made.maps.queries, before)
 
@@ -304,8 +304,16 @@ def test_heads_of_a_group_are_compared_by_true_products() -> None:
 
 @kinds
 def test_bytes_of_maps_are_counted(kind: dict[str, bool]) -> None:
-    config, plain = SphereConfig(**kind), SphereConfig()
-    own = 4 * (2 * 128**2 * kind.get("balance", False) + 128 * kind.get("center", False))
-    assert config.nbytes(shape(1, 2, 3, 128), 1000) - plain.nbytes(shape(1, 2, 3, 128), 1000) == 2 * own
-    more = (c.build(shape(3, 2, 3, 128)).nbytes for c in (config, plain))
-    assert next(more) - next(more) == 3 * 2 * own
+    """Queries are kept for the next time, if there can be one."""
+    for growth, kept in ((None, 0), (1.5, 1)):
+        config, plain = SphereConfig(refit_growth=growth, **kind), SphereConfig()
+        own = 4 * ((2 + kept) * 128**2 * kind.get("balance", False) + 128 * kind.get("center", False))
+        assert config.nbytes(shape(1, 2, 3, 128), 1000) - plain.nbytes(shape(1, 2, 3, 128), 1000) == 2 * own
+        made, bare = (c.build(shape(3, 2, 3, 128)) for c in (config, plain))
+        for b in range(3):
+            for index in (made, bare):
+                index.end_of_prompt(b, observed(b, 6, 128), 4)
+                index.append(b, torch.zeros(2, 1, 128))
+                index.truncate(b, 1)
+        tables = made._signs.nbytes + made._magnitudes.nbytes + made._weights.nbytes + made._counts.nbytes
+        assert made.nbytes - tables == 3 * 2 * own and bare.maps.nbytes == 0

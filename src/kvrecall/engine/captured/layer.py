@@ -32,7 +32,13 @@ class CapturedLayer(CapturedState):
     """A layer with a sphere index, whose sequences all search.
 
     While it is captured the window is a ring: a token stays in its row until it leaves, and nothing is shifted.
+
+    A sequence whose zone has outgrown the maps of its keys is fitted and coded anew between two steps (`renew`), from the rows
+    on the host and at the same addresses. Uncaptured steps do it in their next search, so with a search in every step both fit
+    the same maps at the same step, but for layers whose turn comes some steps later.
     """
+
+    renews_in_turn = True
 
     def __init__(self, state: LayerState, plan: StepPlan, tokens: int, plan_rows: Tensor | None = None) -> None:
         """tokens: length of the retrieval zone to make room for. plan_rows: where `step` finds the rows of the plan."""
@@ -59,7 +65,11 @@ class CapturedLayer(CapturedState):
         self._fill_ring()
         self._first = [zones.retrieval for zones in plan.zones]
         self._first_counts, self._live = state.index._counts.clone(), state.index._counts.clone()
-        self._encode_buffer()
+        for i in range(b):
+            self._store_buffer(i)
+            self._encode_buffer(i)
+        self._outgrown: set[int] = set()
+        """Sequences whose codes are being made anew, or were when it failed."""
         config = state.index.config
         self._trigger = DeviceTrigger(state, heads if state.method.trigger_config().name == "speculative" else 1)
         # Where each KV head may search again, it is a sequence of its own.
@@ -129,14 +139,40 @@ class CapturedLayer(CapturedState):
         adopt_held(self.state, *self._found())
         self._trigger.adopt()
 
+    def renew(self) -> bool:
+        zones, maps = self._plan_of_all.zones, self._index.maps
+        self._outgrown |= {b for b, zone in enumerate(zones) if maps.outgrown(b, zone.retrieval)}
+        renewed = sorted(self._outgrown)
+        for b in renewed:
+            self._code_anew(b, zones[b].retrieval)
+            for counts in (self._first_counts, self._live):
+                counts[b] = self._index._counts[b]
+            self._encode_buffer(b)
+            self._outgrown.remove(b)
+        return bool(renewed)
+
+    def _code_anew(self, b: int, tokens: int) -> None:
+        """Fits the maps of a sequence to its zone of `tokens` tokens and codes it."""
+        pool = self.state.store.host[b]
+        before = pool.length
+        pool.extend(tokens)
+        try:
+            self._index.forget_codes(b, tokens)
+            self._index.settle(b)
+        finally:
+            pool.extend(before)  # the store is as it was before the capture until `finish`
+
     def finish(self) -> None:
-        """Gives the state back as if the steps had been made uncaptured."""
+        """Gives the state back as if the steps had been made uncaptured: sequences that are to be fitted anew wait for it."""
         state, index, plan = self.state, self._index, self._plan_of_all
         index._counts.copy_(self._first_counts)
         ids, counts = self._found()
         for b, zones in enumerate(plan.zones):
             state.store.host[b].extend(zones.retrieval)
-            index.extend(b, zones.retrieval)
+            if b in self._outgrown or index.maps.outgrown(b, zones.retrieval):
+                index.forget_codes(b, zones.retrieval)
+            else:
+                index.extend(b, zones.retrieval)
             state.store.resident.replace(b, 0, self._in_order(b))
             state.held[b] = Held(ids[b].clone(), counts[b].clone(), zones.retrieval)
         state.fetched = {}
@@ -186,15 +222,21 @@ class CapturedLayer(CapturedState):
             self._rows[b, :, : zones.sink] = rows[:, : zones.sink]
             self._rows[b, :, self._window(b)] = rows[:, zones.sink :]
 
-    def _encode_buffer(self) -> None:
-        """Does for the tokens that wait in the buffer already what `leave` does for later ones in their own steps."""
-        index = self._index
-        for b, zones in enumerate(self._plan_of_all.zones):
-            rows = self.state.store.resident.view(b, zones.sink)[:, : zones.buffer]
-            if rows.shape[1]:
-                at = slice(zones.retrieval, zones.retrieval + rows.shape[1])
-                self._pools[b][:, at] = rows.cpu()
-                index._add_counts(self._live[b], index.encode_ahead(b, rows[:, :, 0], at), 1)
+    def _store_buffer(self, b: int) -> None:
+        """Copies the tokens that wait in the buffer already to the host, as `leave` copies later ones in their own steps."""
+        zones = self._plan_of_all.zones[b]
+        self._pools[b][:, zones.retrieval : zones.retrieval + zones.buffer] = self._buffer(b).cpu()
+
+    def _encode_buffer(self, b: int) -> None:
+        """Encodes the tokens that wait in the buffer already, as `leave` encodes later ones in their own steps."""
+        index, zones = self._index, self._plan_of_all.zones[b]
+        if zones.buffer:
+            signs = index.encode_ahead(b, self._buffer(b)[:, :, 0], slice(zones.retrieval, zones.retrieval + zones.buffer))
+            index._add_counts(self._live[b], signs, 1)
+
+    def _buffer(self, b: int) -> Tensor:
+        """Rows `[H_kv, n, 2, D]` of the tokens that wait in the buffer of a sequence, oldest first."""
+        return self._rows[b, :, self._window(b)[: self._plan_of_all.zones[b].buffer]]
 
     def _in_order(self, b: int) -> Tensor:
         """Resident rows of a sequence as the store keeps them: sink, then the window, oldest first."""

@@ -48,12 +48,13 @@ class Layers:
             raise
 
     def prepare(self, trial: bool = False) -> None:
-        """Before a step: its plans, and what is due once in many steps."""
+        """Before a step: its plans, and what is due once in many steps, in one layer if it can wait."""
+        renewed = False
         for layer in self.all:
             if trial:
                 layer.begin_trial()
-            else:
-                layer.renew()
+            elif not (renewed and layer.renews_in_turn):
+                renewed |= layer.renew() and layer.renews_in_turn
         if self._plans:
             self._rows.copy_(torch.stack([pack(plan.rows(quiet=trial)) for plan in self._plans]), non_blocking=True)
 

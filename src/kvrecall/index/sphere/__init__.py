@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.ahead import keys_ahead
-from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
-from kvrecall.index.sphere.maps import OBSERVED_QUERIES, Maps
+from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.rotation import rotation_matrix
-from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, as_steps, check_schedule, stage_sizes
+from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
@@ -27,81 +26,20 @@ from kvrecall.structs import Budget, Selection, lasting_tensors
 if TYPE_CHECKING:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 
-STAGE_ONE = ("collision", "product")
-"""How the first stage scores a key: collisions of its sign patterns with the query's best (the paper), or the product of the
-query with its signs."""
-WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+__all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
+
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
-
-
-@dataclass(frozen=True)
-class SphereConfig(IndexConfig):
-    """What a sphere index is made with.
-
-    stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32", or "uint8" for floats of
-    eight bits, which need the balanced transform.
-    center, balance: whether the mean key is taken from all keys, and whether they and the queries go through the balanced
-    transform (`maps.py`); both are fitted to each sequence, one to its prompt's last queries too. norms: whether products of
-    stage I are multiplied by the norms of balanced keys. None of that is in the paper.
-    """
-
-    name: ClassVar[str] = "sphere"
-
-    gqa: str = "mean_q"
-    stage1: str = "collision"
-    schedule: tuple[RatioStep | tuple[int | None, float, float], ...] = PAPER_SCHEDULE
-    min_candidates_per_k: int = 4
-    seed: int = 42
-    weight_dtype: torch.dtype | str = "bfloat16"
-    center: bool = False
-    balance: bool = False
-    norms: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        steps = as_steps(self.schedule)
-        object.__setattr__(self, "schedule", steps)
-        check_schedule(steps)
-        if self.stage1 not in STAGE_ONE:
-            raise UnknownNameError("stage1", self.stage1, STAGE_ONE)
-        if str(self.weight_dtype).removeprefix("torch.") not in WEIGHT_DTYPES:
-            raise UnknownNameError("weight_dtype", str(self.weight_dtype), WEIGHT_DTYPES)
-        if self.norms and (self.stage1 != "product" or not self.balance):
-            raise ParameterError("norms", "False, or True with stage1='product' and balance=True", True, "Set these too.")
-        if self.stored_dtype == torch.uint8 and not self.balance:
-            remedy = "Keys without it may have any norm, which eight bits do not hold: set balance=True, or take bfloat16."
-            raise ParameterError("weight_dtype", "a 16 or 32-bit type without the balanced transform", "uint8", remedy)
-
-    @property
-    def steps(self) -> tuple[RatioStep, ...]:
-        """The schedule as records."""
-        return self.schedule  # type: ignore[return-value]
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """The weights' dtype."""
-        return WEIGHT_DTYPES[str(self.weight_dtype).removeprefix("torch.")]
-
-    @property
-    def observed_queries(self) -> int:
-        return OBSERVED_QUERIES if self.balance else 0
-
-    def build(self, shape: LayerShape) -> SphereIndex:
-        return SphereIndex(shape, self)
-
-    def nbytes(self, shape: LayerShape, tokens: int) -> int:
-        maps = Maps.nbytes_per_head(shape.head_dim, self.center, self.balance)
-        tables = SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype, self.norms) * tokens
-        return (int(tables) + maps) * shape.kv_heads
 
 
 class SphereIndex(Index):
     """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids.
 
     With centres or balanced maps, the first keys of a sequence wait in the host rows until it is first searched, however many
-    chunks they come in. The maps are then fitted to all of them, and stay; later keys are coded as they come. Where nobody
-    remembers the prompt's queries (a fork of a sequence that decodes, an index rebuilt after an error), the keys alone do.
+    chunks they come in. The maps are then fitted to all of them, and later keys are coded by these as they come, until the
+    sequence has grown to `refit_growth` times as many: then its codes are dropped, and all keys wait once more for the next
+    search. Where nobody remembers the prompt's queries (a fork of a sequence that decodes, an index rebuilt after an error),
+    the maps are fitted to the keys alone.
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, compiled: bool | None = None) -> None:
@@ -109,7 +47,7 @@ class SphereIndex(Index):
         blocks = shape.head_dim // BLOCK
         self.config, self._kv_heads = config, shape.kv_heads
         rotation = rotation_matrix(shape.head_dim, config.seed).to(shape.device)
-        self.maps = Maps(shape, rotation, config.center, config.balance)
+        self.maps = Maps(shape, rotation, config.center, config.balance, config.refit_growth)
         self._waiting = [0] * shape.sequences  # tokens behind the coded ones
         self._sources: Sequence[RowSource] = ()
 
@@ -157,11 +95,14 @@ class SphereIndex(Index):
         self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        """An index that is bound to no rows fits its maps to the first keys that it is given."""
+        """An index that is bound to no rows fits its maps to the first keys that it is given, and keeps them."""
+        length = self.lengths[sequence]
+        if self._sources and self.maps.outgrown(sequence, length + keys.shape[1]):
+            self.forget_codes(sequence, length)
         fitted = self.maps.fitted[sequence]
         if self._waiting[sequence] or (self._sources and not fitted):
             if not fitted:
-                self.maps.watch(sequence, keys, self.lengths[sequence])
+                self.maps.watch(sequence, keys, length)
             self._waiting[sequence] += keys.shape[1]
             return
         if not fitted:
@@ -172,8 +113,17 @@ class SphereIndex(Index):
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.maps.observe(sequence, observed)
 
+    def forget_codes(self, sequence: int, tokens: int) -> None:
+        """Its maps are to be fitted anew: all its `tokens` tokens, which lie in the host rows, wait for it."""
+        self.maps.forget(sequence)
+        for table in self._tables:
+            table.truncate(sequence, 0)
+        self._counts[sequence] = 0
+        self._zero_norms[sequence] = 0
+        self._waiting[sequence] = tokens
+
     def settle(self, sequence: int) -> None:
-        """Fits the maps of a sequence that has none and codes the tokens that waited; may be called again after an error."""
+        """Fits the maps of a sequence that needs some and codes the tokens that waited; may be called again after an error."""
         if not self._waiting[sequence]:
             return
         source, length, device = self._sources[sequence], self.lengths[sequence], self._signs.rows.device

@@ -38,14 +38,14 @@ class Fitted(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Uncentred second moments of `count` queries per KV head, fp64 `[H_kv, D, D]`."""
+    """Uncentred second moments of `count` queries per KV head, `[H_kv, D, D]` of any float dtype."""
 
     moments: Tensor
     count: int
 
     @staticmethod
     def of(queries: Tensor, kv_heads: int) -> Asked:
-        """Of queries `[H_q, W, D]`, W > 0; those of a KV head's query heads count alike."""
+        """Of queries `[H_q, W, D]`, W > 0, in fp64; those of a KV head's query heads count alike."""
         rows = queries.double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
         return Asked(rows.mT @ rows / rows.shape[1], rows.shape[1])
 
@@ -63,7 +63,7 @@ def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
     if asked is None:
         mean, _ = roots(of_keys)
     else:
-        mean, _ = geometric_mean(of_keys, _even(asked.moments, 1.0, max(QUERY_SHARE, dim / (4 * asked.count))))
+        mean, _ = geometric_mean(of_keys, _even(asked.moments.double(), 1.0, max(QUERY_SHARE, dim / (4 * asked.count))))
     forward, back = roots(mean)
     size = ((back.mT @ back) * keys).sum((-1, -2)).sqrt()[..., None, None]
     scale = torch.where(size > 0, size.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), 1.0)

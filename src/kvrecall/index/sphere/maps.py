@@ -10,7 +10,8 @@ queries. R is the rotation that all share.
 s is such that the mean of |k'|^2 over the keys that maps were fitted to is 1 (unless it would be beyond 2^+-40), so norms and
 weights of codes lie around known values, whatever the model. It belongs to S: without a balanced transform there is none.
 
-Not from the paper. Ranking never depends on how well a map fits, only the resolution of the codes does: it may stay fixed.
+Not from the paper. A map that fits badly ranks nothing wrongly, but its codes say less: rotary positions let keys drift, so a
+sequence that has grown to `refit_growth` times the tokens that its maps were fitted to is fitted again, and coded again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Maps:
     centres: fp32 `[B, H_kv, D]`, or None. keys, queries: fp32 `[B, H_kv, D, D]`, or `[D, D]` where all share the rotation.
     """
 
-    def __init__(self, shape: LayerShape, rotation: Tensor, center: bool, balance: bool) -> None:
-        self.rotation, self._balance = rotation, balance
+    def __init__(
+        self, shape: LayerShape, rotation: Tensor, center: bool, balance: bool, refit_growth: float | None = None
+    ) -> None:
+        self.rotation, self._balance, self._growth = rotation, balance, refit_growth
         each = (shape.sequences, shape.kv_heads)
         self.centres: Tensor | None = None
         self.keys = self.queries = rotation
@@ -48,9 +51,11 @@ class Maps:
             if balance:
                 self.keys, self.queries = (rotation.repeat(*each, 1, 1) for _ in range(2))
         self.fitted = [not (center or balance)] * shape.sequences
-        """Per sequence, whether its maps are what they will be."""
+        """Per sequence, whether its maps are those that its keys are to be coded by."""
+        self.tokens = [0] * shape.sequences
+        """Tokens that a sequence's maps were fitted to, as far as it still has them; 0: never, or there is nothing to fit."""
         self._moments = [Moments(balance) for _ in self.fitted]  # of the keys that wait for it
-        self._asked: list[Asked | None] = [None] * shape.sequences
+        self._asked: list[Asked | None] = [None] * shape.sequences  # in fp32; kept for the next time, never written to
 
     @property
     def stride(self) -> int:
@@ -61,17 +66,30 @@ class Maps:
     def nbytes(self) -> int:
         """Bytes beside the shared rotation."""
         maps = self.keys.nbytes + self.queries.nbytes if self._balance else 0
-        return maps + (0 if self.centres is None else self.centres.nbytes)
+        asked = sum(asked.moments.nbytes for asked in self._asked if asked is not None)
+        return maps + asked + (0 if self.centres is None else self.centres.nbytes)
 
     @staticmethod
-    def nbytes_per_head(head_dim: int, center: bool, balance: bool) -> int:
-        """The same per sequence and KV head: 2 D^2 + D numbers of fp32."""
-        return 4 * (2 * head_dim**2 * balance + head_dim * center)
+    def nbytes_per_head(head_dim: int, center: bool, balance: bool, refits: bool) -> int:
+        """The same per sequence and KV head that knows its queries: 2 D^2 + D numbers of fp32, D^2 more for those queries
+        if maps are fitted again."""
+        return 4 * ((2 + refits) * head_dim**2 * balance + head_dim * center)
 
     def observe(self, sequence: int, observed: ObservedQueries | None) -> None:
-        """Shows the prompt's last queries; only a sequence that is not fitted yet looks at them."""
+        """Shows the prompt's last queries; only a sequence that is to be fitted looks at them."""
         if self._balance and observed is not None and not self.fitted[sequence]:
-            self._asked[sequence] = Asked.of(observed.last(OBSERVED_QUERIES).queries, self.keys.shape[1])
+            with lasting_tensors():
+                asked = Asked.of(observed.last(OBSERVED_QUERIES).queries, self.keys.shape[1])
+                self._asked[sequence] = Asked(asked.moments.float(), asked.count)
+
+    def outgrown(self, sequence: int, tokens: int) -> bool:
+        """Whether a sequence of `tokens` tokens is to be fitted anew, and has not been told so."""
+        known = self.tokens[sequence]
+        return self._growth is not None and self.fitted[sequence] and 0 < known * self._growth < tokens
+
+    def forget(self, sequence: int) -> None:
+        """The sequence is to be fitted anew, to the queries that it was fitted to unless others are shown before."""
+        self.fitted[sequence] = False
 
     def watch(self, sequence: int, keys: Tensor, start: int) -> None:
         """Shows keys `[H_kv, n, D]` from position `start` on that are to be fitted to later, while they are at hand."""
@@ -96,7 +114,9 @@ class Maps:
             self.keys[sequence], self.queries[sequence] = turn @ made.keys, turn @ made.queries
         if self.centres is not None:
             self.centres[sequence] = moments.mean
-        self.fitted[sequence], self._moments[sequence], self._asked[sequence] = True, Moments(self._balance), None
+        self.fitted[sequence], self._moments[sequence], self.tokens[sequence] = True, Moments(self._balance), length
+        if self._growth is None:
+            self._asked[sequence] = None
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets the keys behind the first `tokens`. What was fitted to them stays, unless none is left: the next keys are the
@@ -105,11 +125,15 @@ class Maps:
             self._moments[sequence] = Moments(self._balance)
         if not tokens:
             self.fitted[sequence] = self.centres is None and not self._balance
+            if self.tokens[sequence]:  # these queries asked for the old text
+                self._asked[sequence] = None
+        self.tokens[sequence] = min(self.tokens[sequence], tokens)
 
     def select(self, sequences: list[int]) -> Maps:
         """Maps whose sequence i is this one's `sequences[i]`, sharing nothing that either may change."""
         chosen = copy(self)
         chosen.fitted = [self.fitted[b] for b in sequences]
+        chosen.tokens = [self.tokens[b] for b in sequences]
         chosen._moments = [copy(self._moments[b]) for b in sequences]
         chosen._asked = [self._asked[b] for b in sequences]
         with lasting_tensors():
