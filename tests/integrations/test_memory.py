@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -136,3 +139,23 @@ def test_a_host_without_memory_in_the_middle_of_a_pass(monkeypatch: pytest.Monke
         answer(model, cache, prompt())
     assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}
     assert answer(model, cache, prompt()) == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_that_nobody_holds_is_gone_at_once(name: str) -> None:
+    """Its memory may be most of what there is, so it must not wait until Python looks for circles."""
+    model, (method, _) = tiny("llama"), METHODS[name]
+    cache = kvrecall.RetrievalCache(model.config, method)
+    engine.generate(model, None, torch.arange(1, 61).unsqueeze(0), cache, max_new_tokens=12)
+    fork, copied = cache.fork(), deepcopy(cache)
+    assert copied.get_seq_length() == cache.get_seq_length() and copied.layers[0] is not cache.layers[0]
+    states = [ref(layer.state) for each in (cache, fork, copied) for layer in each.retrieval_layers]
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert not any(state() for state in states[: len(states) // 3])
+        del fork, copied
+        assert not any(state() for state in states)
+    finally:
+        gc.enable()

@@ -8,9 +8,10 @@ the first one, so that it attends to the cached keys and to the chunk's own apar
 `engine.prefill` in chunks of the same size, with keys and values in host memory. Both leave the head of the model out.
 
 The index is what retrieval adds for itself: `encode_s`, summarising keys as they come, and `settle_s`, what is done at the end
-of a prompt (fitting maps, reading keys back from the host for that, clusters). It is measured in a pass of its own that
-synchronises around each stage, so that nothing overlaps; `build_share` is its sum over the seconds of plain prefill. In the
-same pass `offload_s` is sending rows to the host, `pin_s` of it page-locking that memory for the first time.
+of a prompt (fitting maps, reading keys back from the host for that, clusters). The first is the time of the GPU's stream, in a
+pass of its own with events around each stage, the second what the host waits for; `build_share` is their sum over the seconds
+of plain prefill. In the same pass `offload_s` is what the stream waits while rows are made ready for the host, where
+page-locking memory for the first time (`pin_s`, measured apart) keeps the host from asking for more work.
 
 Layers are alike, and outside of them there is but an embedding and a norm: the share of two layers is the share of all. What
 `plain_s` and `retrieval_s` say in seconds is of as many layers as the row says.

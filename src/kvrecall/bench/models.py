@@ -78,8 +78,7 @@ def attention_of(model: LlamaForCausalLM, attention: Callable[..., Any]) -> Iter
 
 
 def let_go() -> None:
-    """Gives memory back that nobody holds any more. A cache and its layers know each other, so that only the collector of
-    cycles frees them, page-locked host rows included; without it the next row's caches would come on top."""
+    """Gives memory back that nobody holds any more, models that know themselves in a circle included."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -30,6 +30,8 @@ __all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
 
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
+_AHEAD_TOKENS = 16_384
+"""The same where a kernel encodes, which needs none: fewer launches, so that the bus and not the host sets the pace."""
 
 
 class SphereIndex(Index):
@@ -127,12 +129,13 @@ class SphereIndex(Index):
         if not self._waiting[sequence]:
             return
         source, length, device = self._sources[sequence], self.lengths[sequence], self._signs.rows.device
+        size = _AHEAD_TOKENS if self._kernels and not self._compiled else _ENCODE_TOKENS
 
         def every_key() -> Iterator[Tensor]:
-            with keys_ahead(source, 0, length, _ENCODE_TOKENS, device) as pieces:
+            with keys_ahead(source, 0, length, size, device) as pieces:
                 yield from pieces
 
-        with keys_ahead(source, self._signs.lengths[sequence], length, _ENCODE_TOKENS, device) as pieces:
+        with keys_ahead(source, self._signs.lengths[sequence], length, size, device) as pieces:
             if not self.maps.fitted[sequence]:
                 self.maps.fit(sequence, length, every_key())
             self.reserve(length)

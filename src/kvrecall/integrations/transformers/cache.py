@@ -119,6 +119,9 @@ class RetrievalCache(Cache):
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
+        return self.fork()
+
     def reserve(self, tokens: int, sequences: int = 1) -> None:
         """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
 

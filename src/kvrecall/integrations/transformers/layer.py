@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -52,12 +53,20 @@ class RetrievalLayer(CacheLayerMixin):
 
     def __init__(self, cache: RetrievalCache, number: int) -> None:
         super().__init__()
-        self.cache, self.number = cache, number
+        self._owner, self.number = ref(cache), number
         self.state: LayerState | None = None
         self.captured: Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor] | None = None
         """Set while a captured decode owns the state: takes (queries, keys, values, parameters) of a step."""
         self._logical = 0
         self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None while nothing was padding
+
+    @property
+    def cache(self) -> RetrievalCache:
+        """The cache of this layer, which does not live for it: in a circle, memory of a GPU and page-locked memory would be
+        given back only when Python looks for circles."""
+        cache = self._owner()
+        assert cache is not None, "the layer has outlived its cache"
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         b, heads, _, dim = key_states.shape
