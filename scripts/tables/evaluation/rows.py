@@ -22,7 +22,7 @@ from kvrecall.evaluate.conditions import FULL
 
 FOLDER = ROOT / "benchmarks" / "results"
 FULL_NAME = "Full attention"
-_GROWS = ("conditions", "tasks", "contexts", "samples")
+_GROWS = ("conditions", "tasks", "contexts", "samples", "batch_tokens")
 """What a run may have more of later, without its samples becoming others."""
 
 Plan = dict[str, Any]
