@@ -109,9 +109,12 @@ def test_rows_are_taken_from_packed_samples_and_read_again(tmp_path: Path) -> No
 def test_a_run_grows_with_equal_settings_and_is_replaced_otherwise(tmp_path: Path) -> None:
     rows = Rows(PLAN, tmp_path)
     rows.add(packed(tmp_path / "a.gz", ("small", CONFIG, [record("full", 0, 1.0), record("one@8", 0, 0.0)])))
-    more = CONFIG | {"conditions": CONDITIONS | {"m/two@8": {}}}
+    more = CONFIG | {"conditions": CONDITIONS | {"m/two@8": {}}, "batch_tokens": 4096}
     rows.add(packed(tmp_path / "b.gz", ("small", more, [record("m/two@8", 0, 0.5), record("one@8", 0, 1.0)])))
     assert [(a.method, a.score) for a in rows.answers] == [(FULL[0], 1.0), ("One", 1.0), ("Two", 0.5)]
+    assert rows.runs[CONFIG["model"], "small"]["batch_tokens"] == 4096
+    told = rows.add(packed(tmp_path / "c.gz", ("small", more | {"batch_tokens": 512}, [record("m/two@8", 1, 0.25)])))
+    assert len(rows.answers) == 4 and rows.runs[CONFIG["model"], "small"]["batch_tokens"] == 4096
     told = rows.add(packed(tmp_path / "c.gz", ("small", more | {"seed": 1}, [record("full", 0, 0.5)])))
     assert "in place of a run with other settings" in told[0] and [a.score for a in rows.answers] == [0.5]
     assert (rows.drop("other"), rows.drop("small")) == (0, 1) and not rows.answers and not rows.runs

@@ -23,7 +23,7 @@ from kvrecall.evaluate.conditions import FULL
 FOLDER = ROOT / "benchmarks" / "results"
 FULL_NAME = "Full attention"
 _GROWS = ("conditions", "tasks", "contexts", "samples", "batch_tokens")
-"""What a run may have more of later, without its samples becoming others."""
+"""What a run may have more of later, without its samples becoming others; how many are answered together is one of them."""
 
 Plan = dict[str, Any]
 Found = tuple[str, str, dict[str, Any], list[dict[str, Any]]]
@@ -127,7 +127,8 @@ class Rows:
             agree &= all(held["conditions"].get(n, c) == c for n, c in config["conditions"].items())
             if agree:
                 config = config | {"conditions": held["conditions"] | config["conditions"]}
-                config |= {n: max((held[n], config[n]), key=lambda x: x if isinstance(x, int) else len(x)) for n in _GROWS[1:]}
+                grown = [n for n in _GROWS[1:] if n in held and n in config]
+                config |= {n: max((held[n], config[n]), key=lambda x: x if isinstance(x, int) else len(x)) for n in grown}
             else:
                 self.answers = [a for a in self.answers if (a.model, a.run) != key]
                 self.windows = [w for w in self.windows if (w.model, w.run) != key]
