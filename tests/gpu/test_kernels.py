@@ -174,6 +174,9 @@ METHODS = {
         **ZONES,
     ),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=24, full_attention_threshold=0, **ZONES),
+    "rest": kvrecall.methods.get(
+        "pariskv-balanced", top_k=24, rest="page-means:page_tokens=8", full_attention_threshold=0, **ZONES
+    ),
     "balanced-collisions": kvrecall.ParisKV(
         top_k=24, center=True, balance=True, gqa="max", full_attention_threshold=0, **ZONES
     ),
@@ -200,7 +203,7 @@ def test_captured_generation_equals_the_uncaptured_one(method: kvrecall.Method, 
     compare_generations(method, ragged)
 
 
-@pytest.mark.parametrize("name", ["paper", "products", "balanced"])
+@pytest.mark.parametrize("name", ["paper", "products", "balanced", "rest"])
 def test_captured_generation_in_branches_equals_the_uncaptured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrecall.engine.captured.layer.branches", lambda pairs, tokens: 3)
     compare_generations(METHODS[name], ragged=True)
@@ -267,7 +270,7 @@ def test_layers_that_outgrow_their_maps_in_a_captured_generation_take_turns() ->
             assert (index.codes(b).signs != expected.signs).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("name", ["paper", "balanced", "early", "louiskv", "prkv"])
+@pytest.mark.parametrize("name", ["paper", "balanced", "rest", "early", "louiskv", "prkv"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_of_a_replay_answer_as_uncaptured_ones(name: str, compiled: bool) -> None:
     from kvrecall.bench.first_step import check_step

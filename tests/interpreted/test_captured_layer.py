@@ -34,11 +34,17 @@ def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
     return CapturedLayer(layer, plan, max(z.retrieval for z in zones) + room), plan
 
 
-def compare(method: kvrecall.Method, steps: int, params: AttentionParams, warm: int = 6) -> tuple[LayerState, LayerState]:
+def compare(
+    method: kvrecall.Method,
+    steps: int,
+    params: AttentionParams,
+    warm: int = 6,
+    atol: float = 2e-6,
+    lengths: tuple[int, int] = (90, 61),
+) -> tuple[LayerState, LayerState]:
     """Runs both from the same prompt; every output must agree; returns the states (pipeline's, captured)."""
-    lengths = [90, 61]
     plain, other = state(method, 2), state(method, 2)
-    start(plain, lengths), start(other, lengths)
+    start(plain, list(lengths)), start(other, list(lengths))
     for number in range(warm):
         new = tokens(500 + number, 2, 1)
         decode_step(plain, *new, None, params), decode_step(other, *new, None, params)
@@ -53,8 +59,9 @@ def compare(method: kvrecall.Method, steps: int, params: AttentionParams, warm: 
             captured.search_early()
         out: Tensor = captured.decode(*new, rows, parity, params)
         plan.advance()
+        captured.moved_on()
         parity.copy_(1 - parity)
-        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(out, expected, atol=atol, rtol=2e-6)
     captured.finish()
     return plain, other
 
@@ -272,3 +279,33 @@ def test_a_second_turn_goes_on_from_what_was_given_back(name: str) -> None:
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
     captured.finish()
     assert other.stats.searches == plain.stats.searches
+
+
+RESTS = {
+    "balanced": kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=4", **EXACT | {"update_interval": 3}),
+    "collisions": kvrecall.ParisKV(
+        rest="page-means:page_tokens=3", fetch="direct:reuse=true", **EXACT | {"gqa": "max", "update_interval": 3}
+    ),
+    "many-pages": kvrecall.ParisKV(
+        rest="page-means:page_tokens=2", stage1="product", **EXACT | {"top_k": 70, "update_interval": 3}
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "softcap"), [("balanced", 0.0), ("collisions", 20.0), ("many-pages", 0.0)])
+def test_page_means_stand_for_the_rest(name: str, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages become whole meanwhile and lose tokens to the selection; with few of them to a program it takes several blocks."""
+    monkeypatch.setattr("kvrecall.engine.captured.rest._PAGES", 16)
+    monkeypatch.setattr("kvrecall.engine.captured.rest._MOST_PARTS", 2)
+    lengths = (190, 161) if name == "many-pages" else (90, 61)
+    params = AttentionParams(DIM**-0.5, softcap)
+    plain, other = compare(RESTS[name], 4, params, atol=4e-6, lengths=lengths)  # sums of more parts
+    assert other.stats.estimated_units == plain.stats.estimated_units > 0
+    for counter in ("steps", "searches", "attended_tokens", "retrieved_tokens"):
+        assert getattr(other.stats, counter) == getattr(plain.stats, counter), counter
+    for number in range(3):  # and the pipeline can go on with it
+        new = tokens(3000 + number, 2, 1)
+        torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
+    for b in range(2):
+        assert other.index.means.lengths[b] == plain.index.means.lengths[b] > 0
+        assert torch.equal(other.index.means.view(b), plain.index.means.view(b))

@@ -70,6 +70,7 @@ METHODS = {
     "semantic": kvrecall.ParisKV(top_k=6, stage1="product", gqa="max", trigger="semantic-boundary", **ZONES),
     "early": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", trigger="speculative", **ZONES),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, gqa="max", **ZONES),
+    "rest": kvrecall.methods.get("pariskv-balanced", top_k=70, rest="page-means:page_tokens=2", **ZONES),
 }
 
 
@@ -96,7 +97,7 @@ def test_kernels_of_a_captured_layer(
     } | {
         "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
         "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
-        "balanced": {"product_kernel"},
+        "balanced": {"product_kernel"}, "rest": {"product_kernel", "rest_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 

@@ -130,7 +130,7 @@ def step_part(
     CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
     """Part number i_part of one decode step of a sequence and KV head: CHOSEN parts of R selected rows, then parts of W rows
-    that are resident, `[PAIRS, CAPACITY, 2, D]`.
+    that are resident, `[PAIRS, CAPACITY, 2, D]`. PARTS: of the step's attention, those of other launches included.
 
     The new token `[PAIRS, D]` is attended from where the model put it, and stored in its row of the window on the way; bad[0]
     becomes 1 if it is not finite. zone int32: lengths as in `window_rows`, then the row of the new token.

@@ -34,14 +34,16 @@ class CompletedIndex(IndexAround):
     """
 
     def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
-        self._page, self._shape = config.page_tokens, shape
+        self.page_tokens = self._page = config.page_tokens
+        self._shape = shape
         self._sources: Sequence[RowSource] = ()
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         means = TokenTable(shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
         super().__init__(base, means)
 
     @property
-    def _means(self) -> TokenTable:
+    def means(self) -> TokenTable:
+        """Rows of whole pages, mean key and mean value side by side."""
         return self._tables[0]
 
     def bind(self, sources: Sequence[RowSource]) -> None:
@@ -50,7 +52,7 @@ class CompletedIndex(IndexAround):
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         super().end_of_prompt(sequence, observed, offset)
-        self._catch_up(sequence)
+        self.catch_up(sequence, self.lengths[sequence])
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         super().exclude(sequence, ids)
@@ -58,11 +60,11 @@ class CompletedIndex(IndexAround):
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
-        self._means.reserve(tokens // self._page)
+        self.means.reserve(tokens // self._page)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
-        self._means.truncate(sequence, tokens // self._page)
+        self.means.truncate(sequence, tokens // self._page)
 
     def select(self, sequences: list[int]) -> CompletedIndex:
         chosen = super().select(sequences)
@@ -73,11 +75,11 @@ class CompletedIndex(IndexAround):
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         found = super().search(queries, budget, sequences)
         for b in sequences:
-            self._catch_up(b)
-        lengths = [self._means.lengths[b] for b in sequences]
+            self.catch_up(b, self.lengths[b])
+        lengths = [self.means.lengths[b] for b in sequences]
         width, group = max(lengths), queries.shape[1] // self._shape.kv_heads
-        every = sequences == list(range(len(self._means.lengths)))
-        rows = self._means.rows if every else torch.stack([self._means.rows[b] for b in sequences])
+        every = sequences == list(range(len(self.means.lengths)))
+        rows = self.means.rows if every else torch.stack([self.means.rows[b] for b in sequences])
         kv = rows[:, :, :width].unflatten(-1, (2, -1))
         bias = torch.stack([self._bias(b, ids, width) for b, ids in zip(sequences, found.ids, strict=True)])
         counts = torch.tensor(lengths, dtype=torch.int32).to(queries.device, non_blocking=True)
@@ -93,18 +95,18 @@ class CompletedIndex(IndexAround):
         left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=ids.device))
         return left[:, :width].log()
 
-    def _catch_up(self, sequence: int) -> None:
-        """Takes in the pages that have become whole."""
-        first = self._means.lengths[sequence]
-        pages = self.lengths[sequence] // self._page - first
+    def catch_up(self, sequence: int, tokens: int) -> None:
+        """Takes in the pages that have become whole in a zone of `tokens` tokens, from its rows on the host."""
+        first = self.means.lengths[sequence]
+        pages = tokens // self._page - first
         if not self._sources or pages <= 0:
             return
         start, stop = first * self._page, (first + pages) * self._page
         size = max(1, _PIECE_TOKENS // self._page) * self._page
-        self._means.make_room(first + pages)
+        self.means.make_room(first + pages)
         with keys_ahead(self._sources[sequence], start, stop, size, self._shape.device, self._mean_rows) as pieces:
             for means in pieces:
-                self._means.append(sequence, means)
+                self.means.append(sequence, means)
 
     def _mean_rows(self, rows: Tensor) -> Tensor:
         """Means `[H_kv, n, 2 D]` of n whole pages of rows `[H_kv, n * page, 2, D]`."""

@@ -71,12 +71,14 @@ def adopt_held(state: LayerState, ids: Tensor, counts: Tensor) -> None:
 
 
 def count_steps(
-    state: LayerState, steps: int, *, searches: int, resident: int, selected: int, static: int, read: int, moved: int
-) -> None:
+    state: LayerState, steps: int, *, searches: int, resident: int, selected: int, static: int, read: int, moved: int,
+    estimated: int = 0,
+) -> None:  # fmt: skip
     """Adds decode steps to a layer's counters.
 
     resident: tokens attended outside the selection, summed over steps and sequences. selected, static: tokens summed over steps
-    and KV heads; read of the selected ones came from the host. moved: tokens that left the window.
+    and KV heads; read of the selected ones came from the host. moved: tokens that left the window. estimated: groups of tokens
+    whose attention was estimated.
     """
     stats, shape = state.stats, state.shape
     row = 2 * shape.head_dim * shape.dtype.itemsize
@@ -84,6 +86,7 @@ def count_steps(
     stats.searches += searches
     stats.attended_rows += steps * shape.sequences * shape.kv_heads
     stats.retrieved_tokens += selected
+    stats.estimated_units += estimated
     stats.static_tokens += static
     stats.attended_tokens += shape.kv_heads * resident + selected + static
     stats.bytes_fetched += read * row

@@ -78,9 +78,15 @@ def _check_method(method: Method) -> None:
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
     if method.rest_config() is not None:
-        raise CaptureError(
-            "estimates of what was not found have no kernel", "Decode uncaptured (capture=None), or with rest=None."
-        )
+        _check_rest(method, config)
+
+
+def _check_rest(method: Method, config: object) -> None:
+    remedy = "Decode uncaptured (capture=None), or with rest=None."
+    if not isinstance(config, SphereConfig):
+        raise CaptureError(f"what stands for the rest beside index {config.name!r} has no kernel", remedy)  # type: ignore[attr-defined]
+    if (trigger := method.trigger_config().name) != "every-step":
+        raise CaptureError(f"with trigger {trigger!r} a selection outlives the pages that it was estimated with", remedy)
 
 
 def long_enough(cache: RetrievalCache) -> bool:

@@ -69,14 +69,15 @@ def step_kernel(
     p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live, p_zero_norms,
     scaling, softcap, HEADS, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, HIGHEST, LOWEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
-    CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, CENTRED: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, OTHERS: tl.constexpr,
+    FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, CENTRED: tl.constexpr,
     NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
-    Their order is that of `readers_first`. START: the first sequence and KV head of this launch. The new token `[BH, D]` is
-    attended from where the model put it, and stored in its row of the window on the way; bad[b] becomes 1 if it is not finite.
+    Their order is that of `readers_first`; behind their parts of the attention is room for OTHERS of another launch. START: the
+    first sequence and KV head of this one. The new token `[BH, D]` is attended from where the model put it, and stored in its
+    row of the window on the way; bad[b] becomes 1 if it is not finite.
     """
     i_bh, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
     i_bh += START
@@ -92,5 +93,5 @@ def step_kernel(
         i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)
         step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids, p_kept,
                   p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_part, CAPACITY, SINK, PAIRS, K, D, BD,
-                  G, R, W, BK, CHOSEN, PARTS, CAP, REUSE)  # fmt: skip
+                  G, R, W, BK, CHOSEN, PARTS + OTHERS, CAP, REUSE)  # fmt: skip
     end(PDL)

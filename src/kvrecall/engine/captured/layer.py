@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -12,8 +15,10 @@ from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
 from kvrecall.engine.captured.branches import beside, branches, divided
 from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
+from kvrecall.engine.captured.rest import RestPages
 from kvrecall.engine.captured.trigger import DeviceTrigger
 from kvrecall.engine.captured.window import places
+from kvrecall.index.completed import CompletedIndex
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.kernels.search import GpuSearch
@@ -26,6 +31,12 @@ _CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4
 """Selected rows or resident rows per program of the split attention, and its warps. Reads of the host are spread widely."""
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
+
+
+def searched(state: LayerState) -> SphereIndex | None:
+    """The sphere index that a layer searches, which another index may complete; None for a layer of another kind."""
+    index = state.index.base if isinstance(state.index, CompletedIndex) else state.index
+    return index if isinstance(index, SphereIndex) else None
 
 
 class CapturedLayer(CapturedState):
@@ -44,17 +55,21 @@ class CapturedLayer(CapturedState):
         """tokens: length of the retrieval zone to make room for. plan_rows: where `step` finds the rows of the plan."""
         super().__init__(state)
         self._plan_rows = plan_rows
-        assert isinstance(state.index, SphereIndex)
+        index = searched(state)
+        assert index is not None
         shape, device = state.shape, state.shape.device
-        self._index, self._plan_of_all = state.index, plan
-        self._collides = state.index.config.stage1 == "collision"
+        self._index, self._plan_of_all = index, plan
+        self._collides = index.config.stage1 == "collision"
         self._group = shape.query_heads // shape.kv_heads
         self._padded = next_power_of_2(shape.head_dim)
         b, heads, dim, k = shape.sequences, shape.kv_heads, shape.head_dim, state.top_k
         self._heads, self._dim, self._pairs = heads, dim, b * heads
         for i in range(b):
-            state.index.settle(i)
-        state.index.reserve(tokens)
+            index.settle(i)
+        index.reserve(tokens)
+        self._rest = None
+        if isinstance(state.index, CompletedIndex):
+            self._rest = RestPages(state.index, [zones.retrieval for zones in plan.zones], tokens)
         self._pools = [pool.consolidate(tokens) for pool in state.store.host]
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -64,19 +79,19 @@ class CapturedLayer(CapturedState):
         self._rows = zeros(b, heads, plan.sizes.sink_tokens + plan.ring, 2, dim, dtype=shape.dtype)
         self._fill_ring()
         self._first = [zones.retrieval for zones in plan.zones]
-        self._first_counts, self._live = state.index._counts.clone(), state.index._counts.clone()
+        self._first_counts, self._live = index._counts.clone(), index._counts.clone()
         for i in range(b):
             self._store_buffer(i)
             self._encode_buffer(i)
         self._outgrown: set[int] = set()
         """Sequences whose codes are being made anew, or were when it failed."""
-        config = state.index.config
+        config = index.config
         self._trigger = DeviceTrigger(state, heads if state.method.trigger_config().name == "speculative" else 1)
         # Where each KV head may search again, it is a sequence of its own.
-        searched = (b * heads, 1) if self._trigger.early else (b, heads)
+        sequences = (b * heads, 1) if self._trigger.early else (b, heads)
         self._pair_plan = zeros(b * heads, ROW)
-        self._search = GpuSearch(*searched, self._group, dim, config.gqa, config.stage1, k, tokens,
-                                 plan.most_candidates(tokens), state.index.maps, ROW, config.norms)  # fmt: skip
+        self._search = GpuSearch(*sequences, self._group, dim, config.gqa, config.stage1, k, tokens,
+                                 plan.most_candidates(tokens), index.maps, ROW, config.norms)  # fmt: skip
         # A search that is rarely made again, or by few heads, is not worth more launches.
         count = branches(b * heads, tokens) if self._trigger.every_step else 1
         self._branches = divided(self._search.pairs, count)
@@ -84,8 +99,9 @@ class CapturedLayer(CapturedState):
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)
         self._parts = cdiv(k, _CHOSEN_ROWS) + cdiv(self._rows.shape[2], _RESIDENT_ROWS)
-        self._part_out = zeros(b, shape.query_heads, self._parts, dim, dtype=torch.float32)
-        self._part_lse = zeros(b, shape.query_heads, self._parts, dtype=torch.float32)
+        every_part = self._parts + (self._rest.parts if self._rest else 0)
+        self._part_out = zeros(b, shape.query_heads, every_part, dim, dtype=torch.float32)
+        self._part_lse = zeros(b, shape.query_heads, every_part, dtype=torch.float32)
         # The kept rows matter where a selection outlives a step, or where rows that are selected again are not read again.
         self._reuse = state.keeps_rows
         self._kept = zeros(2, b, heads, k if self._reuse else 0, 2, dim, dtype=shape.dtype)
@@ -122,6 +138,8 @@ class CapturedLayer(CapturedState):
         def part(pairs: range) -> None:
             self._search_for(pairs, queries, plan, params.scaling)
             self._attend(queries, keys, values, plan, parity, params, pairs)
+            if self._rest:
+                self._rest.attend(queries, self._search.ids, self._part_out, self._part_lse, self._parts, params, pairs)
 
         beside(self._branches, queries, part)
         return self._merge(queries, params)
@@ -139,6 +157,15 @@ class CapturedLayer(CapturedState):
         adopt_held(self.state, *self._found())
         self._trigger.adopt()
 
+    def moved_on(self) -> None:
+        if not self._rest:
+            return
+        self._rest.count()
+        for b, zones in enumerate(self._plan_of_all.zones):
+            if self._rest.lacks(b, zones.retrieval):
+                with self._stored(b, zones.retrieval):
+                    self._rest.catch_up(b, zones.retrieval)
+
     def renew(self) -> bool:
         zones, maps = self._plan_of_all.zones, self._index.maps
         self._outgrown |= {b for b, zone in enumerate(zones) if maps.outgrown(b, zone.retrieval)}
@@ -153,12 +180,18 @@ class CapturedLayer(CapturedState):
 
     def _code_anew(self, b: int, tokens: int) -> None:
         """Fits the maps of a sequence to its zone of `tokens` tokens and codes it."""
+        with self._stored(b, tokens):
+            self._index.forget_codes(b, tokens)
+            self._index.settle(b)
+
+    @contextmanager
+    def _stored(self, b: int, tokens: int) -> Iterator[None]:
+        """Inside, the host pool of a sequence counts the tokens that steps have stored there."""
         pool = self.state.store.host[b]
         before = pool.length
         pool.extend(tokens)
         try:
-            self._index.forget_codes(b, tokens)
-            self._index.settle(b)
+            yield
         finally:
             pool.extend(before)  # the store is as it was before the capture until `finish`
 
@@ -208,8 +241,8 @@ class CapturedLayer(CapturedState):
             self._plan_of_all.sizes.sink_tokens, self._pairs, k, tables.signs.shape[2], maps.stride, most, least, MIN_ALPHA,
             D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
             W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
-            FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse, COUNTS=self._collides, CENTRED=centred,
-            NORMS=measured, num_warps=_PART_WARPS, **self._options,
+            OTHERS=self._part_out.shape[2] - self._parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse,
+            COUNTS=self._collides, CENTRED=centred, NORMS=measured, num_warps=_PART_WARPS, **self._options,
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:
@@ -256,4 +289,5 @@ class CapturedLayer(CapturedState):
             self.state, steps, searches=self._trigger.give_back(steps), resident=self._plan_of_all.resident_tokens,
             selected=selected, static=0, read=int(self.read.sum()),
             moved=sum(z.retrieval for z in self._plan_of_all.zones) - sum(self._first),
+            estimated=self._rest.attended if self._rest else 0,
         )  # fmt: skip

@@ -6,10 +6,9 @@ import torch
 
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.dense import DenseLayer
-from kvrecall.engine.captured.layer import CapturedLayer
+from kvrecall.engine.captured.layer import CapturedLayer, searched
 from kvrecall.engine.captured.plan import ROW, StepPlan, pack
 from kvrecall.engine.captured.units import UnitLayer
-from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.table import WIDE
 from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
@@ -67,8 +66,8 @@ class Layers:
 
     def _plan_of(self, state: LayerState) -> int | None:
         """Number of the plan of a layer, which is made if no layer before it has one; None where the device plans."""
-        index, method = state.index, state.method
-        if not isinstance(index, SphereIndex):
+        index, method = searched(state), state.method
+        if index is None:
             return None
         zones = [state.store.zones(b) for b in range(state.shape.sequences)]
         made = StepPlan(method.zone_sizes(), index.config.steps, index.config.min_candidates_per_k, state.top_k, zones)

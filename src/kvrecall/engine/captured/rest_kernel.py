@@ -1,0 +1,69 @@
+"""Attention of a captured step to what stands for the tokens that were not found: page means, as `index.completed` has them.
+
+Bytes per KV head and step: 4 D per page in 16-bit types, and the ids of the selection. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.attend.kernels import capped
+from kvrecall.overlap import begin, end
+
+
+@triton.jit
+def found_in(p_ids, o_p, K, PAGE, W: tl.constexpr, BK: tl.constexpr):
+    """How many of the K selected ids (-1: none) lie in each of the pages o_p `[W]`."""
+    b_found = tl.zeros([W], tl.int32)
+    for i_k in range(0, BK, 64):
+        o_k = i_k + tl.arange(0, 64)
+        b_id = tl.load(p_ids + o_k, mask=o_k < K, other=-1)
+        b_found += tl.sum(((o_p[:, None] == (b_id // PAGE)[None, :]) & (b_id >= 0)[None, :]).to(tl.int32), 1)
+    return b_found
+
+
+@triton.jit(do_not_specialize=["START"])
+def rest_kernel(
+    p_queries, p_means, p_pages, p_ids, p_out, p_lse, scaling, softcap, HEADS, START, CAPACITY, K, PAGE, BLOCKS,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
+    FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, tile): part FIRST + tile of PARTS, over BLOCKS blocks of W pages, one in TILES.
+
+    means `[BH, CAPACITY, 2 D]` of the cache's dtype, of which pages[b] are real. A page of whose PAGE tokens m are not among
+    ids `[BH, K]` is a row with log m on its logit. Softmax and sums as in `attend.kernels.attend_block`, block after block.
+    """
+    BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    begin(PDL)
+    i_bh, i_tile = tl.program_id(0) // TILES + START, tl.program_id(0) % TILES
+    o_g, o_d, o_w = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, W)
+    m_q, m_d = (o_g < G)[:, None] & (o_d < D)[None, :], (o_d < D)[None, :]
+    pages = tl.load(p_pages + i_bh // HEADS)
+    p_query = p_queries + i_bh.to(tl.int64) * G * D + o_g[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_query, mask=m_q, other=0.0).to(p_means.dtype.element_ty)
+    b_peak = tl.full([BG], float("-inf"), tl.float32)
+    b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
+    for i in range(BLOCKS):
+        o_p = (i * TILES + i_tile) * W + o_w
+        b_left = PAGE - found_in(p_ids + i_bh.to(tl.int64) * K, o_p, K, PAGE, W, BK)
+        m_p = (o_p < pages) & (b_left > 0)
+        p_row = p_means + (i_bh.to(tl.int64) * CAPACITY + o_p)[:, None] * (2 * D) + o_d[None, :]
+        b_k = tl.load(p_row, mask=m_p[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_row + D, mask=m_p[:, None] & m_d, other=0.0)
+        b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, W]
+        if CAP:
+            b_logit = capped(b_logit, softcap)
+        b_logit = tl.where(m_p[None, :], b_logit + tl.log(tl.where(m_p, b_left, 1).to(tl.float32))[None, :], float("-inf"))
+        b_higher = tl.maximum(b_peak, tl.max(b_logit, 1))
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_p, b_scale = tl.exp(b_logit - b_base[:, None]), tl.exp(b_peak - b_base)
+        b_total = b_total * b_scale + tl.sum(b_p, 1)
+        b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_peak = b_higher
+    end(PDL)
+    o_part = i_bh.to(tl.int64) * G * PARTS + o_g * PARTS + FIRST + i_tile
+    b_out = b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None]
+    tl.store(p_out + o_part[:, None] * D + o_d[None, :], b_out, mask=m_q)
+    b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
+    tl.store(p_lse + o_part, b_base + tl.log(b_total), mask=o_g < G)
