@@ -113,13 +113,11 @@ def test_crops_and_copies_forget_and_keep_pages() -> None:
         course.step()
     state = course.state
     assert isinstance(state.index, CompletedIndex)
-    twin, pages = state.index.select([0, 0]), state.index._means.view(0).clone()
+    twin, pages = state.index.select([0, 0]), state.index.means.view(0).clone()
     other = state.fork(replace(state.method, rest="page-means:page_tokens=5"))
     state.crop(0, 50)
-    assert state.index._means.lengths == [
-        (50 - 4) // 8 if state.store.host[0].length >= 46 else state.store.host[0].length // 8
-    ]
-    assert torch.equal(twin._means.view(1), pages)
+    assert state.index.means.lengths == [(50 - 4) // 8 if state.store.host[0].length >= 46 else state.store.host[0].length // 8]
+    assert torch.equal(twin.means.view(1), pages)
     assert isinstance(other.index, CompletedIndex)
     assert state.index.nbytes > state.index.base.nbytes
     shape = course.state.shape
@@ -166,8 +164,8 @@ def test_impossible_pages(tokens: float) -> None:
         kvrecall.parts.PageMeans(page_tokens=tokens)  # type: ignore[arg-type]
 
 
-def test_a_captured_decode_says_that_it_cannot() -> None:
+def test_a_captured_decode_says_beside_which_searches_it_cannot() -> None:
     from kvrecall.engine.captured.check import _check_method
 
     with pytest.raises(CaptureError, match="rest=None"):
-        _check_method(kvrecall.ParisKV(rest="page-means"))
+        _check_method(kvrecall.methods.Quest(rest="page-means"))
