@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kvrecall.structs import StepStats
 
+_MOST_SPANS = 1024
+"""Times of a GPU that are kept before some are added up."""
+
 
 class Counters:
     """Counters of one layer. `row_bytes`: K and V of one token and KV head. timed: take times."""
@@ -90,6 +93,8 @@ class Counters:
             finally:
                 end.record(torch.cuda.current_stream(self._device))
                 self._spans.append((stage, begin, end))
+                if len(self._spans) > _MOST_SPANS:
+                    self._add_spans(_MOST_SPANS // 2)  # which are long past
         else:
             start = time.perf_counter()
             try:
@@ -99,16 +104,20 @@ class Counters:
 
     def _settle(self) -> None:
         """Adds what was counted and timed on a GPU to the statistics."""
-        for stage, begin, end in self._spans:
-            end.synchronize()
-            self._stats.add_time(stage, begin.elapsed_time(end) / 1e3)
-        self._spans.clear()
+        self._add_spans(len(self._spans))
         selected, read = int(self._selected), int(self._read)
         self._stats.estimated_units += int(self._estimated)
         self._selected = self._read = self._estimated = 0
         self._stats.retrieved_tokens += selected
         self._stats.attended_tokens += selected
         self._fetched(read)
+
+    def _add_spans(self, count: int) -> None:
+        """Adds the first `count` times of a GPU to the statistics."""
+        for stage, begin, end in self._spans[:count]:
+            end.synchronize()
+            self._stats.add_time(stage, begin.elapsed_time(end) / 1e3)
+        del self._spans[:count]
 
     def _fetched(self, read: int) -> None:
         self._stats.bytes_fetched += read * self._row_bytes
