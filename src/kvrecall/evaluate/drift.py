@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.transfer import bring_keys
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate.asking import Asker, costs
@@ -160,7 +160,7 @@ class _Watched:
             if state.index is None or not zone or not (state.held or state.static[0] is not None):
                 continue
             blocks = state.store.host[0].blocks(on_device=True)
-            keys = torch.cat([bring(block, query.device)[:, :, 0] for block in blocks], 1)[:, :zone]
+            keys = torch.cat([bring_keys(block, query.device) for block in blocks], 1)[:, :zone]
             recall = top_k_recall(query, keys, state.attended_ids(0).to(query.device), TRUTH_K)
             self.recalled.append((step, state.layer, recall.mean().item()))
         return logits

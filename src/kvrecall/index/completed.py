@@ -34,8 +34,7 @@ class CompletedIndex(IndexAround):
     """
 
     def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
-        self.page_tokens = self._page = config.page_tokens
-        self._shape = shape
+        self.page_tokens, self._shape = config.page_tokens, shape
         self._sources: Sequence[RowSource] = ()
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         means = TokenTable(shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
@@ -60,11 +59,11 @@ class CompletedIndex(IndexAround):
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
-        self.means.reserve(tokens // self._page)
+        self.means.reserve(tokens // self.page_tokens)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
-        self.means.truncate(sequence, tokens // self._page)
+        self.means.truncate(sequence, tokens // self.page_tokens)
 
     def select(self, sequences: list[int]) -> CompletedIndex:
         chosen = super().select(sequences)
@@ -90,19 +89,21 @@ class CompletedIndex(IndexAround):
         """Logarithm fp32 `[H_kv, width]` of how many tokens of each page are in none of the sets that are attended."""
         excluded = self._excluded[sequence]
         attended = ids if excluded is None else torch.cat([ids, excluded.to(ids.device)], 1)
-        left = torch.full((ids.shape[0], width + 1), float(self._page), device=ids.device)
-        page = torch.where(attended < 0, width, attended.long() // self._page).clamp_max(width)  # the last place is for none
+        left = torch.full((ids.shape[0], width + 1), float(self.page_tokens), device=ids.device)
+        page = torch.where(attended < 0, width, attended.long() // self.page_tokens).clamp_max(
+            width
+        )  # the last place is for none
         left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=ids.device))
         return left[:, :width].log()
 
     def catch_up(self, sequence: int, tokens: int) -> None:
         """Takes in the pages that have become whole in a zone of `tokens` tokens, from its rows on the host."""
         first = self.means.lengths[sequence]
-        pages = tokens // self._page - first
+        pages = tokens // self.page_tokens - first
         if not self._sources or pages <= 0:
             return
-        start, stop = first * self._page, (first + pages) * self._page
-        size = max(1, _PIECE_TOKENS // self._page) * self._page
+        start, stop = first * self.page_tokens, (first + pages) * self.page_tokens
+        size = max(1, _PIECE_TOKENS // self.page_tokens) * self.page_tokens
         self.means.make_room(first + pages)
         with keys_ahead(self._sources[sequence], start, stop, size, self._shape.device, self._mean_rows) as pieces:
             for means in pieces:
@@ -110,7 +111,7 @@ class CompletedIndex(IndexAround):
 
     def _mean_rows(self, rows: Tensor) -> Tensor:
         """Means `[H_kv, n, 2 D]` of n whole pages of rows `[H_kv, n * page, 2, D]`."""
-        return rows.flatten(2).unflatten(1, (-1, self._page)).float().mean(2).to(self._shape.dtype)
+        return rows.flatten(2).unflatten(1, (-1, self.page_tokens)).float().mean(2).to(self._shape.dtype)
 
 
 def completed_nbytes(shape: LayerShape, config: PageMeans, tokens: int) -> int:

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrecall.errors import CaptureError
+from kvrecall.index.base import IndexConfig
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.pages import PageConfig
 from kvrecall.index.query_centroids import CentroidConfig
@@ -81,10 +82,10 @@ def _check_method(method: Method) -> None:
         _check_rest(method, config)
 
 
-def _check_rest(method: Method, config: object) -> None:
+def _check_rest(method: Method, config: IndexConfig) -> None:
     remedy = "Decode uncaptured (capture=None), or with rest=None."
     if not isinstance(config, SphereConfig):
-        raise CaptureError(f"what stands for the rest beside index {config.name!r} has no kernel", remedy)  # type: ignore[attr-defined]
+        raise CaptureError(f"what stands for the rest beside index {config.name!r} has no kernel", remedy)
     if (trigger := method.trigger_config().name) != "every-step":
         raise CaptureError(f"with trigger {trigger!r} a selection outlives the pages that it was estimated with", remedy)
 

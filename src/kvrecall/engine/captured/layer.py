@@ -56,7 +56,7 @@ class CapturedLayer(CapturedState):
         super().__init__(state)
         self._plan_rows = plan_rows
         index = searched(state)
-        assert index is not None
+        assert state.index is not None and index is not None
         shape, device = state.shape, state.shape.device
         self._index, self._plan_of_all = index, plan
         self._collides = index.config.stage1 == "collision"
@@ -66,10 +66,10 @@ class CapturedLayer(CapturedState):
         self._heads, self._dim, self._pairs = heads, dim, b * heads
         for i in range(b):
             index.settle(i)
-        index.reserve(tokens)
+        state.index.reserve(tokens)
         self._rest = None
         if isinstance(state.index, CompletedIndex):
-            self._rest = RestPages(state.index, [zones.retrieval for zones in plan.zones], tokens)
+            self._rest = RestPages(state.index, [zones.retrieval for zones in plan.zones])
         self._pools = [pool.consolidate(tokens) for pool in state.store.host]
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:

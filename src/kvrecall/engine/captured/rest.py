@@ -23,10 +23,9 @@ class RestPages:
     Pages become whole when a zone grows, which happens between two steps: the host takes their means then (`catch_up`).
     """
 
-    def __init__(self, index: CompletedIndex, zones: list[int], tokens: int) -> None:
-        """zones: lengths of the retrieval zones; tokens: the length to make room for."""
+    def __init__(self, index: CompletedIndex, zones: list[int]) -> None:
+        """zones: lengths of the retrieval zones. The index has room already for all that they may grow to."""
         self._index, self.page_tokens = index, index.page_tokens
-        index.reserve(tokens)
         self._means = index.means
         capacity = self._means.rows.shape[2]
         self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
