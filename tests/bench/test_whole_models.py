@@ -146,8 +146,8 @@ def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPat
     assert gpu_decode.measure("tiny", None, 1000, 2, "full+compiled", 30, "full").config == "full+compiled"
     assert gpu_decode.measure("tiny", None, 1000, 2, "product", 30, "retrieval").config == "product"
     assert asked[-1] == ("product", 30, False, False)
-    row = gpu_decode.measure("tiny", None, 1000, 2, "product-reuse+repeated+compiled", 30, "retrieval")
-    assert row.config == "product-reuse+repeated+compiled" and asked[-1] == ("product-reuse", 30, True, True)
+    row = gpu_decode.measure("tiny", None, 1000, 2, "product-reuse+turning+compiled", 30, "retrieval")
+    assert row.config == "product-reuse+turning+compiled" and asked[-1] == ("product-reuse", 30, True, True)
     assert row.reused_share == 0.25
 
 

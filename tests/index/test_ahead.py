@@ -7,6 +7,7 @@ import torch
 
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.transfer import bring_keys
+from kvrecall.index import ahead
 from kvrecall.index.ahead import keys_ahead
 from tests.strategies import gaussian
 
@@ -26,7 +27,11 @@ def pool_of(rows: torch.Tensor, pin: bool) -> HostPool:
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("start", "stop", "size"), [(0, 170, 170), (0, 170, 64), (7, 169, 1), (39, 41, 500), (120, 170, 17)])
-def test_all_keys_in_order(start: int, stop: int, size: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("places_bytes", [0, 50_000, 1 << 28], ids=["two", "some", "all"])
+def test_all_keys_in_order(
+    start: int, stop: int, size: int, dtype: torch.dtype, places_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_PLACES_BYTES", places_bytes)
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).to(dtype)
     pool = pool_of(rows, device == "cuda")
     with keys_ahead(pool, start, stop, size, torch.device(device)) as pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.bench import first_step
 from kvrecall.bench.first_step import TOLERANCE, Watched, agree, check_step
+from kvrecall.bench.gpu_decode import Turning
+from kvrecall.bench.gpu_layer import COSINE
 from tests.integrations.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -104,6 +107,26 @@ def test_a_layer_that_attends_to_something_else_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(captured.CapturedDecoder, "_attend", lambda *asked: 1.1 * step(*asked))
     with pytest.raises(AssertionError, match=r"product, attention of layer 0: differs by 0\.1"):
         check_step("product", model, cache, ids, 16, decoder=OnCpu)
+
+
+class TurningOnCpu(Turning, OnCpu):
+    """Turning queries, and what the layers were asked."""
+
+
+def test_layers_are_asked_queries_that_turn() -> None:
+    model, cache, ids = prefilled(METHODS["louiskv"])
+    decoder = TurningOnCpu(model, cache, 16)
+    decoder.input_ids.copy_(ids)
+    asked = []
+    for _ in range(3):
+        decoder.step()
+        asked.append(torch.stack([seen.queries for seen in decoder.asked()]).flatten(1).float())
+    decoder.close()
+    for before, after in pairwise(asked):
+        cosines = torch.cosine_similarity(before, after, -1)
+        assert (cosines - COSINE).abs().max() < 0.05  # of 256 numbers per layer
+        assert abs(float(after.square().mean()) - 1) < 0.3
+    assert torch.cosine_similarity(*asked[0], 0).abs() < 0.3  # two layers
 
 
 def test_the_sequence_that_differs_most_decides() -> None:

@@ -1,11 +1,12 @@
 """A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
 
-    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--repeat] [--out FILE]
+    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--turning] [--out FILE]
 
 Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Every step is fed random
-tokens, so that two steps select few rows alike, fewer than those of a text; with `--repeat` each sequence is fed one token
-again and again ("+repeated"), and its queries turn as far as its position turns them. `reused_share` says how many of the
-selected rows the step before had selected too, where a configuration ("…-reuse") looks at that.
+tokens, so that no query of a layer is like the one before and two steps select hardly a row alike, unlike those of a text.
+With `--turning` ("+turning") each layer searches and attends with queries that turn from step to step to the cosine that those
+of real models have, 0.93 (`gpu_layer.COSINE`), instead of those that the model made, in one small launch for all layers.
+`reused_share` says how many of the selected rows the step before had selected too, where a configuration ("…-reuse") looks.
 
 Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN
 or flash, the faster one); its step is captured as a CUDA graph as ours is, so both run the same modules of transformers with
@@ -28,11 +29,14 @@ from itertools import cycle
 from math import nan
 
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
-from kvrecall.bench.models import COMPILED, CONFIGS, FULL, REPEATED, let_go, model_of
+from kvrecall.bench.gpu_layer import turn
+from kvrecall.bench.models import COMPILED, CONFIGS, FULL, TURNING, let_go, model_of
+from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.base import LayerShape
@@ -40,6 +44,7 @@ from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.integrations.transformers.memory import free_device_bytes, layer_bytes
 from kvrecall.layer_state import LayerState
+from kvrecall.structs import AttentionParams
 
 SIDES = ("both", "retrieval", "full")
 _SPARE_STEPS = 64
@@ -94,19 +99,19 @@ DOES_NOT_FIT = Retrieval([nan], nan, nan)
 def measure(shape: str, layers: int | None, context: int, batch: int, name: str, steps: int, side: str = "both") -> Row:
     """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
 
-    name: of `models.CONFIGS`, or "full"; "+repeated" behind it feeds every sequence one token, "+compiled" behind that compiles
-    the modules of both sides. Raises AssertionError where a captured step does not agree with an uncaptured one, CaptureError
+    name: of `models.CONFIGS`, or "full"; "+turning" behind it gives the layers queries that turn, "+compiled" behind that
+    compiles the modules of both sides. Raises AssertionError where a captured step does not agree with an uncaptured one, CaptureError
     where it cannot be captured or compiled.
     """
     plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
-    config, repeated = plain.removesuffix(REPEATED), plain.endswith(REPEATED)
+    config, turning = plain.removesuffix(TURNING), plain.endswith(TURNING)
     full = NOT_MEASURED if side == "retrieval" else full_step(shape, layers, context, batch, compiled)
     let_go()
     model = model_of(shape, layers, context)
     found, steps = DOES_NOT_FIT, 0 if side == FULL else steps
     if side != FULL:
         try:
-            found = retrieval(model, context, batch, config, steps, compiled, repeated)
+            found = retrieval(model, context, batch, config, steps, compiled, turning)
         except (HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError) as error:
             print(f"  {name}: {' '.join(str(error).split())}")
     let_go()
@@ -122,12 +127,12 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
 
 
 def retrieval(
-    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False, repeated: bool = False
+    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False, turning: bool = False
 ) -> Retrieval:  # fmt: skip
     """Raises HostMemoryError or DeviceMemoryError, before anything is allocated, where keys or summaries do not fit, and
     AssertionError, before anything is timed, where the first captured step is not an uncaptured one (`first_step`).
 
-    repeated: feed the same tokens, one per sequence, at every step.
+    turning: the layers' queries turn from step to step, as those of a text do.
     """
     before = torch.cuda.memory_allocated()
     cache = RetrievalCache(model.config, CONFIGS[name](context))
@@ -137,9 +142,8 @@ def retrieval(
     if compiled:
         check_compiled(model)
     check_step(name, model, cache, first, room, compiled)
-    decoder = CapturedDecoder(model, cache, room, compiled=compiled)
-    drawn = torch.randint(0, model.config.vocab_size, (1 if repeated else steps + 8, batch, 1), device="cuda")
-    fed = cycle(drawn)
+    decoder = (Turning if turning else CapturedDecoder)(model, cache, room, compiled=compiled)
+    fed = cycle(torch.randint(0, model.config.vocab_size, (steps + 8, batch, 1), device="cuda"))
 
     def step() -> None:
         decoder.input_ids.copy_(next(fed))
@@ -156,6 +160,27 @@ def retrieval(
     kept = any(layer.state is not None and layer.state.keeps_rows for layer in cache.retrieval_layers)
     share = reused / selected if kept and selected else nan
     return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share)
+
+
+class Turning(CapturedDecoder):
+    """Asks every layer standard normal queries of its own, which turn from step to step. What the model makes of a token is
+    computed all the same, and left."""
+
+    _queries: Tensor
+
+    def step(self) -> Tensor:
+        logits = super().step()
+        turn(self._queries)
+        return logits
+
+    def _capture(self) -> None:
+        shape = self._states[0].shape
+        size = (len(self._states), shape.sequences, shape.query_heads, 1, shape.head_dim)
+        self._queries = torch.randn(size, device=shape.device, dtype=shape.dtype)
+        super()._capture()
+
+    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        return super()._attend(layer, self._queries[self._layers.all.index(layer)], keys, values, params)
 
 
 def fill(cache: RetrievalCache, tokens: int, batch: int, room: int) -> None:

@@ -35,7 +35,9 @@ from kvrecall.structs import AttentionParams, Budget, Rows
 SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8, 128)}
 """Query heads, KV heads, head dim."""
 _CACHE_BYTES = 50 << 20
-_COSINE = 0.93
+COSINE = 0.93
+"""Between a layer's queries in a step and in the one before; median layers of real models have 0.94, the mean is 0.90
+(docs/methods/ctkvr.md)."""
 STAGES = ("tables_us", "scan_us", "compact_us", "rerank_us", "top_us", "attend_us", "merge_us")
 
 
@@ -143,8 +145,7 @@ class Bench:
 
     def turn(self) -> None:
         """Moves the queries on to the next step's."""
-        noise = torch.randn_like(self.new[0])
-        self.new[0].copy_(_COSINE * self.new[0] + (1 - _COSINE**2) ** 0.5 * noise)
+        turn(self.new[0])
 
     def stages(self) -> dict[str, Callable[[CapturedLayer], object]]:
         """What a step of one layer is made of, in order. Each may be repeated alone once a `step` has been made: a scan that is
@@ -190,6 +191,11 @@ class Bench:
             got = self.out[:, h * group : (h + 1) * group].float()
             error = float((got - expected).norm() / expected.norm())
             assert error < 1e-2, f"head {h}: relative error {error}"
+
+
+def turn(queries: Tensor) -> None:
+    """Moves standard normal queries on to the next step's, in place."""
+    queries.mul_(COSINE).add_(torch.randn_like(queries), alpha=(1 - COSINE**2) ** 0.5)
 
 
 def timed(

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.gpu_layer import SHAPES, full_attention, timed
+from kvrecall.bench.gpu_layer import COSINE, SHAPES, full_attention, timed, turn
 from kvrecall.bench.gpu_ops import layers_for
 from kvrecall.bench.gpu_unit_step import UnitStep
 from kvrecall.index.base import LayerShape
@@ -46,7 +46,6 @@ from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.static import ObservationWindow, StaticSet
 from kvrecall.structs import AttentionParams, Budget, Rows
 
-_COSINE = 0.93
 _STRIDE = 5
 _STEPS = 50
 """Uncaptured steps that are timed."""
@@ -160,7 +159,7 @@ class Layers:
         count = config.centroids(self.tokens)
         chain = [self.new[0]]
         for _ in range(count - 1):
-            chain.append(_COSINE * chain[-1] + (1 - _COSINE**2) ** 0.5 * self._random(self.query_heads, 1))
+            chain.append(COSINE * chain[-1] + (1 - COSINE**2) ** 0.5 * self._random(self.query_heads, 1))
         queries = torch.cat(chain[::-1], 2)[0]
         group, wide, lse = self.query_heads // self.heads, keys[0].float(), []
         for some in queries.float().unflatten(0, (self.heads, group)).split(8, 2):
@@ -170,7 +169,7 @@ class Layers:
 
     def turn(self) -> None:
         """Moves the queries on to the next step's."""
-        self.new[0].copy_(_COSINE * self.new[0] + (1 - _COSINE**2) ** 0.5 * torch.randn_like(self.new[0]))
+        turn(self.new[0])
         self._parity.copy_(1 - self._parity)
 
     def full(self) -> None:

@@ -39,8 +39,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from kvrecall.bench.models import CONFIGS, attention_of, model_of
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.engine.captured.layer import searched
 from kvrecall.engine.prefill import prefill
-from kvrecall.index.sphere import SphereIndex
 from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.layer_state import LayerState
 
@@ -210,8 +210,9 @@ def _settle(prompt: Prompt, cache: RetrievalCache) -> float:
     with prompt.clock(times):
         for state in _states(cache):
             state.end_prompts([0], coming=1)
-            if isinstance(state.index, SphereIndex):
-                state.index.settle(0)
+            index = searched(state)
+            if index is not None:
+                index.settle(0)
     return times[0]
 
 

@@ -17,6 +17,7 @@ from kvrecall.methods.base import Method
 from kvrecall.methods.freekv import FreeKV
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.prkv import PRKV
+from kvrecall.select.rest import PageMeans
 from kvrecall.trigger.speculative import Speculative
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -29,9 +30,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     },
 }  # fmt: skip
-FULL, REPEATED, COMPILED = "full", "+repeated", "+compiled"
-"""Configuration of a row of `bench decode` that has nothing but full attention; what that of a row ends in whose sequences were
-fed one token again and again, and that of one whose sides both ran compiled modules, in this order."""
+FULL, TURNING, COMPILED = "full", "+turning", "+compiled"
+"""Configuration of a row of `bench decode` that has nothing but full attention; what that of a row ends in whose layers'
+queries turned from step to step as a text's do, and that of one whose sides both ran compiled modules, in this order."""
 _NAME = "kvrecall-bench-full"
 _STRIDE = 5
 CONFIGS: dict[str, Callable[[int], Method]] = {
@@ -40,13 +41,17 @@ CONFIGS: dict[str, Callable[[int], Method]] = {
         f"{name}-early": lambda n, name=name: replace(gpu_layer.CONFIGS[name](n), trigger=Speculative())
         for name in ("product", "paper")
     },
+    "balanced-rest": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), rest=PageMeans()),
+    "balanced-512": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), top_k=512),
+    "balanced-512-rest": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), top_k=512, rest=PageMeans()),
     "prkv": lambda _: PRKV(full_attention_threshold=0),
     "louiskv": lambda _: LouisKV(threshold=-1.0, max_stride=_STRIDE, full_attention_threshold=0),
     "freekv": lambda _: FreeKV(full_attention_threshold=0),
 }
 """Those of `gpu_layer`; `product-early` and `paper-early`, which search with the query of the step before and correct the heads
-that have turned; `prkv`; `louiskv`, whose queries of a random model would say nothing, so that its trigger is asked at every
-step but fires at every fifth, with two dense layers; `freekv`."""
+that have turned; balanced keys with 512 tokens per KV head, with page means for what is not selected, and with both; `prkv`;
+`louiskv`, whose queries of a random model would say nothing, so that its trigger is asked at every step but fires at every
+fifth, with two dense layers; `freekv`."""
 
 
 def model_of(shape: str, layers: int | None, context: int, device: str = "cuda") -> LlamaForCausalLM:

@@ -60,7 +60,7 @@ def decode(
     side: Annotated[str, typer.Option(help="What to time: both, retrieval or full; the rows lack the other.")] = "both",
     steps: Annotated[int, typer.Option(min=10, help="Decode steps to time.")] = 600,
     compiled: Annotated[bool, typer.Option("--compiled", help="On both sides, norms, MLPs and RoPE by torch.compile.")] = False,
-    repeat: Annotated[bool, typer.Option("--repeat", help="Feed one token again and again, not random ones.")] = False,
+    turning: Annotated[bool, typer.Option("--turning", help="Queries turn from step to step as those of a text do.")] = False,
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
@@ -71,7 +71,7 @@ def decode(
     if side not in gpu_decode.SIDES:
         raise UnknownNameError("side", side, gpu_decode.SIDES)
     names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
-    names = [name + gpu_decode.REPEATED for name in names] if repeat and side != gpu_decode.FULL else names
+    names = [name + gpu_decode.TURNING for name in names] if turning and side != gpu_decode.FULL else names
     names = [name + gpu_decode.COMPILED for name in names] if compiled else names
     asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -39,24 +40,33 @@ def keys_ahead(
         pieces.arrive()  # what is still on its way must not find its place given to others
 
 
+_PLACES_BYTES = 256 << 20
+"""Of the pieces that are on their way: many, since who uses them may be busy before the first one, as a fit of maps is for
+4 ms, in which the bus brings 200 MB."""
+
+
 class _Pieces:
-    """Two places on a GPU that are filled in turn: with keys, by a kernel that reads them where they lie, or with whole rows,
-    head by head, where values are wanted too or no kernel can read the host. Copies of half a row are slow without a kernel."""
+    """Places on a GPU that are filled in turn, two at least: with keys, by a kernel that reads them where they lie, or with
+    whole rows, head by head, where values are wanted too or no kernel can read the host. Copies of half a row are slow without
+    a kernel."""
 
     def __init__(self, source: RowSource, starts: range, device: torch.device, take: Callable[[Tensor], Tensor]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
         rows = [segment for _, segment in source.segments()]
         self._keys_only = take is keys_of and all(readable(segment, device) for segment in rows)
         self._take = torch.clone if self._keys_only else take
+        self._sent: list[torch.cuda.Event] = []
         shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[3 if self._keys_only else 2 :]
-        self._near = [torch.empty(shape, dtype=rows[0].dtype, device=device) for _ in range(2)]
-        self._send(0)
+        places = min(max(2, _PLACES_BYTES // (prod(shape) * rows[0].dtype.itemsize)), len(starts))
+        self._near = [torch.empty(shape, dtype=rows[0].dtype, device=device) for _ in range(places)]
+        for number in range(places):
+            self._send(number)
 
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(len(self._starts)):
-            self.arrive()
+            torch.cuda.current_stream(self._device).wait_event(self._sent[number])
             taken = self._take(self._place(number)).contiguous()  # another place than that of the piece
-            self._send(number + 1)
+            self._send(number + len(self._near))
             yield taken
 
     def arrive(self) -> None:
@@ -65,10 +75,10 @@ class _Pieces:
 
     def _place(self, number: int) -> Tensor:
         """Keys `[H_kv, n, D]` or rows `[H_kv, n, 2, D]` of a piece."""
-        return self._near[number % 2][:, : min(self._starts.step, self._starts.stop - self._starts[number])]
+        return self._near[number % len(self._near)][:, : min(self._starts.step, self._starts.stop - self._starts[number])]
 
     def _send(self, number: int) -> None:
-        if number == len(self._starts):
+        if number >= len(self._starts):
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for who still reads what was there
         with torch.cuda.stream(self._stream):
@@ -79,6 +89,9 @@ class _Pieces:
                     at = start + begin - first
                     self._copy(rows[:, at : at + place.shape[1] - begin], place[:, begin:])
                     place = place[:, :begin]
+            sent = torch.cuda.Event()
+            sent.record()
+            self._sent.append(sent)
 
     def _copy(self, rows: Tensor, place: Tensor) -> None:
         if self._keys_only:
