@@ -100,8 +100,8 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
     """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
 
     name: of `models.CONFIGS`, or "full"; "+turning" behind it gives the layers queries that turn, "+compiled" behind that
-    compiles the modules of both sides. Raises AssertionError where a captured step does not agree with an uncaptured one, CaptureError
-    where it cannot be captured or compiled.
+    compiles the modules of both sides. Raises AssertionError where a captured step does not agree with an uncaptured one,
+    CaptureError where it cannot be captured or compiled.
     """
     plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
     config, turning = plain.removesuffix(TURNING), plain.endswith(TURNING)
