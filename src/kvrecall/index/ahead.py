@@ -58,7 +58,7 @@ class _Pieces:
         self._sent: list[torch.cuda.Event] = []
         shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[3 if self._keys_only else 2 :]
         places = min(max(2, _PLACES_BYTES // (prod(shape) * rows[0].dtype.itemsize)), len(starts))
-        self._near = [torch.empty(shape, dtype=rows[0].dtype, device=device) for _ in range(places)]
+        self._near = torch.empty(places, *shape, dtype=rows[0].dtype, device=device)
         for number in range(places):
             self._send(number)
 
