@@ -232,6 +232,7 @@ class LayerState:
         self._non_finite.tell_later()
         if self.index is not None:
             with self.clock("encode"), self._building_index():
+                self.index.take_rows(sequence, moved)
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
 
     def evict(self, sequence: int) -> None:

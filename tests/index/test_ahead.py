@@ -41,6 +41,16 @@ def test_all_keys_in_order(
 
 
 @devices
+@pytest.mark.parametrize("places_bytes", [0, 1 << 28], ids=["two", "all"])
+def test_whole_rows_in_order(places_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_PLACES_BYTES", places_bytes)
+    rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).bfloat16()
+    with keys_ahead(pool_of(rows, device == "cuda"), 3, 169, 16, torch.device(device), torch.clone) as pieces:
+        found = list(pieces)
+    assert torch.equal(torch.cat(found, 1).cpu(), rows[:, 3:169])
+
+
+@devices
 def test_who_stops_early_leaves_nothing_on_its_way(device: str) -> None:
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
     with keys_ahead(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device)) as pieces:

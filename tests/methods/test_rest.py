@@ -122,7 +122,7 @@ def test_crops_and_copies_forget_and_keep_pages() -> None:
     assert state.index.nbytes > state.index.base.nbytes
     shape = course.state.shape
     with_rest = state.method.summary_bytes(shape, 80) - replace(state.method, rest=None).summary_bytes(shape, 80)
-    assert with_rest == shape.kv_heads * 10 * 2 * shape.head_dim * 4
+    assert with_rest == shape.kv_heads * (10 + 7) * 2 * shape.head_dim * 4
 
 
 def test_sequences_of_a_batch_do_not_mix() -> None:

@@ -28,6 +28,9 @@ class IndexAround(Index):
     def nbytes(self) -> int:
         return self.base.nbytes + sum(table.nbytes for table in self._tables)
 
+    def take_rows(self, sequence: int, rows: Tensor) -> None:
+        self.base.take_rows(sequence, rows)
+
     def append(self, sequence: int, keys: Tensor) -> None:
         self.base.append(sequence, keys)
 

@@ -107,6 +107,10 @@ class Index(ABC):
     lengths: list[int]
     """Tokens indexed per sequence."""
 
+    def take_rows(self, sequence: int, rows: Tensor) -> None:  # noqa: B027 - optional: most indexes need no values
+        """Shows rows `[H_kv, n, 2, D]` (any float dtype, on the layer's device) whose keys are appended next; what is kept of
+        them must be a copy. Keys also come without rows: of an index that is made anew, or of steps that were captured."""
+
     @abstractmethod
     def append(self, sequence: int, keys: Tensor) -> None:
         """Indexes keys `[H_kv, n, D]` (any float dtype, on the layer's device) behind those of one sequence."""

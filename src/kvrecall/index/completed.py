@@ -23,7 +23,7 @@ from kvrecall.select.rest import PageMeans
 from kvrecall.structs import Budget, Rows, Selection
 
 _PIECE_TOKENS = 8192
-"""Rows that are brought to the device at a time."""
+"""Rows whose means are taken at a time: bounds what is there in fp32, and what comes from the host at once."""
 
 
 class CompletedIndex(IndexAround):
@@ -31,12 +31,18 @@ class CompletedIndex(IndexAround):
 
     The tokens behind the last whole page are not estimated. A row never changes once it is there, so what a search returned
     stays valid.
+
+    Means are taken of rows that pass on their way to the host; those of a page that is not whole yet wait on the device. Rows
+    that did not pass are read from the host: of a zone that captured steps have grown, or of an index that is made anew.
     """
 
     def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
         self.page_tokens, self._shape = config.page_tokens, shape
         self._sources: Sequence[RowSource] = ()
         self._excluded: list[Tensor | None] = [None] * shape.sequences
+        nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        self._begun = [nothing] * shape.sequences
+        """Rows `[H_kv, < page_tokens, 2, D]` behind the last page whose means were taken; never written to, so copies share."""
         means = TokenTable(shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
         super().__init__(base, means)
 
@@ -45,9 +51,19 @@ class CompletedIndex(IndexAround):
         """Rows of whole pages, mean key and mean value side by side."""
         return self._tables[0]
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(rows.nbytes for rows in self._begun)
+
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
         super().bind(sources)
+
+    def take_rows(self, sequence: int, rows: Tensor) -> None:
+        super().take_rows(sequence, rows)
+        self.catch_up(sequence, self.lengths[sequence])
+        if self._taken(sequence) == self.lengths[sequence]:
+            self._take(sequence, rows)
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         super().end_of_prompt(sequence, observed, offset)
@@ -63,10 +79,13 @@ class CompletedIndex(IndexAround):
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
+        whole = self.means.lengths[sequence] * self.page_tokens
+        self._begun[sequence] = self._begun[sequence][:, : max(0, tokens - whole)]  # of a page that was whole: none
         self.means.truncate(sequence, tokens // self.page_tokens)
 
     def select(self, sequences: list[int]) -> CompletedIndex:
         chosen = super().select(sequences)
+        chosen._begun = [self._begun[b] for b in sequences]
         chosen._excluded = [self._excluded[b] for b in sequences]
         chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
         return chosen
@@ -97,17 +116,33 @@ class CompletedIndex(IndexAround):
         return left[:, :width].log()
 
     def catch_up(self, sequence: int, tokens: int) -> None:
-        """Takes in the pages that have become whole in a zone of `tokens` tokens, from its rows on the host."""
-        first = self.means.lengths[sequence]
-        pages = tokens // self.page_tokens - first
-        if not self._sources or pages <= 0:
+        """Takes in, from the host, what is missing of a zone of `tokens` tokens."""
+        taken = self._taken(sequence)
+        if not self._sources or taken >= tokens:
             return
-        start, stop = first * self.page_tokens, (first + pages) * self.page_tokens
-        size = max(1, _PIECE_TOKENS // self.page_tokens) * self.page_tokens
-        self.means.make_room(first + pages)
-        with keys_ahead(self._sources[sequence], start, stop, size, self._shape.device, self._mean_rows) as pieces:
-            for means in pieces:
-                self.means.append(sequence, means)
+        self.means.make_room(tokens // self.page_tokens)
+        with keys_ahead(self._sources[sequence], taken, tokens, _PIECE_TOKENS, self._shape.device, torch.clone) as pieces:
+            for rows in pieces:
+                self._take(sequence, rows)
+
+    def _taken(self, sequence: int) -> int:
+        """Tokens of the zone whose rows are in the means, or wait for their page to be whole."""
+        return self.means.lengths[sequence] * self.page_tokens + self._begun[sequence].shape[1]
+
+    def _take(self, sequence: int, rows: Tensor) -> None:
+        """Takes in rows `[H_kv, n, 2, D]` behind those that are: means of whole pages, and what the next page begins with."""
+        rows, page = rows.to(self._shape.dtype), self.page_tokens  # as the host has them
+        missing = page - self._begun[sequence].shape[1]
+        first, rows = torch.cat([self._begun[sequence], rows[:, :missing]], 1), rows[:, missing:]
+        if first.shape[1] < page:
+            self._begun[sequence] = first
+            return
+        whole = rows.shape[1] // page * page
+        self.means.make_room(self.means.lengths[sequence] + 1 + whole // page)
+        for pages in (first, *rows[:, :whole].split(max(1, _PIECE_TOKENS // page) * page, 1)):
+            self.means.append(sequence, self._mean_rows(pages))
+            self._begun[sequence] = first[:, page:]  # none: should a later piece find no memory, what is taken is still true
+        self._begun[sequence] = rows[:, whole:].clone()
 
     def _mean_rows(self, rows: Tensor) -> Tensor:
         """Means `[H_kv, n, 2 D]` of n whole pages of rows `[H_kv, n * page, 2, D]`."""
@@ -115,5 +150,6 @@ class CompletedIndex(IndexAround):
 
 
 def completed_nbytes(shape: LayerShape, config: PageMeans, tokens: int) -> int:
-    """Device bytes that the means take per sequence."""
-    return shape.kv_heads * (tokens // config.page_tokens) * 2 * shape.head_dim * shape.dtype.itemsize
+    """Device bytes that the means and a page that is not whole take per sequence."""
+    begun = min(tokens, config.page_tokens - 1)  # rows that wait for their page to be whole, at most
+    return shape.kv_heads * (tokens // config.page_tokens + begun) * 2 * shape.head_dim * shape.dtype.itemsize
