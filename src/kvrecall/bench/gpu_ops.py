@@ -143,7 +143,7 @@ def _stage_bytes(bench: Bench) -> dict[str, tuple[float, float]]:
         "compact": (heads * (zones.retrieval + 4 * candidates), 0),
         "rerank": (heads * candidates * (blocks * (1 + MAGNITUDE_BYTES + weight) + 4 + 4 * group), 0),
         "top-k": (heads * candidates * (8 * group + 4), 0),
-        "attend+merge": (heads * resident * row, heads * 100 * row),
+        "attend+merge": (heads * resident * row, heads * bench.states[0].top_k * row),
     }
 
 

@@ -42,16 +42,16 @@ CONFIGS: dict[str, Callable[[int], Method]] = {
         for name in ("product", "paper")
     },
     "balanced-rest": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), rest=PageMeans()),
-    "balanced-512": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), top_k=512),
-    "balanced-512-rest": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), top_k=512, rest=PageMeans()),
+    "balanced-512-rest": lambda n: replace(gpu_layer.CONFIGS["balanced-512"](n), rest=PageMeans()),
+    "balanced-512-rest-reuse": lambda n: replace(gpu_layer.CONFIGS["balanced-512-reuse"](n), rest=PageMeans()),
     "prkv": lambda _: PRKV(full_attention_threshold=0),
     "louiskv": lambda _: LouisKV(threshold=-1.0, max_stride=_STRIDE, full_attention_threshold=0),
     "freekv": lambda _: FreeKV(full_attention_threshold=0),
 }
 """Those of `gpu_layer`; `product-early` and `paper-early`, which search with the query of the step before and correct the heads
-that have turned; balanced keys with 512 tokens per KV head, with page means for what is not selected, and with both; `prkv`;
-`louiskv`, whose queries of a random model would say nothing, so that its trigger is asked at every step but fires at every
-fifth, with two dense layers; `freekv`."""
+that have turned; balanced keys with page means ("…-rest") for what is not selected; `prkv`; `louiskv`, whose queries of a
+random model would say nothing, so that its trigger is asked at every step but fires at every fifth, with two dense layers;
+`freekv`."""
 
 
 def model_of(shape: str, layers: int | None, context: int, device: str = "cuda") -> LlamaForCausalLM:
