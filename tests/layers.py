@@ -36,18 +36,20 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
 
 def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
-    observe_queries: int = 0,
+    observe_queries: int = 0, dim: int = DIM,
 ) -> LayerState:  # fmt: skip
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, DIM, dtype, torch.device("cpu"))
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"))
     return LayerState(layer, shape, method, observe_queries=observe_queries)
 
 
-def tokens(seed: int, batch: int, count: int, kv_heads: int = 2, group: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def tokens(
+    seed: int, batch: int, count: int, kv_heads: int = 2, group: int = 2, dim: int = DIM
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random queries, keys, values `[B, H, T, D]`."""
     return (
-        2 * gaussian(seed, batch, kv_heads * group, count, DIM),
-        gaussian(seed + 1, batch, kv_heads, count, DIM),
-        gaussian(seed + 2, batch, kv_heads, count, DIM),
+        2 * gaussian(seed, batch, kv_heads * group, count, dim),
+        gaussian(seed + 1, batch, kv_heads, count, dim),
+        gaussian(seed + 2, batch, kv_heads, count, dim),
     )
 
 

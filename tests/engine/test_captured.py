@@ -135,6 +135,39 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         captured.check_capture(model, kvrecall.RetrievalCache(model.config, RETRIEVES))
 
 
+HYBRID = "sliding-window or linear layers, whose caches grow by copying.*Decode with model\\.generate"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma2", {}, HYBRID),
+        ("gemma3", {}, HYBRID),
+        ("gpt_oss", {}, HYBRID),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rotary embedding 'dynamic'",
+        ),
+    ],
+)
+def test_a_model_that_no_graph_can_hold_is_refused_or_decoded_uncaptured(
+    family: str, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = tiny(family, **changes), torch.randint(5, 90, (1, 40))
+    expected = engine.generate(model, None, prompt, kvrecall.RetrievalCache(model.config, RETRIEVES), max_new_tokens=4)
+    cache = kvrecall.RetrievalCache(model.config, RETRIEVES)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        with pytest.raises(CaptureError, match=reason), captured.captured_decoding(model, cache, 8, required=True):
+            pass
+        uncaptured = captured.captured_decoding(model, cache, 8, required=False)
+        uncaptured.__enter__()
+    assert engine.generate(model, None, prompt, cache, max_new_tokens=4).new_tokens == expected.new_tokens
+    uncaptured.__exit__(None, None, None)
+
+
 def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     cache, prompt = prefilled(model)

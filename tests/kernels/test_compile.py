@@ -102,6 +102,32 @@ def test_kernels_of_a_captured_layer(
     compile_all(launches, capability)
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "group", "dtype", "capability"),
+    [
+        ("balanced", 80, 7, torch.float16, 90), ("rest", 96, 1, torch.bfloat16, 80), ("rest", 128, 4, torch.bfloat16, 90),
+        ("collisions", 128, 8, torch.bfloat16, 100), ("products", 192, 5, torch.bfloat16, 100),
+        ("early", 256, 8, torch.bfloat16, 80), ("balanced", 256, 4, torch.float16, 100),
+    ],
+)  # fmt: skip
+def test_a_captured_layer_of_every_head_size(
+    name: str, dim: int, group: int, dtype: torch.dtype, capability: int, launches: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each with another generation of GPUs, since a layer takes twenty seconds to compile."""
+    from kvrecall.engine.captured.plan import pack
+    from tests.interpreted.test_captured_layer import borrowed
+
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
+    layer = state(METHODS[name], 1, group=group, dtype=dtype, dim=dim)
+    start_in(layer, dtype)
+    captured, plan = borrowed(layer, 16)
+    new = (x.to(dtype) for x in tokens(1, 1, 1, group=group, dim=dim))
+    captured.decode(*new, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), AttentionParams(dim**-0.5))
+    assert {"rotate_kernel", "rerank_kernel", "top_kernel", "step_kernel"} < {k.__name__ for k, *_ in launches.values()}
+    compile_all(launches, capability)
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -> None:
@@ -167,7 +193,10 @@ def start_in(layer: Any, dtype: torch.dtype) -> None:
     """Prefills without kernels, whatever the dtype."""
     from kvrecall.pipeline import prefill_layer
 
-    prefill_layer(layer, *(x.to(dtype) for x in tokens(0, 2, 90)), None, AttentionParams(DIM**-0.5))
+    shape = layer.shape
+    dim, group = shape.head_dim, shape.query_heads // shape.kv_heads
+    made = tokens(0, shape.sequences, 90, group=group, dim=dim)
+    prefill_layer(layer, *(x.to(dtype) for x in made), None, AttentionParams(dim**-0.5))
 
 
 UNIT_CASES = [
