@@ -14,6 +14,8 @@ from kvrecall.evaluate.runs import Record
 from kvrecall.evaluate.summary import Row, heat_map
 
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "kvrecall", "font.family": "sans-serif", "font.size": 9}
+_LEGEND_WIDTH, _TITLE_WIDTH = 84, 40
+"""Letters in a line below the axes, which has the figure's width, and in one beside or above them."""
 _WINDOW_AXES = {
     "recall": "recall@100",
     "agreement": "agreement of the likeliest token",
@@ -54,7 +56,9 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     cells = heat_map(records, task, condition)
     depths, contexts = sorted({d for d, _ in cells}), sorted({c for _, c in cells})
     grid = [[cells.get((depth, context), float("nan")) for context in contexts] for depth in depths]
-    figure, axes = _figure(max(1.2 + 0.75 * len(contexts), 0.09 * len(condition)), 0.9 + 0.32 * len(depths))
+    title = wrapped(condition, _TITLE_WIDTH)
+    longest = max(len(line) for line in title.split("\n"))
+    figure, axes = _figure(max(1.2 + 0.75 * len(contexts), 0.09 * longest), 0.9 + 0.32 * len(depths) + 0.17 * title.count("\n"))
     # Cells as shapes: an image would put a bitmap into the page.
     edges = ([i - 0.5 for i in range(count + 1)] for count in (len(contexts), len(depths)))
     axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="RdYlGn")
@@ -67,7 +71,7 @@ def heat(records: list[Record], task: str, condition: str) -> str:
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}%" for d in depths])
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("depth")
-    figure.suptitle(condition, fontsize=9)
+    figure.suptitle(title, fontsize=9)
     return _svg(figure)
 
 
@@ -99,8 +103,10 @@ def by_layer(lines: dict[str, dict[int, float]]) -> str:
 def latency(rows: list[Row]) -> str:
     """Milliseconds per generated token, a bar per condition and context."""
     timed = [r for r in rows if r.decode_ms is not None]
-    figure, axes = _figure(5.6, 0.7 + 0.22 * len(timed))
-    labels = [r.condition if r.context is None else f"{r.condition}, {r.context:,}" for r in timed]
+    said = [r.condition if r.context is None else f"{r.condition} at {r.context:,}" for r in timed]
+    labels = [wrapped(name, _TITLE_WIDTH) for name in said]
+    most = max((label.count("\n") for label in labels), default=0)
+    figure, axes = _figure(6.6 if most else 5.6, 0.7 + (0.22 + 0.13 * most) * len(timed))
     axes.barh(range(len(timed)), [r.decode_ms or 0.0 for r in timed], height=0.7)
     axes.set_yticks(range(len(timed)), labels, fontsize=8)
     axes.invert_yaxis()
@@ -116,8 +122,22 @@ def _figure(width: float = 5.6, height: float = 3.2) -> tuple[Figure, Any]:
 
 
 def _legend(axes: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+    """Below the axes, for which the figure grows: names of methods with their parameters are as long as a figure is wide."""
+    lines, names = axes.get_legend_handles_labels()
+    if lines:
+        names, figure = [wrapped(name, _LEGEND_WIDTH) for name in names], axes.figure
+        figure.set_figheight(figure.get_figheight() + 0.17 * sum(1 + name.count("\n") for name in names))
+        figure.legend(lines, names, fontsize=8, frameon=False, loc="outside lower left")
+
+
+def wrapped(name: str, width: int) -> str:
+    """A condition's name in lines of at most so many letters, broken behind its separators, unless a part is longer."""
+    lines = [""]
+    for part in re.findall(r"[^;:,@]*[;:,]?|@.*", name):
+        if part and lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _svg(figure: Figure) -> str:
