@@ -206,7 +206,7 @@ def test_a_sequence_that_outgrows_its_maps_is_coded_anew_as_uncaptured(name: str
 
 
 @pytest.mark.parametrize(("name", "where"), [
-    ("products", "fit"), ("collisions", "_append_codes"), ("collisions", "_encode_buffer"), ("products", "given up"),
+    ("products", "fit"), ("collisions", "append_codes"), ("collisions", "_encode_buffer"), ("products", "given up"),
 ])  # fmt: skip
 def test_coding_anew_comes_later_or_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's turn comes a step later than its work is due, with a token in the buffer then; coding fails; it is made again,
@@ -226,17 +226,60 @@ def test_coding_anew_comes_later_or_again(name: str, where: str, monkeypatch: py
         parity.copy_(1 - parity)
     owner: Any = {"fit": captured._index.maps, "_encode_buffer": captured}.get(where, captured._index)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "_append_codes" if where == "given up" else where, raising(MemoryError))
+        patch.setattr(owner, "append_codes" if where == "given up" else where, raising(MemoryError))
         with pytest.raises(MemoryError):
             captured.renew()
     if where != "given up":
         assert captured.renew() and not captured.renew()
-    assert captured._index.maps.tokens == [70, 49] and plan.zones[1].buffer == 1
+    assert captured._index.maps.tokens == [70, 41 if where == "given up" else 49] and plan.zones[1].buffer == 1
     captured.finish()
     if where == "given up":
         assert captured._index._waiting == [0, 49]
         captured._index.settle(1)
     same_codes(other, plain)
+
+
+def test_a_long_zone_is_coded_anew_before_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old codes are searched until the new ones are whole; then those are what one pass over all would have made."""
+    monkeypatch.setattr("kvrecall.engine.captured.layer._RENEWED_TOKENS", 12)
+    params, parity = AttentionParams(DIM**-0.5), torch.zeros(1, dtype=torch.int64)
+    kept, other = state(replace(REFITS["products"], refit_growth=None), 2), state(REFITS["products"], 2)
+    for layer in (kept, other):
+        start(layer, [90, 61])
+        for number in range(7):
+            decode_step(layer, *tokens(500 + number, 2, 1), None, params)
+    captured, plan = borrowed(other, 64)
+    maps, renewed = captured._index.maps, []
+    for number in range(12):
+        new = tokens(1000 + number, 2, 1)
+        before = decode_step(kept, *new, None, params)
+        renewed.append(captured.renew())
+        if maps.tokens == [70, 49]:
+            break
+        torch.testing.assert_close(captured.decode(*new, pack(plan.rows()), parity, params), before, atol=2e-6, rtol=2e-6)
+        plan.advance()
+        parity.copy_(1 - parity)
+    assert renewed == [False, *[True] * 9]  # 49 tokens for the maps, and then for the codes 57, as many as there are by then
+    zone = plan.zones[1].retrieval
+    with captured._stored(1, zone):
+        keys = torch.cat(list(other.store.host[1].blocks()), 1)[:, :, 0]
+    fresh = captured._index.select([1])
+    fresh.forget_codes(0, 0)
+    fresh.maps.watch(0, keys[:, :49], 0)
+    fresh.maps.fit(0, 49, ())
+    fresh.append_codes(0, keys)
+    assert zone == 57 and torch.equal(fresh.codes(0).signs, captured._index.codes(1).signs)
+    torch.testing.assert_close(fresh.maps.keys[0], maps.keys[1])
+    assert (
+        captured._outgrown == {0} and captured._renewal is not None
+    )  # what was left of the step's share went to the other one
+    buffer = captured._buffer(1)[:, :, 0]
+    fresh.append_codes(0, buffer)
+    ahead = captured._index._signs.rows[1, :, zone : zone + buffer.shape[1]]
+    assert torch.equal(fresh.codes(0).signs[:, zone:], ahead) and torch.equal(captured._live[1], fresh._counts[0])
+    captured.finish()
+    decode_step(other, *tokens(2000, 2, 1), None, params)
+    assert maps.tokens == [plan.zones[0].retrieval, 57]  # more than 1.15 times as many as the maps knew
 
 
 def raising(error: type[Exception]) -> Callable[..., None]:

@@ -110,7 +110,7 @@ class SphereIndex(Index):
         if not fitted:
             self.maps.fit(sequence, keys.shape[1], [keys])
         for piece in keys.split(_ENCODE_TOKENS, dim=1):
-            self._append_codes(sequence, piece)
+            self.append_codes(sequence, piece)
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.maps.observe(sequence, observed)
@@ -140,10 +140,11 @@ class SphereIndex(Index):
                 self.maps.fit(sequence, length, every_key())
             self.reserve(length)
             for keys in pieces:
-                self._append_codes(sequence, keys)
+                self.append_codes(sequence, keys)
                 self._waiting[sequence] -= keys.shape[1]
 
-    def _append_codes(self, sequence: int, keys: Tensor) -> None:
+    def append_codes(self, sequence: int, keys: Tensor) -> None:
+        """Codes keys `[H_kv, n, D]` by the sequence's maps, behind those that are coded."""
         before = self._signs.lengths[sequence]
         after = before + keys.shape[1]
         for table in self._tables:
@@ -188,6 +189,16 @@ class SphereIndex(Index):
                 x[torch.tensor(sequences, device=x.device)] for x in (self._counts, self._zero_norms)
             )
         return chosen
+
+    def replace(self, sequence: int, other: SphereIndex) -> None:
+        """Takes over codes and maps of the only sequence of `other`, at the addresses that a captured graph knows."""
+        tokens = other._signs.lengths[0]
+        for mine, theirs in zip(self._tables, other._tables, strict=True):
+            mine.rows[sequence, :, :tokens] = theirs.rows[0, :, :tokens]
+            mine.lengths[sequence] = tokens
+        self._counts[sequence], self._zero_norms[sequence] = other._counts[0], other._zero_norms[0]
+        self._waiting[sequence] = other._waiting[0]
+        self.maps.replace(sequence, other.maps)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         if ids is not None:

@@ -129,6 +129,15 @@ class Maps:
                 self._asked[sequence] = None
         self.tokens[sequence] = min(self.tokens[sequence], tokens)
 
+    def replace(self, sequence: int, other: Maps) -> None:
+        """Takes over what the only sequence of `other` knows, where this one's lies."""
+        if self.centres is not None and other.centres is not None:
+            self.centres[sequence] = other.centres[0]
+        if self._balance:
+            self.keys[sequence], self.queries[sequence] = other.keys[0], other.queries[0]
+        self.fitted[sequence], self.tokens[sequence] = other.fitted[0], other.tokens[0]
+        self._moments[sequence], self._asked[sequence] = copy(other._moments[0]), other._asked[0]
+
     def select(self, sequences: list[int]) -> Maps:
         """Maps whose sequence i is this one's `sequences[i]`, sharing nothing that either may change."""
         chosen = copy(self)
