@@ -1,8 +1,8 @@
 """Bytes that a decode step must move: of each stage of ParisKV's search, of full attention, of a model's weights.
 
 Counted from the algorithm: what must be read and written once, whatever a kernel reads again. What one stage leaves for the
-next counts, scores, candidates and estimates, a tenth of the whole, though a large cache may keep it from memory. What a step
-does for one token, its own or the one that leaves the window, does not, nor do partial results of a split attention.
+next counts (scores, candidates, estimates: a seventh of all), though a large cache may keep it from memory. What a step does
+for one token, its own or the one that leaves the window, does not, nor do partial results of a split attention.
 """
 
 from __future__ import annotations
