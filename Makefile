@@ -43,11 +43,10 @@ bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
 	$(BIN)/python -m kvrecall.bench.cpu_layer $(ARGS)
 
 bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model on a CUDA GPU
-	$(BIN)/kvrecall bench layer --out benchmarks/results/gpu_layer.csv
-	$(BIN)/kvrecall bench methods --out benchmarks/results/gpu_methods.csv
-	$(BIN)/kvrecall bench ops --out benchmarks/results/gpu_ops.csv
-	$(BIN)/kvrecall bench decode --out benchmarks/results/gpu_decode.csv
-	$(BIN)/kvrecall bench prefill --out benchmarks/results/gpu_prefill.csv
+	@set -e; for name in layer methods ops decode prefill; do \
+	  $(BIN)/kvrecall bench $$name --out build/bench/gpu_$$name.csv; \
+	  $(BIN)/python -m scripts.bench_rows --add build/bench/gpu_$$name.csv benchmarks/results/gpu_$$name.csv; \
+	done
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from math import isnan, nan
 from typing import Any
 
 import matplotlib
@@ -17,36 +18,38 @@ from scripts.tables.bench import decode, layers
 from scripts.tables.bench.rows import FOLDER, Row, Table, number, tokens
 from scripts.tables.common import ROOT
 
-from kvrecall.bench.models import COMPILED, FULL
+from kvrecall.bench import moved
+from kvrecall.bench.bandwidth import Bandwidths
+from kvrecall.bench.gpu_layer import CONFIGS as LAYER_CONFIGS
+from kvrecall.bench.gpu_layer import SHAPES as LAYER_SHAPES
+from kvrecall.bench.models import COMPILED, FULL, SHAPES
+from kvrecall.bench.moved import Heads, Moved
 
 FIGURES = ROOT / "docs" / "figures"
-DEVICE_BYTES_PER_US, BUS_BYTES_PER_US = 4.27e6, 50e3
-"""A device copy, read and written bytes together, and rows read from page-locked host memory."""
-KV_HEADS, DIM, TOP_K = 8, 128, 100
+SHEET = Bandwidths(device=4.8e6, bus=63e3, by="data sheet")
+"""Peaks of an H200's memory and of PCIe 5.0 with 16 lanes, for rows without a roofline of their own."""
 
 
 def gpu_layer(axes: Any, rows: list[Row]) -> None:
-    """One line per configuration, one for full attention, and the fewest microseconds their bytes allow."""
+    """One line per configuration, one for full attention, and the fewest microseconds that its bytes and those of the first
+    configuration allow."""
     for name in dict.fromkeys(row["config"] for row in rows):
         own = [row for row in rows if row["config"] == name]
         axes.plot([int(r["tokens"]) for r in own], [float(r["retrieval_p50_us"]) for r in own], "o-", label=f"ParisKV, {name}")
     own = [row for row in rows if row["config"] == rows[0]["config"]]
     counts = [int(row["tokens"]) for row in own]
     axes.plot(counts, [float(row["full_p50_us"]) for row in own], "s-", color="black", label="full attention (cuDNN)")
-    full = [4 * DIM * KV_HEADS * n / DEVICE_BYTES_PER_US for n in counts]
-    axes.plot(counts, full, ":", color="black", label="its bytes at copy bandwidth")
-    ours = [
-        KV_HEADS * (n * DIM / 8 + int(row["candidates"]) * 6 * DIM / 8) / DEVICE_BYTES_PER_US
-        + KV_HEADS * TOP_K * 4 * DIM / BUS_BYTES_PER_US
-        for n, row in zip(counts, own, strict=True)
-    ]
-    axes.plot(counts, ours, ":", color="tab:blue", label="ParisKV's bytes at copy and bus bandwidth")
+    full = [Moved(_heads(row).cache_bytes(n)) for n, row in zip(counts, own, strict=True)]
+    _bound(axes, counts, [number(row, "full_roofline_us") for row in own], full, 1, "full attention", "black")
+    ours = [moved.step(LAYER_CONFIGS[row["config"]](n), _heads(row), n) for n, row in zip(counts, own, strict=True)]
+    _bound(axes, counts, [number(row, "roofline_us") for row in own], ours, 1, f"ParisKV, {own[0]['config']}", "C0")
     axes.set(yscale="log", ylabel="µs per layer and step")
     _contexts(axes, counts)
 
 
 def gpu_decode(axes: Any, rows: list[Row]) -> None:
-    """One sequence: a line per configuration and one per kind of full attention. Open ones are projected from fewer layers."""
+    """One sequence: a line per configuration and one per kind of full attention, and the fewest milliseconds that the weights,
+    keys and values of full attention allow. Open ones are projected from fewer layers."""
     ours = [step for step in decode.retrieval_steps(rows) if step.batch == 1]
     full = [step for step in decode.full_steps(rows) if step.batch == 1]
     models = dict.fromkeys(step.shape for step in [*ours, *full])
@@ -58,6 +61,12 @@ def gpu_decode(axes: Any, rows: list[Row]) -> None:
         for name, color in ((FULL, "black"), (FULL + COMPILED, "gray")):
             said = f"{of}full attention{name.removeprefix(FULL)}"
             _steps(axes, [step for step in full if (step.shape, step.config) == (shape, name)], "s", said, color)
+    plain = [step for step in full if step.config == FULL]
+    for shape in models:
+        own = [step for step in plain if step.shape == shape]
+        every = [moved.step_of_model(SHAPES[shape], step.context, step.batch, None) for step in own]
+        counts, said = [step.context for step in own], f"{shape}, full attention" if len(models) > 1 else "full attention"
+        _bound(axes, counts, [step.roofline_ms for step in own], every, 1e3, said, "black")
     if any(step.layers for step in [*ours, *full]):
         axes.plot([], [], "o", color="gray", markerfacecolor="white", label="open: projected from fewer layers")
     axes.set(ylabel=f"ms per step, {', '.join(models)}", ylim=(0, None))
@@ -65,7 +74,8 @@ def gpu_decode(axes: Any, rows: list[Row]) -> None:
 
 
 def gpu_methods(axes: Any, rows: list[Row]) -> None:
-    """One line per system and one for full attention, which is measured beside each."""
+    """One line per system and one for full attention, which is measured beside each, and the fewest microseconds that its
+    bytes allow."""
     for number_of, name in enumerate(dict.fromkeys(row["system"] for row in rows)):
         own = sorted((row for row in rows if row["system"] == name), key=lambda r: int(r["tokens"]))
         style = "o--" if name.endswith("uncaptured") else "o-"
@@ -74,6 +84,11 @@ def gpu_methods(axes: Any, rows: list[Row]) -> None:
     counts = sorted({int(row["tokens"]) for row in rows})
     full = [min(number(row, "full_p50_us") for row in rows if int(row["tokens"]) == n) for n in counts]
     axes.plot(counts, full, "s-", color="black", label="full attention")
+    first = [next(row for row in rows if int(row["tokens"]) == n) for n in counts]
+    least = [Moved(_heads(row).cache_bytes(n)) for n, row in zip(counts, first, strict=True)]
+    known = [(int(row["tokens"]), number(row, "full_roofline_us")) for row in rows]
+    own = [min((time for of, time in known if of == n and not isnan(time)), default=nan) for n in counts]
+    _bound(axes, counts, own, least, 1, "full attention", "black")
     axes.set(yscale="log", ylabel="µs per layer and step")
     _contexts(axes, counts)
 
@@ -92,6 +107,23 @@ def _steps(axes: Any, steps: list[decode.Step], marker: str, label: str, color: 
     axes.plot([], [], f"{marker}-", color=shade, label=label)
 
 
+def _heads(row: Row) -> Heads:
+    return Heads(*LAYER_SHAPES[row["shape"]])
+
+
+def _bound(axes: Any, counts: list[int], own: list[float], every: list[Moved], us: float, whose: str, color: str) -> None:
+    """A line of the least times: `own` where rows have them, else of the bytes of `every` step by the data sheet; `us` of them
+    make one of the axis."""
+    sheet = [SHEET.roofline_us(step.device, step.bus) / us for step in every]
+    known = [not isnan(time) for time in own]
+    bus = f" and {SHEET.bus / 1e3:.0f} GB/s over the bus" if any(step.bus for step in every) else ""
+    told = "bandwidth measured beside them" if all(known) else f"{SHEET.device / 1e6} TB/s{bus}, the data sheet's peak"
+    if any(known) and not all(known):
+        told = f"measured bandwidth, else at {told}"
+    times = [time if has else least for time, has, least in zip(own, known, sheet, strict=True)]
+    axes.plot(counts, times, ":", color=color, label=f"bytes of {whose}\nat {told}")
+
+
 def _contexts(axes: Any, counts: Iterable[int]) -> None:
     """The axis of contexts, with a mark at every one that was measured."""
     every = list(dict.fromkeys(counts))
@@ -102,11 +134,11 @@ def _contexts(axes: Any, counts: Iterable[int]) -> None:
 def draw(name: str) -> None:
     """One figure, the same file from the same rows."""
     plt.rcParams["svg.hashsalt"] = "kvrecall"
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    figure, axes = plt.subplots(figsize=(10, 4.2))
     DRAWN[name](axes, Table.read(FOLDER / f"{name}.csv").rows)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))  # beside the lines, of which it would hide some
     figure.tight_layout()
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})

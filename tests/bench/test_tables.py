@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from scripts.bench_table import PAGE, page
 from scripts.tables.bench import decode
 from scripts.tables.bench.rows import FOLDER, Row, Table, number
+
+from kvrecall.bench.rows import environment
 
 KEYS = {
     "cpu_layer": "shape dtype tokens method", "cpu_methods": "shape dtype tokens method",
@@ -61,6 +65,40 @@ def test_rows_of_another_benchmark_are_refused() -> None:
         Table(["tokens", "p50_us"], []).add(Table(["system", "p50_us"], []))
     with pytest.raises(ValueError, match="name a row and then times"):
         Table(["tokens", "gb_per_s"], []).add(Table([], []))
+
+
+def test_a_roofline_is_no_measurement() -> None:
+    old = Table(["tokens", "p50_us", "gpu"], [{"tokens": "1", "p50_us": "5", "gpu": "x"}])
+    new = Table(["tokens", "p50_us", "roofline_us", "full_roofline_ms", "gpu"],
+                [{"tokens": "1", "p50_us": "nan", "roofline_us": "3", "full_roofline_ms": "4", "gpu": "y"}])  # fmt: skip
+    assert old.add(new) == ["1: left out, nothing was measured"] and new.times == ["p50_us"]
+    assert old.rows[0]["p50_us"] == "5" and "roofline_us" in old.columns
+
+
+@pytest.mark.parametrize("name", ["gpu_layer", "gpu_ops", "gpu_decode", "gpu_methods", "gpu_prefill"])
+def test_rows_of_today_join_the_committed_ones(name: str) -> None:
+    table = Table.read(FOLDER / f"{name}.csv")
+    before = [dict(row) for row in table.rows]
+    columns = [f.name for f in fields(import_module(f"kvrecall.bench.{name}").Row)] + list(environment())
+    new = Table(columns, [dict.fromkeys(columns, "7")])
+    assert new.key == table.key and table.add(new) == [" ".join(["7"] * len(new.key)) + ": added"]
+    assert table.rows == [*before, new.rows[0]] and set(columns) <= set(table.columns)
+
+
+def test_full_attention_is_above_its_own_bytes() -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.bench_plot import SHEET
+
+    from kvrecall.bench import models, moved
+    from kvrecall.bench.gpu_layer import SHAPES
+
+    for row in Table.read(FOLDER / "gpu_layer.csv").rows:
+        bytes_read = moved.Heads(*SHAPES[row["shape"]]).cache_bytes(int(row["tokens"]))
+        assert SHEET.roofline_us(bytes_read) < number(row, "full_p50_us")
+    for row in Table.read(FOLDER / "gpu_decode.csv").rows:
+        sizes = models.SHAPES[row["shape"]] | {"num_hidden_layers": int(row["layers"])}
+        step = moved.step_of_model(sizes, int(row["context"]), int(row["batch"]), None)
+        assert not number(row, "full_p50_ms") < SHEET.roofline_us(step.device) / 1e3
 
 
 def row(layers: int, context: int, batch: int, config: str, ours: float | None = None, full: float | None = None) -> Row:

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from kvrecall.bench import first_step, full_decode, gpu_decode, gpu_prefill, models
+from kvrecall.bench.bandwidth import Bandwidths
 from kvrecall.bench.first_step import COMPILED_TOLERANCE, check_compiled
 from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
 from kvrecall.bench.gpu_decode import Retrieval
+from kvrecall.bench.moved import weight_bytes
 from kvrecall.errors import HostMemoryError
 
 TINY = {
@@ -29,6 +31,7 @@ TINY = {
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(models.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(gpu_decode, "bandwidths", lambda: Bandwidths(device=1e6, bus=1e3, by="copy"))
     yield
     full_step.cache_clear()
     gpu_prefill._prompt.cache_clear()
@@ -44,7 +47,7 @@ def test_a_row_of_a_prefill_adds_up(name: str) -> None:
     assert (row.layers, row.context, row.config, row.plain_backend) == (2, 1200, name, "flash_attention")
     assert row.index_s == row.encode_s + row.settle_s and row.build_share == row.index_s / row.plain_s
     assert (row.settle_s > row.encode_s) == (name == "balanced")  # whose maps are fitted to the whole prompt
-    assert 0 < row.hidden_error < gpu_prefill.TOLERANCE
+    assert 0 < row.hidden_error < gpu_prefill.TOLERANCE and isnan(row.plain_p20_s) and isnan(row.retrieval_p80_s)
 
 
 def test_a_prefill_that_attends_to_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +81,15 @@ def test_two_calls_of_cudnn_are_one_causal_attention(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(gpu_prefill.cudnn(q, k[:, :, -seen:], v[:, :, -seen:], 0.3), expected)
 
 
+def test_weights_that_a_step_reads_are_the_models_without_its_embedding() -> None:
+    model = on_cpu("tiny", 3, 1000)
+    every = sum(p.nbytes for p in model.parameters())
+    assert weight_bytes(TINY | {"num_hidden_layers": 3}) == every - model.model.embed_tokens.weight.nbytes
+
+
 def test_keys_that_do_not_fit_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(full_decode, "model_of", on_cpu)
-    monkeypatch.setattr(full_decode, "time_full", lambda *_: Full(1.0, "flash", 2.0))
+    monkeypatch.setattr(full_decode, "time_full", lambda *_: Full(0.9, 1.0, 1.1, "flash", 2.0))
     need = 2 * 3 * 2 * 1001 * 128 * 2 * 2  # K and V, batch, heads, tokens, D, bf16, layers
     assert full_bytes(on_cpu("tiny", 2, 1000), 1000, 3) == need
     monkeypatch.setattr(full_decode, "free_device_bytes", lambda _: need + full_decode.SPARE_BYTES - 1)
@@ -116,14 +125,25 @@ def test_memory_of_a_side_that_ran_out_is_given_back(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("side", gpu_decode.SIDES)
 def test_a_row_has_the_sides_that_were_asked_for(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "model_of", on_cpu)
-    monkeypatch.setattr(gpu_decode, "full_step", lambda *_: Full(8.0, "flash", 2.0))
-    monkeypatch.setattr(gpu_decode, "retrieval", lambda *_: Retrieval([3.0, 4.0, 5.0], 0.5, 1.5))
+    monkeypatch.setattr(gpu_decode, "full_step", lambda *_: Full(7.0, 8.0, 9.0, "flash", 2.0))
+    monkeypatch.setattr(gpu_decode, "retrieval", lambda *_: Retrieval([3.0, 4.0, 5.0], 0.5, 1.5, bus_bytes=6e5))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
     row = gpu_decode.measure("tiny", None, 1000, 2, "full" if side == "full" else "product", 30, side)
     assert (row.layers, row.total_gib) == (4, 4.0) and row.weights_gib > 0
     assert isnan(row.full_p50_ms) == (side == "retrieval") and isnan(row.full_device_gib) == (side == "retrieval")
     assert isnan(row.retrieval_p50_ms) == (side == "full") == isnan(row.host_gib)
     assert row.speedup == 2.0 if side == "both" else isnan(row.speedup)
+    full_bytes = weight_bytes(TINY) + 4 * 2 * 1000 * 2 * 2 * 128 * 2  # layers, sequences, tokens, KV heads, K and V, D, bf16
+    if side == "retrieval":
+        assert isnan(row.full_bytes) and isnan(row.full_roofline_ms) and isnan(row.full_p20_ms)
+    else:
+        assert (row.full_bytes, row.full_roofline_ms) == (full_bytes, full_bytes / 1e9)
+        assert (row.full_p20_ms, row.full_p80_ms) == (7.0, 9.0)
+    if side == "full":
+        assert isnan(row.device_bytes) and isnan(row.bus_bytes) and isnan(row.roofline_ms)
+    else:
+        assert (row.bus_bytes, row.roofline_ms, row.retrieval_p20_ms) == (6e5, 0.6, 3.0)  # the bus is the slower one here
+        assert weight_bytes(TINY) < row.device_bytes
 
 
 def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +151,7 @@ def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPat
 
     def full(*arguments: Any) -> Full:
         asked.append(arguments[4:])
-        return Full(8.0, "flash", 2.0)
+        return Full(7.0, 8.0, 9.0, "flash", 2.0)
 
     def retrieval(*arguments: Any) -> Retrieval:
         asked.append(arguments[3:])
@@ -188,7 +208,7 @@ def test_rows_that_the_host_cannot_hold_leave_the_other_side(
         raise HostMemoryError(2, 1, 1000)
 
     monkeypatch.setattr(gpu_decode, "model_of", on_cpu)
-    monkeypatch.setattr(gpu_decode, "full_step", lambda *_: Full(8.0, "flash", 2.0))
+    monkeypatch.setattr(gpu_decode, "full_step", lambda *_: Full(7.0, 8.0, 9.0, "flash", 2.0))
     monkeypatch.setattr(gpu_decode, "retrieval", retrieval)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
     row = gpu_decode.measure("tiny", None, 1000, 2, "product", 30)

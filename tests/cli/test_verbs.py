@@ -174,6 +174,15 @@ def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, what: str, monke
     assert "1.5k" in cli.error("bench", verb, "--context", "1.5k")
 
 
+def test_bench_names_all_configurations_and_shapes() -> None:
+    from kvrecall.bench import gpu_layer, models
+    from kvrecall.cli import bench
+
+    assert sorted(bench.LAYER_CONFIGS) == sorted(gpu_layer.CONFIGS)
+    assert sorted(bench.LAYER_CONFIGS + bench.MODEL_CONFIGS) == sorted(models.CONFIGS)
+    assert (tuple(gpu_layer.SHAPES), tuple(models.SHAPES)) == (bench.LAYER_SHAPES, bench.MODEL_SHAPES)
+
+
 def test_bench_of_whole_models_says_which_layers_and_sides_there_are(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for verb in ("decode", "prefill"):

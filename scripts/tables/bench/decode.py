@@ -26,7 +26,8 @@ def kind(config: str) -> str:
 class Step:
     """A step of a whole model on one side; milliseconds, GiB. `layers`: counts it was projected from, none if measured.
 
-    device_gib: of keys, values and summaries, beyond the weights. total_gib: the GPU's memory, nan where rows do not say.
+    device_gib: of keys, values and summaries, beyond the weights. total_gib: the GPU's memory, roofline_ms: what the step's
+    bytes take at the bandwidth measured beside it; nan where rows do not say.
     """
 
     shape: str
@@ -40,6 +41,7 @@ class Step:
     host_gib: float
     weights_gib: float
     total_gib: float
+    roofline_ms: float
 
     @property
     def rate(self) -> float:
@@ -118,6 +120,7 @@ def _step(key: Key, side: str, counts: dict[int, Row], between: tuple[int, ...])
         number(counts[every], "retrieval_worst_ms") if not between and side != FULL else float("nan"),
         value(f"{side}_device_gib"), value("host_gib") if side != FULL else 0.0, value("weights_gib"),
         number(counts[between[-1] if between else every], "total_gib"),
+        value("full_roofline_ms" if side == FULL else "roofline_ms"),
     )  # fmt: skip
 
 

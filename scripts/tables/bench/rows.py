@@ -11,7 +11,8 @@ from scripts.tables.common import ROOT
 
 FOLDER = ROOT / "benchmarks" / "results"
 TIMES = ("_us", "_ms", "_s")
-"""How names of times end. The columns in front of the first time say what was measured: they are the row's key."""
+"""How names of times end, but for rooflines, which are counted. The columns in front of the first time say what was measured:
+they are the row's key."""
 Row = dict[str, str]
 
 
@@ -97,4 +98,4 @@ def tokens(count: int) -> str:
 
 
 def _is_time(column: str) -> bool:
-    return column.endswith(TIMES) and "_per_" not in column
+    return column.endswith(TIMES) and "_per_" not in column and "roofline" not in column

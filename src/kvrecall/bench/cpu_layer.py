@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
+from kvrecall.bench.checks import require
 from kvrecall.bench.rows import Timing, write_csv
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidIndex
@@ -113,8 +114,8 @@ def measure(shape: str, tokens: int, dtype: torch.dtype, seconds: float, name: s
 
 
 def _check(state: LayerState, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> None:
-    """Raises unless one step equals fp32 attention over exactly the tokens that the method says it attended, and, where a
-    compiled search has a reference, unless that finds the same."""
+    """Raises AssertionError unless one step equals fp32 attention over exactly the tokens that the method says it attended,
+    and, where a compiled search has a reference, unless that finds the same."""
     new = keys[:, :, :1].clone(), values[:, :, :1].clone()
     zones = state.store.zones(0)
     out = decode_step(state, query, *new, None, params)
@@ -123,7 +124,7 @@ def _check(state: LayerState, query: Tensor, keys: Tensor, values: Tensor, param
         state.index._compiled = False
         slow = state.index.search(query[:, :, 0], Budget(state.top_k, params.scaling), [0]).ids[0]
         state.index._compiled = True
-        assert torch.equal(slow.long(), ids)
+        require(torch.equal(slow.long(), ids), "the search found other ids than its reference")
     every = torch.cat([torch.stack([keys[0], values[0]], 2), torch.stack([new[0][0], new[1][0]], 2)], 1)
     start = zones.sink + zones.retrieval
     resident = torch.cat([every[:, : zones.sink], every[:, start:]], 1)

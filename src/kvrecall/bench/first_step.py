@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.bench.checks import require
 from kvrecall.bench.models import attention_of, let_go
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.compiled import compiled_modules
@@ -67,11 +68,11 @@ class Watched(CapturedDecoder):
 def agree(what: str, made: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> float:
     """The relative L2 difference of `[B, …]`, of the sequence that differs most; any float dtype.
 
-    Raises AssertionError, with the number, where it is above the tolerance or not finite.
+    Raises CheckError, with the number, where it is above the tolerance or not finite.
     """
     made, expected = made.flatten(1).float(), expected.flatten(1).float()
     error = float(((made - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
-    assert error <= tolerance, f"{what}: differs by {error:.4f} of its norm from what it should be, more than {tolerance}"
+    require(error <= tolerance, f"{what}: differs by {error:.4f} of its norm from what it should be, more than {tolerance}")
     return error
 
 
@@ -82,7 +83,7 @@ def check_step(
     """The differences between what the layers answer in a captured step on tokens `[B, 1]` and what they answer uncaptured.
 
     The cache must hold a prompt and nothing generated, and holds just that afterwards; its indexes are built if they are not
-    yet. Raises AssertionError where a difference is too large, CaptureError for what cannot be captured or compiled.
+    yet. Raises CheckError where a difference is too large, CaptureError for what cannot be captured or compiled.
     """
     with _forgotten(cache, input_ids.shape[0]):
         watched = decoder(model, cache, room_tokens, compiled=compiled)
@@ -110,7 +111,7 @@ def check_step(
 
 def check_compiled(model: PreTrainedModel, backend: str = "inductor") -> float:
     """The difference that compiled modules make to logits around an attention that gives its queries back; raises
-    AssertionError where it is too large."""
+    CheckError where it is too large."""
     call: Any = model
     ids = torch.arange(4, device=model.device).unsqueeze(0)
     with attention_of(call, lambda module, query, *_, **__: (query.transpose(1, 2).contiguous(), None)), torch.no_grad():

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaForCausalLM
 
 from kvrecall.bench.first_step import agree, check_compiled
+from kvrecall.bench.gpu_time import Times, percentiles
 from kvrecall.bench.models import attention_of, let_go, model_of
 from kvrecall.engine.captured.compiled import compiled_modules
 from kvrecall.integrations.transformers.memory import free_device_bytes
@@ -27,15 +28,17 @@ SPARE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Full:
-    """p50 of a step in milliseconds, the backend, GiB of keys and values; nan where they do not fit."""
+    """Percentiles of a step in milliseconds, the backend, GiB of keys and values; nan where they do not fit."""
 
+    p20_ms: float
     p50_ms: float
+    p80_ms: float
     backend: str
     device_gib: float
 
 
-NOT_MEASURED = Full(nan, "not measured", nan)
-DOES_NOT_FIT = Full(nan, "out of memory", nan)
+NOT_MEASURED = Full(nan, nan, nan, "not measured", nan)
+DOES_NOT_FIT = Full(nan, nan, nan, "out of memory", nan)
 
 
 @cache
@@ -43,7 +46,7 @@ def full_step(shape: str, layers: int | None, context: int, batch: int, compiled
     """A step of a new model, which is gone afterwards; measured once, since no configuration changes it.
 
     compiled: with norms, feed-forward layers and rotary embedding as torch.compile makes them. Where keys and values do not
-    fit, nothing is allocated; where memory runs out all the same, everything is given back. Raises AssertionError
+    fit, nothing is allocated; where memory runs out all the same, everything is given back. Raises CheckError
     where a layer does not attend as in fp32, or a replay is not what the same kernels make, launched one by one.
     """
     model = model_of(shape, layers, context)
@@ -105,11 +108,11 @@ def exact_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float 
 
 def time_full(model: LlamaForCausalLM, context: int, batch: int, steps: int, compiled: bool = False) -> Full:
     """Appends in place and calls scaled_dot_product_attention with `enable_gqa`. Raises torch.OutOfMemoryError, and
-    AssertionError as `full_step` does."""
+    CheckError as `full_step` does."""
     if compiled:
         check_compiled(model)
     attention = FullAttention(model, context, batch)
-    found: dict[str, float] = {}
+    found: dict[str, Times] = {}
     with attention_of(model, attention), torch.no_grad():
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
             name = backend.name.lower()
@@ -119,15 +122,15 @@ def time_full(model: LlamaForCausalLM, context: int, batch: int, steps: int, com
                 attention.checked = False
                 with compiled_modules(model) if compiled else nullcontext():
                     found[name] = _time(attention, name, steps)
-    name = min(found, key=lambda key: found[key])
+    name = min(found, key=lambda key: found[key][1])
     gib = sum(store.nbytes for store in attention.stores) / 2**30
     attention.stores.clear()
     let_go()
-    return Full(found[name], name, gib)
+    return Full(*found[name], name, gib)
 
 
-def _time(attention: FullAttention, name: str, steps: int) -> float:
-    """Captures a step, compares its replay with the same kernels launched one by one, and times it: p50 in milliseconds."""
+def _time(attention: FullAttention, name: str, steps: int) -> Times:
+    """Captures a step, compares its replay with the same kernels launched one by one, and times it, in milliseconds."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -138,7 +141,7 @@ def _time(attention: FullAttention, name: str, steps: int) -> float:
         logits = attention.step()
     graph.replay()
     agree(f"full attention, {name}, logits of the replayed step", logits, launched)
-    return sorted(times_of(graph.replay, steps))[steps // 2]
+    return percentiles(times_of(graph.replay, steps))
 
 
 def times_of(step: Callable[[], object], steps: int) -> list[float]:

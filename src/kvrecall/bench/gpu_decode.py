@@ -26,16 +26,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import cycle
-from math import nan
+from math import isnan, nan
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from kvrecall.bench import moved
+from kvrecall.bench.bandwidth import bandwidths
 from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
 from kvrecall.bench.gpu_layer import turn
-from kvrecall.bench.models import COMPILED, CONFIGS, FULL, TURNING, let_go, model_of
+from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TURNING, let_go, model_of
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
@@ -53,19 +55,26 @@ _SPARE_STEPS = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; milliseconds per decode step, GiB allocated. A side that does not fit, or was not asked for, has nan."""
+    """One comparison; milliseconds per decode step, GiB allocated. A side that does not fit, or was not asked for, has nan.
+
+    Bytes are those of one step, of all layers and sequences. roofline_ms and full_roofline_ms: the fewest milliseconds in which
+    device memory and bus, at the bandwidths measured in the same process, move them.
+    """
 
     shape: str
     layers: int
     context: int
     batch: int
     config: str
+    retrieval_p20_ms: float
     retrieval_p50_ms: float
     retrieval_p80_ms: float
     retrieval_worst_ms: float
     """The slowest of all steps, those included in which buffers move to the retrieval zone."""
     steps: int
+    full_p20_ms: float
     full_p50_ms: float
+    full_p80_ms: float
     full_backend: str
     speedup: float
     retrieval_device_gib: float
@@ -77,16 +86,26 @@ class Row:
     """Memory of the GPU: what a projected whole model must fit in."""
     reused_share: float
     """Of the selected rows, those that were not read again; nan where every row is."""
+    device_bytes: float
+    """Weights, and what search and attention must read and write (`moved`); nan for methods that it does not know."""
+    bus_bytes: float
+    """Rows that were read from the host."""
+    roofline_ms: float
+    full_bytes: float
+    """Weights, keys and values."""
+    full_roofline_ms: float
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Sorted step times in milliseconds, GiB on the device beyond the weights and on the host, share of rows not read again."""
+    """Sorted step times in milliseconds, GiB on the device beyond the weights and on the host, share of rows not read again,
+    bytes of rows read from the host per step."""
 
     times: list[float]
     device_gib: float
     host_gib: float
     reused_share: float = nan
+    bus_bytes: float = nan
 
     def at(self, share: float) -> float:
         """A quantile of the step times."""
@@ -100,7 +119,7 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
     """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
 
     name: of `models.CONFIGS`, or "full"; "+turning" behind it gives the layers queries that turn, "+compiled" behind that
-    compiles the modules of both sides. Raises AssertionError where a captured step does not agree with an uncaptured one,
+    compiles the modules of both sides. Raises CheckError where a captured step does not agree with an uncaptured one,
     CaptureError where it cannot be captured or compiled.
     """
     plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
@@ -120,17 +139,27 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
     total = torch.cuda.mem_get_info()[1] / 2**30
     del model
     let_go()
+    sizes = SHAPES[shape] | {"num_hidden_layers": count}
+    ours = moved.NOT_COUNTED
+    if not isnan(p50):
+        ours = moved.step_of_model(sizes, context, batch, CONFIGS[config](context)).reading(found.bus_bytes)
+    theirs = nan if isnan(full.p50_ms) else moved.step_of_model(sizes, context, batch, None).device
+    band = bandwidths()
     row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
-    return Row(shape, count, context, batch, row_config, p50, found.at(0.8), found.times[-1], steps,
-               full.p50_ms, full.backend, full.p50_ms / p50, found.device_gib, full.device_gib, found.host_gib, weights,
-               total, found.reused_share)  # fmt: skip
+    return Row(
+        shape, count, context, batch, row_config, found.at(0.2), p50, found.at(0.8), found.times[-1], steps,
+        full.p20_ms, full.p50_ms, full.p80_ms, full.backend, full.p50_ms / p50, found.device_gib, full.device_gib,
+        found.host_gib, weights, total, found.reused_share,
+        device_bytes=ours.device, bus_bytes=ours.bus, roofline_ms=band.roofline_us(ours.device, ours.bus) / 1e3,
+        full_bytes=theirs, full_roofline_ms=band.roofline_us(theirs) / 1e3,
+    )  # fmt: skip
 
 
 def retrieval(
     model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False, turning: bool = False
 ) -> Retrieval:  # fmt: skip
     """Raises HostMemoryError or DeviceMemoryError, before anything is allocated, where keys or summaries do not fit, and
-    AssertionError, before anything is timed, where the first captured step is not an uncaptured one (`first_step`).
+    CheckError, before anything is timed, where the first captured step is not an uncaptured one (`first_step`).
 
     turning: the layers' queries turn from step to step, as those of a text do.
     """
@@ -155,11 +184,12 @@ def retrieval(
     device = torch.cuda.memory_allocated() - before
     decoder.check()
     decoder.close()
-    total = cache.stats().total
+    stats = cache.stats()
+    total, made = stats.total, max(layer.counters.steps for layer in stats.layers)
     selected, reused = total.counters.retrieved_tokens, total.counters.reused_rows
     kept = any(layer.state is not None and layer.state.keeps_rows for layer in cache.retrieval_layers)
     share = reused / selected if kept and selected else nan
-    return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share)
+    return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share, total.counters.bytes_fetched / made)
 
 
 class Turning(CapturedDecoder):

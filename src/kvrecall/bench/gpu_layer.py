@@ -22,6 +22,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvrecall.attend.reference import attend_rows
+from kvrecall.bench.bandwidth import bandwidths
+from kvrecall.bench.checks import require
+from kvrecall.bench.gpu_time import Times, timed
+from kvrecall.bench.moved import Heads, Moved, stages, total
 from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import StepPlan, pack
 from kvrecall.index.base import LayerShape
@@ -68,7 +72,11 @@ the step before selected too."""
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; times in microseconds per layer."""
+    """One comparison; times in microseconds per layer, bytes of a layer's step.
+
+    roofline_us: the fewest in which device memory and bus, at the bandwidths measured in the same process, move what a step
+    must. bus_bytes: of the rows that a step has read from the host, fewer than are selected where some are used again.
+    """
 
     shape: str
     tokens: int
@@ -77,7 +85,9 @@ class Row:
     retrieval_p20_us: float
     retrieval_p50_us: float
     retrieval_p80_us: float
+    full_p20_us: float
     full_p50_us: float
+    full_p80_us: float
     full_backend: str
     speedup: float
     tables_us: float
@@ -90,6 +100,11 @@ class Row:
     candidates: int
     summary_bytes_per_token: float
     build_us_per_1k_tokens: float
+    device_bytes: float
+    bus_bytes: float
+    roofline_us: float
+    full_bytes: float
+    full_roofline_us: float
 
 
 class Bench:
@@ -147,8 +162,24 @@ class Bench:
             self.out = layer.decode(queries, keys, values, self.rows, self.parity, self.params)
 
     def turn(self) -> None:
-        """Moves the queries on to the next step's."""
+        """Moves on to the next step: its queries, and the half of the kept rows that is its own."""
         turn(self.new[0])
+        self.parity.copy_(1 - self.parity)
+
+    def moved(self) -> dict[str, Moved]:
+        """Bytes per layer of each stage that `kvrecall.bench.moved` knows, every selected row read from the host."""
+        return stages(self.method, Heads(self.query_heads, self.heads, self.dim), self.plan.zones[0])
+
+    def rows_read(self) -> float:
+        """Rows that a layer reads from the host in a step: one more is made for it, behind one with the queries before."""
+        self.step()
+        self.turn()
+        before = self._read()
+        self.step()
+        return (self._read() - before) / len(self.layers)
+
+    def _read(self) -> int:
+        return sum(int(layer.read.sum()) for layer in self.layers)
 
     def stages(self) -> dict[str, Callable[[CapturedLayer], object]]:
         """What a step of one layer is made of, in order. Each may be repeated alone once a `step` has been made: a scan that is
@@ -170,7 +201,7 @@ class Bench:
             F.scaled_dot_product_attention(self.new[0], keys, values, enable_gqa=True)
 
     def check(self) -> None:
-        """Raises unless the last layer's step is fp32 attention over the ids of the reference search."""
+        """Raises CheckError unless the last layer's step is fp32 attention over the ids of the reference search."""
         self.step()
         torch.cuda.synchronize()
         layer, state = self.layers[-1], self.states[-1]
@@ -182,7 +213,7 @@ class Bench:
         index._kernels = True
         found = layer._search.ids[0]
         same = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(slow, found, strict=True)]
-        assert min(same) >= 0.98 * wanted, f"the search found {same} of the {wanted} ids of its reference"
+        require(min(same) >= 0.98 * wanted, f"the search found {same} of the {wanted} ids of its reference")
         zones = self.plan.zones[0]
         for h in range(self.heads):
             at = torch.cat([torch.arange(zones.sink, device="cuda"), found[h].long() + zones.sink,
@@ -194,7 +225,7 @@ class Bench:
             expected = attend_rows(self.new[0][:, h * group : (h + 1) * group], rows, self.params.scaling).out
             got = self.out[:, h * group : (h + 1) * group].float()
             error = float((got - expected).norm() / expected.norm())
-            assert error < 1e-2, f"head {h}: relative error {error}"
+            require(error < 1e-2, f"head {h}: relative error {error}")
 
 
 def turn(queries: Tensor) -> None:
@@ -202,42 +233,16 @@ def turn(queries: Tensor) -> None:
     queries.mul_(COSINE).add_(torch.randn_like(queries), alpha=(1 - COSINE**2) ** 0.5)
 
 
-def timed(
-    work: Callable[[], None], per: int, replays: int = 40, between: Callable[[], None] = lambda: None
-) -> tuple[float, float, float]:
-    """(p20, p50, p80) microseconds of one of `per` equal parts of the work, by replays of its CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(replays + 5):
-        between()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / per)
-    times = sorted(times[5:])
-    return times[len(times) // 5], times[len(times) // 2], times[4 * len(times) // 5]
-
-
-def full_attention(bench: Bench) -> tuple[float, str]:
-    """The fastest full attention: (p50 microseconds, backend)."""
+def full_attention(bench: Bench) -> tuple[Times, str]:
+    """The full attention of the fastest p50: (microseconds, backend)."""
     found = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         try:
             with sdpa_kernel(backend):
-                found[backend.name.lower()] = timed(bench.full, len(bench.keys))[1]
+                found[backend.name.lower()] = timed(bench.full, len(bench.keys))
         except RuntimeError as error:
             print(f"  {backend.name}: {str(error).splitlines()[0]}")
-    name = min(found, key=lambda key: found[key])
+    name = min(found, key=lambda key: found[key][1])
     return found[name], name
 
 
@@ -248,6 +253,7 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     bench = Bench(shape, tokens, CONFIGS[name](tokens), layers)
     bench.check()
     p20, p50, p80 = timed(bench.step, layers, between=bench.turn)
+    rows = bench.rows_read()
     full, backend = full_attention(bench)
     alone: dict[str, float] = {}
     for stage, work in bench.stages().items():
@@ -260,10 +266,14 @@ def measure(shape: str, tokens: int, name: str) -> Row:
         alone[f"{stage}_us"] = timed(every, layers)[1]
     index = bench.states[0].index
     assert isinstance(index, SphereIndex)
-    zone = bench.plan.zones[0].retrieval
+    zone, sizes = bench.plan.zones[0].retrieval, Heads(*SHAPES[shape])
+    moved = total(bench.moved().values()).reading(rows * sizes.row_bytes)
+    full_bytes, band = sizes.cache_bytes(tokens), bandwidths()
     return Row(
-        shape, tokens, name, layers, p20, p50, p80, full, backend, full / p50,
+        shape, tokens, name, layers, p20, p50, p80, *full, backend, full[1] / p50,
         candidates=bench.plan.stage(zone).candidates,
         summary_bytes_per_token=index.nbytes_per_token(dim, index.config.stored_dtype, index.config.norms),
-        build_us_per_1k_tokens=bench.build_us * 1e3 / zone, **alone,
+        build_us_per_1k_tokens=bench.build_us * 1e3 / zone, device_bytes=moved.device, bus_bytes=moved.bus,
+        roofline_us=band.roofline_us(moved.device, moved.bus), full_bytes=full_bytes,
+        full_roofline_us=band.roofline_us(full_bytes), **alone,
     )  # fmt: skip

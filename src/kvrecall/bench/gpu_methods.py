@@ -29,9 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.gpu_layer import COSINE, SHAPES, full_attention, timed, turn
+from kvrecall.bench.bandwidth import bandwidths
+from kvrecall.bench.checks import require
+from kvrecall.bench.gpu_layer import COSINE, SHAPES, full_attention, turn
 from kvrecall.bench.gpu_ops import layers_for
+from kvrecall.bench.gpu_time import Times, timed
 from kvrecall.bench.gpu_unit_step import UnitStep
+from kvrecall.bench.moved import NOT_COUNTED, Heads, Moved
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
 from kvrecall.index.units import UnitIndex
@@ -65,7 +69,10 @@ SYSTEMS = ("prkv", "prkv-uncaptured", "louiskv-search", "louiskv-held", f"louisk
 @dataclass(frozen=True)
 class Row:
     """One comparison; times in microseconds per layer. host_threads, host_us: of CTkvr's search, attention and learning, which
-    are the CPU's but for the comparison with the centroids; 0 for the others. units: pages or clusters per KV head."""
+    are the CPU's but for the comparison with the centroids; 0 for the others. units: pages or clusters per KV head.
+
+    device_bytes, bus_bytes, full_bytes: what a layer's step must move, nan for CTkvr, whose host works on what it holds.
+    roofline_us, full_roofline_us: the fewest microseconds for that at the bandwidths measured in the same process."""
 
     shape: str
     tokens: int
@@ -75,7 +82,9 @@ class Row:
     p20_us: float
     p50_us: float
     p80_us: float
+    full_p20_us: float
     full_p50_us: float
+    full_p80_us: float
     full_backend: str
     speedup: float
     attended_tokens: int
@@ -83,6 +92,11 @@ class Row:
     units: int
     host_threads: int
     host_us: float
+    device_bytes: float
+    bus_bytes: float
+    roofline_us: float
+    full_bytes: float
+    full_roofline_us: float
 
 
 class DeviceRows:
@@ -192,9 +206,33 @@ class Layers:
         self.step(True)  # rows for the steps that hold them
         return timed(lambda: self.step(searching), len(self.layers), between=self.turn)
 
+    def read(self) -> float:
+        """Rows that a layer reads from the host in a captured step that searches: one more is made for it, behind one with the
+        queries before."""
+        self.step(True)
+        self.turn()
+        before = self._read()
+        self.step(True)
+        return (self._read() - before) / len(self.layers)
+
+    def _read(self) -> int:
+        return sum(int(layer.layer.attention.read.sum()) for layer in self.layers)
+
+    def moved(self, searches: float, rows: float) -> Moved:
+        """Bytes of a step of one layer, of which `searches` search: representatives and scores of all units, attended rows.
+        rows: read from the host; those selected that are not lie on the device already."""
+        index, static = self.states[0].index, self.states[0].static[0]
+        if not isinstance(index, UnitIndex):
+            return NOT_COUNTED
+        heads, chosen = Heads(self.query_heads, self.heads, self.dim), 0 if static is None else static.ids.shape[1]
+        selected = heads.cache_bytes(self.states[0].top_k - chosen)
+        scored = index.units(0).reps.nbytes + 4 * self.units * self.query_heads
+        device = searches * scored + heads.cache_bytes(self.resident + chosen)
+        return Moved(device, selected).reading(rows * heads.row_bytes)
+
     def check_uncaptured(self) -> None:
-        """Raises unless one step selects what the search by torch operations does, but for a tenth whose scores may differ by
-        rounding, and is fp32 attention to that selection, the static tokens and the resident ones."""
+        """Raises CheckError unless one step selects what the search by torch operations does, but for a tenth whose scores may
+        differ by rounding, and is fp32 attention to that selection, the static tokens and the resident ones."""
         state, static = self.states[0], self.states[0].static[0]
         state.held.pop(0, None)
         budget = Budget(state.top_k - (0 if static is None else static.ids.shape[1]), self.params.scaling)
@@ -204,14 +242,14 @@ class Layers:
         held = state.held[0]
         for h in range(self.heads):
             ids, wanted = held.ids[h].long().cpu(), expected[h].tolist()
-            assert len(set(ids.tolist()) & set(wanted)) >= 0.9 * len(ids), f"head {h}: other ids than the reference"
+            require(len(set(ids.tolist()) & set(wanted)) >= 0.9 * len(ids), f"head {h}: other ids than the reference")
             parts = [state.store.host[0].take(torch.full_like(ids, h), ids).cuda(), state.store.resident.view(0)[h]]
             kv = torch.cat(parts if static is None else [*parts, static.rows[h]])[None, None]
             rows = Rows(kv, torch.tensor([[kv.shape[2]]], dtype=torch.int32, device="cuda"))
             of = slice(h * group, (h + 1) * group)
             right = attend_rows(queries[:, of], rows, self.params.scaling).out
             error = float((out[:, of].float() - right).norm() / right.norm())
-            assert error < 1e-2, f"head {h}: relative error {error}"
+            require(error < 1e-2, f"head {h}: relative error {error}")
 
     def _reference_ids(self, state: LayerState, budget: Budget) -> Tensor:
         """Ids `[H_kv, K]` without the kernels, or with CTkvr's rerank by torch operations on the device."""
@@ -228,17 +266,18 @@ class Layers:
             index._kernels = kernels_available(queries.device)
         return found.ids[0]
 
-    def uncaptured(self, searching: bool) -> tuple[float, float, float, float]:
+    def uncaptured(self, searching: bool) -> tuple[float, float, float, float, float]:
         """(p20, p50, p80) microseconds of one layer's step through the pipeline, checked first; and microseconds of its search,
-        attention and learning, as an extra pass with a synchronisation around each stage measures them."""
+        attention and learning, and rows that it reads from the host, as an extra pass with its stages timed measures them."""
         for layer in self.layers:
             layer.layer.finish()
         self.check_uncaptured()
-        state, times, before = self.states[0], [], {}
+        state, times, before, read = self.states[0], [], {}, 0
         queries, keys, values = self.new
         for number in range(2 * _STEPS + 10):
             if number == _STEPS + 10:
                 state.counters.timed, before = True, dict(state.stats.stage_seconds)
+                read = state.stats.bytes_fetched
             self.turn()
             if searching:
                 state.held.pop(0, None)
@@ -251,8 +290,10 @@ class Layers:
         state.counters.timed = False
         spent = {stage: seconds - before.get(stage, 0.0) for stage, seconds in state.stats.stage_seconds.items()}
         host = sum(spent.get(stage, 0.0) for stage in ("search", "attend", "learn")) / _STEPS * 1e6
+        row_bytes = Heads(self.query_heads, self.heads, self.dim).row_bytes
+        rows = (state.stats.bytes_fetched - read) / row_bytes / _STEPS
         times.sort()
-        return times[_STEPS // 5], times[_STEPS // 2], times[4 * _STEPS // 5], host
+        return times[_STEPS // 5], times[_STEPS // 2], times[4 * _STEPS // 5], host, rows
 
 
 @lru_cache(maxsize=1)
@@ -261,7 +302,7 @@ def _layers(shape: str, tokens: int, name: str) -> Layers:
 
 
 @lru_cache(maxsize=8)
-def _full(shape: str, tokens: int, name: str) -> tuple[float, str]:
+def _full(shape: str, tokens: int, name: str) -> tuple[Times, str]:
     return full_attention(cast(Any, _layers(shape, tokens, name)))
 
 
@@ -269,21 +310,29 @@ def measure(shape: str, tokens: int, system: str) -> Row:
     """Builds, checks and times one system."""
     name, captured = system.split("-")[0], not system.endswith("uncaptured") and system != "ctkvr"
     layers, host = _layers(shape, tokens, name), 0.0
+    searches = 0.0 if "held" in system else 1 / _STRIDE if "every" in system else 1.0
     if not captured:
-        *found, host = layers.uncaptured("held" not in system)
+        *found, host, rows = layers.uncaptured("held" not in system)
     elif "every" in system:
         pairs = zip(layers.captured(True), layers.captured(False), strict=True)
         found = [(search + (_STRIDE - 1) * held) / _STRIDE for search, held in pairs]
     else:
         found = layers.captured("held" not in system)
+    if captured:
+        rows = searches * layers.read()
     p20, p50, p80 = found
     full, backend = _full(shape, tokens, name)
+    moved = layers.moved(searches, rows)
+    full_bytes, band = Heads(*SHAPES[shape]).cache_bytes(tokens), bandwidths()
     state, static = layers.states[0], layers.states[0].static[0]
     fetched = state.top_k - (0 if static is None else static.ids.shape[1])
     row = Row(
-        shape, tokens, system, captured, len(layers.layers) if captured else 1, p20, p50, p80, full, backend, full / p50,
+        shape, tokens, system, captured, len(layers.layers) if captured else 1, p20, p50, p80, *full,
+        backend, full[1] / p50,
         attended_tokens=layers.resident + state.top_k, fetched_rows=0 if "held" in system else fetched, units=layers.units,
         host_threads=torch.get_num_threads() if name == "ctkvr" else 0, host_us=host if name == "ctkvr" else 0.0,
+        device_bytes=moved.device, bus_bytes=moved.bus, roofline_us=band.roofline_us(moved.device, moved.bus),
+        full_bytes=full_bytes, full_roofline_us=band.roofline_us(full_bytes),
     )  # fmt: skip
     if not captured:
         _layers.cache_clear()  # their windows have moved on, and graphs would search units of before

@@ -4,9 +4,12 @@
 
 An operation is captured as a CUDA graph that calls it once for each of several layers with data of their own, together several
 times the L2 cache, and the graph is replayed (encoding, which no graph can hold, is launched as it is). Nothing is timed before
-it has been compared with its reference. The roofline is the larger of two times: bytes moved in device memory at the bandwidth
-of a large device copy, and bytes that cross the bus at the bandwidth of a large copy from page-locked memory; both are measured
-in the same process. Bytes are counted from the algorithm: what must be read and written once, whatever a kernel reads again.
+it has been compared with its reference. The roofline is the larger of two times, bytes moved in device memory and bytes that
+cross the bus, each at the bandwidth that `bandwidth` measures in the same process. Bytes are counted from the algorithm
+(`moved`): what must be read and written once, whatever a kernel reads again.
+
+"scan" and the like are those of "product" in `gpu_layer`, "scan-balanced" and the like those of "balanced", "collision-scan"
+that of "paper".
 
 Keys, values and queries are standard normal; see `gpu_unit_ops` for pages and clusters.
 """
@@ -15,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
-from kvrecall.bench.gpu_layer import CONFIGS, SHAPES, Bench, timed
+from kvrecall.bench.bandwidth import bandwidths
+from kvrecall.bench.checks import require
+from kvrecall.bench.gpu_layer import CONFIGS, SHAPES, Bench
+from kvrecall.bench.gpu_time import timed
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES
 
 CACHE_BYTES = 50 << 20
-_COPIED = 1 << 30
 _ENCODED = 8192
 _POOL_TOKENS = 131_072
 
@@ -61,39 +66,10 @@ class Row:
     gb_per_s: float
     roofline_us: float
     roofline_share: float
-    device_copy_gb_per_s: float
-    bus_copy_gb_per_s: float
-
-
-def timed_of(work: Callable[[], object], calls: int, replays: int = 40, captured: bool = True) -> tuple[float, float, float]:
-    """As `timed`, for work whose result nobody needs; also without a graph."""
-
-    def run() -> None:
-        work()
-
-    if captured:
-        return timed(run, calls, replays)
-    times = []
-    for _ in range(replays + 5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    times = sorted(times[5:])
-    return times[len(times) // 5], times[len(times) // 2], times[4 * len(times) // 5]
-
-
-@cache
-def bandwidths() -> tuple[float, float]:
-    """Bytes per microsecond of a large copy in device memory (read and write count) and from page-locked memory."""
-    source = torch.zeros(_COPIED, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    host = torch.zeros(_COPIED // 4, dtype=torch.uint8, pin_memory=True)
-    device = 2 * _COPIED / timed_of(lambda: target.copy_(source), 1, 10)[1]
-    bus = len(host) / timed_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 1, 10)[1]
-    return device, bus
+    device_gb_per_s: float
+    bus_gb_per_s: float
+    device_by: str
+    """What `device_gb_per_s`, the bandwidth of device memory, was measured by: see `bandwidth`."""
 
 
 def layers_for(bytes_each: float) -> int:
@@ -110,6 +86,7 @@ def _sphere(shape: str, tokens: int, config: str) -> Bench:
     return bench
 
 
+_STAGES = ("tables", "scan", "compact", "rerank", "top-k", "attend+merge")
 _PARTS = {"top-k": ("top",), "attend+merge": ("attend", "merge")}
 """Stages of `Bench` that an operation is made of, where they do not have its name."""
 
@@ -125,26 +102,10 @@ def _stage(name: str, config: str = "product") -> Callable[[str, int], Op]:
                 for part in asked:
                     part(layer)
 
-        device, host = _stage_bytes(bench)[name]
-        return Op(len(bench.layers), work, bench.check, device, host, prepare=bench.step)
+        moved = bench.moved()[name]
+        return Op(len(bench.layers), work, bench.check, moved.device, moved.bus, prepare=bench.step)
 
     return build
-
-
-def _stage_bytes(bench: Bench) -> dict[str, tuple[float, float]]:
-    """Bytes per layer of each stage: (device, bus)."""
-    zones, heads, dim, group = bench.plan.zones[0], bench.heads, bench.dim, bench.query_heads // bench.heads
-    blocks, candidates = dim // BLOCK, bench.plan.stage(zones.retrieval).candidates
-    weight, row = 2, 4 * dim
-    resident = zones.sink + zones.local + zones.buffer + 1
-    return {
-        "tables": (4 * dim * dim + 2 * group * heads * dim + heads * -(-group // 4) * blocks * 256 * 4, 0),
-        "scan": (heads * zones.retrieval * (blocks + 1), 0),
-        "compact": (heads * (zones.retrieval + 4 * candidates), 0),
-        "rerank": (heads * candidates * (blocks * (1 + MAGNITUDE_BYTES + weight) + 4 + 4 * group), 0),
-        "top-k": (heads * candidates * (8 * group + 4), 0),
-        "attend+merge": (heads * resident * row, heads * bench.states[0].top_k * row),
-    }
 
 
 def _encode(shape: str, tokens: int) -> Op:
@@ -161,7 +122,7 @@ def _encode(shape: str, tokens: int) -> Op:
         made, expected = encode(keys[0], rotation), reference(keys[0], rotation)
         for part in ("signs", "magnitudes"):
             wrong = float((getattr(made, part) != getattr(expected, part)).float().mean())
-            assert wrong < 2e-4, f"{part}: {wrong} of the bytes differ"
+            require(wrong < 2e-4, f"{part}: {wrong} of the bytes differ")
 
     summary = dim // BLOCK * (1 + MAGNITUDE_BYTES + 2)
     moved = heads * _ENCODED * (2 * dim + summary)
@@ -192,7 +153,8 @@ def _gather(rows: int) -> Callable[[str, int], Op]:
 
         def check() -> None:
             work()
-            assert torch.equal(out[3].cpu(), pool.take(of_head.cpu(), sets[3].cpu())), "rows differ from those of the pool"
+            same = torch.equal(out[3].cpu(), pool.take(of_head.cpu(), sets[3].cpu()))
+            require(same, "rows differ from those of the pool")
 
         return Op(len(sets), work, check, 0.0, heads * per_head * 4.0 * dim)
 
@@ -210,7 +172,8 @@ def _unit_op(name: str) -> Callable[[str, int], Op]:
 
 OPS: dict[str, Callable[[str, int], Op]] = {
     "encode": _encode,
-    **{name: _stage(name) for name in ("tables", "scan", "compact", "rerank", "top-k", "attend+merge")},
+    **{name: _stage(name) for name in _STAGES},
+    **{f"{name}-balanced": _stage(name, "balanced") for name in _STAGES},
     **{f"collision-{name}": _stage(name, "paper") for name in ("tables", "scan")},
     "gather-800": _gather(800),
     "gather-8192": _gather(8192),
@@ -224,11 +187,11 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     op.check()
     op.prepare()
     torch.cuda.synchronize()
-    p20, p50, p80 = timed_of(op.work, op.calls, captured=op.captured)
-    device, bus = bandwidths()
-    roofline = max(op.device_bytes / device, op.host_bytes / bus)
+    p20, p50, p80 = timed(op.work, op.calls, captured=op.captured)
+    band = bandwidths()
+    roofline = band.roofline_us(op.device_bytes, op.host_bytes)
     return Row(
         shape, tokens, name, op.captured, op.calls, p20, p50, p80, op.device_bytes, op.host_bytes,
         gb_per_s=(op.device_bytes + op.host_bytes) / p50 / 1e3, roofline_us=roofline, roofline_share=roofline / p50,
-        device_copy_gb_per_s=device / 1e3, bus_copy_gb_per_s=bus / 1e3,
+        device_gb_per_s=band.device / 1e3, bus_gb_per_s=band.bus / 1e3, device_by=band.by,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from math import nan
 from statistics import median
 from typing import Any
 
@@ -37,6 +38,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, LlamaForCausalLM
 
+from kvrecall.bench.checks import require
+from kvrecall.bench.gpu_time import percentiles
 from kvrecall.bench.models import CONFIGS, attention_of, model_of
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.engine.captured.layer import searched
@@ -72,6 +75,11 @@ class Row:
     pin_s: float
     hidden_error: float
     """Relative difference of the last chunk's hidden states on both sides."""
+    plain_p20_s: float
+    """Percentiles of the passes, where there are at least three."""
+    plain_p80_s: float
+    retrieval_p20_s: float
+    retrieval_p80_s: float
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
@@ -121,7 +129,7 @@ def plain_prefill(model: LlamaForCausalLM, ids: Tensor, chunk_tokens: int, atten
 
 
 class Prompt:
-    """A model, a prompt, and the plain prefill of it: (seconds, backend, hidden states of the last chunk)."""
+    """A model, a prompt, and the plain prefill of it: seconds of its passes, backend, hidden states of the last chunk."""
 
     def __init__(self, shape: str, layers: int | None, context: int, chunk_tokens: int, repeats: int, device: str) -> None:
         self.model = model_of(shape, layers, context, device)
@@ -129,7 +137,7 @@ class Prompt:
         generator = torch.Generator().manual_seed(context)
         self.ids = torch.randint(0, self.model.config.vocab_size, (1, context), generator=generator).to(device)
         self.short = self.ids[:, : 2 * chunk_tokens]
-        found: dict[str, tuple[float, str, Tensor]] = {}
+        found: dict[str, tuple[list[float], str, Tensor]] = {}
         for name, attend in BACKENDS.items():
             try:
                 plain_prefill(self.model, self.short, chunk_tokens, attend)  # compiles and chooses kernels
@@ -138,10 +146,11 @@ class Prompt:
                 for _ in range(repeats):
                     with self.clock(times):
                         hidden = plain_prefill(self.model, self.ids, chunk_tokens, attend)
-                found[name] = median(times), name, hidden.float()
+                found[name] = times, name, hidden.float()
             except RuntimeError as error:
                 print(f"  {name}: {str(error).splitlines()[0][:100]}")
-        self.plain_s, self.backend, self.hidden = min(found.values(), key=lambda x: x[0])
+        self.times, self.backend, self.hidden = min(found.values(), key=lambda x: median(x[0]))
+        self.plain_s = median(self.times)
 
     @contextmanager
     def _timed(self, times: list[float]) -> Any:
@@ -197,7 +206,14 @@ def measure(
     return Row(
         shape, count, context, chunk_tokens, name, prompt.plain_s, prompt.backend, median(times), encode_s, settle_s, index_s,
         index_s / prompt.plain_s, index_s / count / zone * 1e9, stages["update"], pin_s, error,
+        *_edges(prompt.times), *_edges(times),
     )  # fmt: skip
+
+
+def _edges(times: list[float]) -> tuple[float, float]:
+    """(p20, p80) of passes, nan of fewer than three."""
+    p20, _, p80 = percentiles(times)
+    return (p20, p80) if len(times) > 2 else (nan, nan)
 
 
 def _states(cache: RetrievalCache) -> list[LayerState]:
@@ -232,10 +248,11 @@ def _check(prompt: Prompt, states: list[LayerState], hidden: Tensor) -> float:
     for state in states:
         sizes, stored = state.store.sizes, state.store.zones(0)
         expected = prompt.ids.shape[1] - sizes.sink_tokens - sizes.local_tokens
-        assert stored.retrieval == expected, f"layer {state.layer}: {stored.retrieval} tokens on the host, not {expected}"
+        told = f"layer {state.layer}: {stored.retrieval} tokens on the host, not {expected}"
+        require(stored.retrieval == expected, told)
         if state.index is not None:
             indexed = state.index.lengths[0]
-            assert indexed == expected, f"layer {state.layer}: {indexed} tokens indexed, not {expected}"
+            require(indexed == expected, f"layer {state.layer}: {indexed} tokens indexed, not {expected}")
     error = float((hidden.float() - prompt.hidden).norm() / prompt.hidden.norm())
-    assert error < TOLERANCE, f"hidden states differ by {error:.4f} of their norm, more than {TOLERANCE}"
+    require(error < TOLERANCE, f"hidden states differ by {error:.4f} of their norm, more than {TOLERANCE}")
     return error

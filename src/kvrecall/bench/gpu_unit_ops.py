@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from kvrecall.bench.checks import require
 from kvrecall.bench.gpu_layer import SHAPES
 from kvrecall.bench.gpu_ops import Op, layers_for
 from kvrecall.index.pages import volume_scores
@@ -56,7 +57,7 @@ class UnitLayers:
             search.expand(plan, self.fire)
 
     def check(self) -> None:
-        """Raises unless scores are the reference's within rounding, and ids too but for one unit at the budget's edge."""
+        """Raises CheckError unless scores are the reference's within rounding, and ids but for a unit at the budget's edge."""
         self.score()
         self.fill()
         units, search = self.units[-1], self.searches[-1]
@@ -65,13 +66,13 @@ class UnitLayers:
         expected = expected.masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
         real = expected.isfinite()
         error = float((search._scores[..., : self.count] - expected)[real].abs().max() / expected[real].abs().max())
-        assert error < 1e-4, f"scores: relative error {error}"
+        require(error < 1e-4, f"scores: relative error {error}")
         ranked = reduce_scores(expected, MODE, self.scaling).unsqueeze(1)
         wanted = fill_budget(ranked, units, self.top_k)[:, 0]
         longest = int(units.sizes.max())
         for found, ids in zip(search.ids[0].tolist(), wanted.tolist(), strict=True):
-            assert found == sorted(set(found)) and len(found) == self.top_k
-            assert len(set(found) - set(ids)) <= longest, f"{len(set(found) - set(ids))} ids differ"
+            require(found == sorted(set(found)) and len(found) == self.top_k, f"not {self.top_k} ids in ascending order")
+            require(len(set(found) - set(ids)) <= longest, f"{len(set(found) - set(ids))} ids differ")
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
+from kvrecall.bench.checks import require
 from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.units import UnitLayer
 from kvrecall.layer_state import LayerState
@@ -35,8 +36,8 @@ class UnitStep:
         return self.layer.step(queries, keys, values, self._parity, AttentionParams(scaling))
 
     def check(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """Raises unless a step that searches is fp32 attention over what the reference search selects (but for one unit, whose
-        score may differ from the next one's by rounding), and a step that does not is attention over the same."""
+        """Raises CheckError unless a step that searches is fp32 attention over what the reference search selects (but for one
+        unit, whose score may differ from the next one's by rounding), and a step that does not is attention over the same."""
         index = self.index
         assert index is not None
         out = self.decode(queries, keys, values, scaling, True)
@@ -46,22 +47,21 @@ class UnitStep:
         index._kernels = True  # type: ignore[attr-defined]
         longest = int(index.units(0).sizes.max())  # type: ignore[attr-defined]
         for h, (ids, wanted) in enumerate(zip(found.tolist(), expected.tolist(), strict=True)):
-            assert len(set(ids)) == self.top_k and len(set(ids) - set(wanted)) <= longest, (
-                f"head {h}: other ids than the reference"
-            )
+            right = len(set(ids)) == self.top_k and len(set(ids) - set(wanted)) <= longest
+            require(right, f"head {h}: other ids than the reference")
         new = torch.stack([keys[0], values[0]], 2)
         self._attends(out, queries, found, [new], scaling)
         if self._triggered:
             before = found.clone()
             self._parity.copy_(1 - self._parity)
             out = self.decode(queries, keys, values, scaling, False)
-            assert torch.equal(before, found), "a step between two searches holds other tokens"
+            require(torch.equal(before, found), "a step between two searches holds other tokens")
             self._attends(out, queries, found, [new, new], scaling)
         else:
-            assert int(self.layer.trigger.fire.min()) == 1
+            require(int(self.layer.trigger.fire.min()) == 1, "a method that searches at every step did not")
 
     def _attends(self, out: Tensor, queries: Tensor, found: Tensor, new: list[Tensor], scaling: float) -> None:
-        """Raises unless `out` is attention to the tokens that were found, those that were resident, and the new ones."""
+        """Raises CheckError unless `out` is attention to the tokens that were found, those that were resident and the new."""
         state, static = self.state, self.state.static[0]
         group = state.shape.query_heads // state.shape.kv_heads
         chosen = state.store.host[0].gather(found.cpu()).to(out.device)
@@ -72,4 +72,4 @@ class UnitStep:
             of = slice(h * group, (h + 1) * group)
             right = attend_rows(queries[:, of], rows, scaling).out
             error = float((out[:, of].float() - right).norm() / right.norm())
-            assert error < 1e-2, f"head {h}: relative error {error}"
+            require(error < 1e-2, f"head {h}: relative error {error}")

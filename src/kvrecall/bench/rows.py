@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,9 +39,12 @@ def environment() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "kvrecall": _version("kvrecall"),
         "numba": _version("numba"),
         "triton": _version("triton"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": _driver(),
     }
 
 
@@ -62,6 +66,15 @@ def _cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of NVIDIA's kernel module, as the file says it; "none" where there is no file."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text())
+    except OSError:
+        return "none"
+    return found[0] if found else "none"
 
 
 def _version(package: str) -> str:

@@ -21,13 +21,18 @@ bench = typer.Typer(help="Measure retrieval against full attention. What fails i
 
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
-Configs = Annotated[
-    str,
-    typer.Option(help="One or more: product, balanced, balanced-2%, balanced-plain, balanced-2%-reuse, product-reuse, paper."),
-]
+# Named here and not read from the benchmarks, which import torch: `--help` should not wait for it.
+LAYER_CONFIGS = ("product", "product-reuse", "balanced", "balanced-2%", "balanced-512", "balanced-512-reuse",
+                 "balanced-2%-reuse", "balanced-plain", "product-max", "paper")  # fmt: skip
+MODEL_CONFIGS = ("product-early", "paper-early", "balanced-rest", "balanced-512-rest", "balanced-512-rest-reuse", "prkv",
+                 "louiskv", "freekv")  # fmt: skip
+"""Configurations of a whole model beside those of a layer."""
+LAYER_SHAPES, MODEL_SHAPES = ("8b", "qwen2.5-1.5b", "qwen3-0.6b"), ("llama-3.1-8b", "qwen3-8b", "qwen3-0.6b")
+Configs = Annotated[str, typer.Option(help=f"One or more: {', '.join(LAYER_CONFIGS)}.")]
 Layers = Annotated[str | None, typer.Option(help="Fewer layers than the model has, one or more: 8,16.")]
-ModelShape = Annotated[str, typer.Option("--shape", help="Model shape: llama-3.1-8b or qwen3-0.6b; weights are random.")]
-Systems = Annotated[str, typer.Option(help="Those of `bench layer`, product-early, paper-early, prkv, louiskv, freekv.")]
+ModelShape = Annotated[str, typer.Option("--shape", help=f"Model shape: {', '.join(MODEL_SHAPES)}; weights are random.")]
+LayerShape = Annotated[str, typer.Option("--shape", help=f"Attention shape: {', '.join(LAYER_SHAPES)}.")]
+ModelConfigs = Annotated[str, typer.Option("--configs", help=f"One or more: {', '.join(LAYER_CONFIGS + MODEL_CONFIGS)}.")]
 
 
 @bench.command()
@@ -35,7 +40,7 @@ Systems = Annotated[str, typer.Option(help="Those of `bench layer`, product-earl
 def layer(
     context: Contexts = "64k,128k,256k,1m",
     configs: Configs = "product,paper",
-    shape: Annotated[str, typer.Option(help="Attention shape: 8b, qwen2.5-1.5b or qwen3-0.6b.")] = "8b",
+    shape: LayerShape = "8b",
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
@@ -53,7 +58,7 @@ def layer(
 @verb
 def decode(
     context: Contexts = "64k",
-    configs: Systems = "product",
+    configs: ModelConfigs = "product",
     shape: ModelShape = "llama-3.1-8b",
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     layers: Layers = None,
@@ -83,7 +88,7 @@ def decode(
 @verb
 def prefill(
     context: Contexts = "128k",
-    configs: Systems = "product,paper,balanced",
+    configs: ModelConfigs = "product,paper,balanced",
     shape: ModelShape = "llama-3.1-8b",
     layers: Layers = "2",
     chunk_tokens: options.ChunkTokens = 8192,
@@ -106,7 +111,7 @@ def prefill(
 def ops(
     context: Contexts = "128k",
     ops: Annotated[str, typer.Option(help="Operations, one or more, or all.")] = "all",
-    shape: Annotated[str, typer.Option(help="Attention shape: 8b, qwen2.5-1.5b or qwen3-0.6b.")] = "8b",
+    shape: LayerShape = "8b",
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
@@ -124,7 +129,7 @@ def ops(
 def methods(
     context: Contexts = "64k,128k,256k,1m",
     systems: Annotated[str, typer.Option(help="prkv, louiskv-search, louiskv-held, ctkvr, …; or all.")] = "all",
-    shape: Annotated[str, typer.Option(help="Attention shape: 8b, qwen2.5-1.5b or qwen3-0.6b.")] = "8b",
+    shape: LayerShape = "8b",
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
