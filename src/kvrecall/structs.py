@@ -201,6 +201,11 @@ class StepStats:
         """Mean tokens attended per KV head, sequence and decode step."""
         return self.attended_tokens / self.attended_rows if self.attended_rows else 0.0
 
+    @property
+    def estimated_per_step(self) -> float:
+        """Mean groups of tokens whose attention was estimated per KV head, sequence and decode step."""
+        return self.estimated_units / self.attended_rows if self.attended_rows else 0.0
+
     def add_time(self, stage: str, seconds: float) -> None:
         """Adds wall time to one stage: prefill, encode, build, static, search, fetch, attend, merge, learn, watch or update."""
         self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds

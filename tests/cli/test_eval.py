@@ -20,7 +20,9 @@ def test_eval_report_and_resumption(cli: Cli, tiny: Path, tmp_path: Path) -> Non
     out = tmp_path / "run"
     told = cli.json("eval", "-m", tiny, *SMALL, "--out", out)
     assert told["samples"] == 6 and told["resumed"] == 0
-    assert told["notes"] == ["exact@900: covers contexts of 600 tokens whole, so it is full attention there"]
+    assert told["notes"] == [
+        "exact@900: covers contexts of 600 tokens and drift of 600 + 6 tokens whole, so it is full attention there"
+    ]
     rows = {(row["task"], row["condition"]): row for row in told["rows"]}
     assert set(rows) == {(t, c) for t in ("niah", "drift") for c in ("full", "exact@32", "exact@900")}
     assert rows["drift", "exact@900"]["score"] == 1 and rows["drift", "full"]["score"] == 1
@@ -72,7 +74,11 @@ def test_tasks_are_listed(cli: Cli) -> None:
     "options, said",
     [
         (("--tasks", "niax"), "unknown task 'niax': expected one of aime, common-words"),
-        (("--tasks", "aime:none.jsonl"), "none.jsonl: cannot be read"),
+        (
+            ("--tasks", "aime:none.jsonl"),
+            "none.jsonl: cannot be read (No such file or directory). Give a file with one JSON",
+        ),
+        (("--tasks", "drift:none.txt"), "none.txt: cannot be read (No such file or directory). drift:FILE takes a text file"),
         (("--methods", "pariskw"), "unknown method 'pariskw'"),
         (("--methods", "none.json"), "none.json: cannot be read"),
         (("--budgets", "many"), "--budgets: expected numbers of tokens such as 128,512, got 'many'"),

@@ -44,6 +44,7 @@ def test_gpqa_shuffles_by_the_seed(tmp_path: Path) -> None:
     "spec, rows, said",
     [
         ("aime", ["{"], "line 1: Expecting property name"),
+        ("aime", [AIME, '{"problem": 3 "a"}'], "p.jsonl: line 2: Expecting ',' delimiter (column 15). docs/"),
         ("aime", [AIME, "[1]"], "line 2: expected a JSON object"),
         ("aime", [AIME, {"problem": "x"}], "line 2: expected a field 'answer' or 'Answer', got 'problem'"),
         ("aime", [{"problem": "x", "answer": "1000"}], "an integer from 0 to 999, got '1000'"),

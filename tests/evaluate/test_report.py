@@ -25,6 +25,7 @@ def filled(path: Path) -> Path:
         name = "full" if budget is None else "pariskv"
         own = {"condition": name if budget is None else f"{name}@{budget}", "method": name, "budget": budget, "attempt": 0}
         own |= {"attended_tokens": 123.0 + (budget or 5000), "new_tokens": 11, "prompt_tokens": 900}
+        own |= {"estimated_units": 32.0} if budget == 256 else {}
         said = {"answers": ["<script>alert(1)</script>"], "expected": [["4711"]], "seconds": {"prefill": 1.0, "decode": 0.2}}
         for context in (1024, 2048):
             for number, depth in enumerate((0.0, 1.0)):
@@ -84,7 +85,8 @@ def test_the_tables_say_what_the_samples_say(page: str) -> None:
     # The two samples score 0.25, so the bootstrap has nothing to spread; 20 ms per token after the first.
     assert ["1,024", "pariskv", "64", "0.250", "0.250 … 0.250 b", "-0.750", "2", "187", "20.0"] in cells.rows
     assert ["1,024", "full", "–", "1.000", "0.342 … 1.000 w", "–", "2", "5,123", "20.0"] in cells.rows
-    assert ["–", "pariskv", "256", "0.500", "0.500", "1.000", "–", "+0.000", "1", "379", "20.0"] in cells.rows  # pass@1, pass@2
+    # pass@1 and pass@2; what was attended, and rows beside it
+    assert ["–", "pariskv", "256", "0.500", "0.500", "1.000", "–", "+0.000", "1", "379 + 32", "20.0"] in cells.rows
     assert ["1,024", "pariskv@256", "1.000", "0.750"] in cells.rows  # its two turns
     assert ["1,024", "pariskv@64", "64", "0.250", "0.900", "0.00100"] in cells.rows  # the second window
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.results import read_plan
+from scripts.results import DEFAULT_MODEL, read_plan
 from scripts.results_tables import PAGE, page
 from scripts.tables.common import ROOT
 from scripts.tables.evaluation.cases import FULL, comparisons, pool
@@ -38,9 +39,15 @@ def answer(method: str, task: str, sample: int, score: float, run: str = "small"
     return Answer("m", run, 1024, task, sample, None, method, budget, score, 10.0)
 
 
+def at(place: tuple[str, int], *held: Answer) -> list[Answer]:
+    """The same answers elsewhere."""
+    return [replace(each, model=place[0], context=place[1]) for each in held]
+
+
 def record(condition: str, sample: int, score: float, task: str = "copy") -> dict[str, Any]:
     own = {"task": task, "context": 1024, "sample": sample, "attempt": 0, "condition": condition, "method": condition}
-    return own | {"budget": None if condition == "full" else 8, "score": score, "attended_tokens": 10.04}
+    own |= {"attended_tokens": 10.04, "estimated_units": 2.06}
+    return own | {"budget": None if condition == "full" else 8, "score": score}
 
 
 def packed(path: Path, *runs: tuple[str, dict[str, Any], list[dict[str, Any]]]) -> Path:
@@ -74,6 +81,30 @@ def test_only_samples_that_all_have_are_compared() -> None:
     assert comparisons(pool(held[5:]), [("One", 8)]) == []  # nothing without full attention
 
 
+def test_every_method_is_shown_on_all_of_its_own_samples_below_those_that_all_have(tmp_path: Path) -> None:
+    names = [f"M{n}" for n in range(6)]
+    rows = Rows(PLAN | {"methods": {n: f"{n}@8" for n in names}, "comparisons": {"baselines": names}}, tmp_path)
+    rows.answers = [answer(m, "copy", 0, 1.0) for m in (FULL[0], *names)]
+    assert TABLES["baselines"](rows).count("**m, 1K") == 1  # all have the same, so there is nothing more to show
+    rows.answers += [answer(FULL[0], "json-kv", n, 1.0) for n in (0, 1)]
+    rows.answers += [answer("M0", "json-kv", 0, 0.0), replace(answer("M0", "json-kv", 1, 0.5), estimated_units=9.0)]
+    common, own = TABLES["baselines"](rows).split("**m, 1K, all samples of each method.**")
+    assert "1 samples: 1 of copy." in common and "json-kv" not in common and "| M0 | 8 | 100.0 [100.0, 100.0] |" in common
+    assert "| M0 | 8 | 3 | 2 | 62.5 [50.0, 75.0] | −37.5 [−50.0, −25.0] | 10 + 9 |" in own  # of one pair, the page shows it
+    assert "| M1 | 8 | 1 | 1 | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0] | 10 |" in own
+
+
+def test_orders_are_those_of_the_most_methods_then_the_default_model_at_its_longest_context(tmp_path: Path) -> None:
+    names = ["PRKV", "ShadowKV", "ArkVale", "Quest"]
+    rows = Rows(PLAN | {"methods": {n: f"{n}@8" for n in names}, "comparisons": {"baselines": names}}, tmp_path)
+    four = [answer(m, "copy", 0, 1.0) for m in (FULL[0], *names)]
+    small, short, long = ("qwen2.5-coder-0.5b", 16384), (DEFAULT_MODEL, 4096), (DEFAULT_MODEL, 8192)
+    rows.answers = at(small, *four) + at(short, *four[:-1])
+    assert "| qwen2.5-coder-0.5b, 16K: − full |" in TABLES["order"](rows)
+    rows.answers += at(long, *four) + at(short, four[-1])
+    assert TABLES["order"](rows).count(f"| {DEFAULT_MODEL}, 8K: − full |") == TABLES["order"](rows).count("| method |") == 1
+
+
 def test_an_interval_of_two_samples_is_as_wide_as_their_standard_error_says() -> None:
     """Half of all resamples of one out of two are each of them, so the bootstrap's deviation is theirs, |a - b| / 2."""
     held = [answer(m, "copy", n, s) for m, s in ((FULL[0], 1.0), ("One", 1.0)) for n in (0, 1)]
@@ -97,6 +128,7 @@ def test_rows_are_taken_from_packed_samples_and_read_again(tmp_path: Path) -> No
     rows.write()
     again = Rows(PLAN, tmp_path)
     assert (again.answers, again.windows, again.runs) == (rows.answers, rows.windows, rows.runs)
+    assert {a.estimated_units for a in again.answers} == {2.1}
     assert [(a.method, a.score, a.attended_tokens) for a in again.answers] == [(FULL[0], 1.0, 10.0), ("One", 0.3333, 10.0)]
     assert [(w.method, w.first_step, w.recall) for w in again.windows] == [("One", 0, 0.5), ("One", 2, None)]
     texts = {name: make(again) for name, make in TABLES.items()}
@@ -118,6 +150,17 @@ def test_a_run_grows_with_equal_settings_and_is_replaced_otherwise(tmp_path: Pat
     told = rows.add(packed(tmp_path / "c.gz", ("small", more | {"seed": 1}, [record("full", 0, 0.5)])))
     assert "in place of a run with other settings" in told[0] and [a.score for a in rows.answers] == [0.5]
     assert (rows.drop("other"), rows.drop("small")) == (0, 1) and not rows.answers and not rows.runs
+
+
+def test_rows_of_older_runs_have_no_estimates(tmp_path: Path) -> None:
+    older = "model,run,context,task,sample,depth,method,budget,score,attended_tokens\nm,small,1024,copy,0,,One,8,1.0,10.0\n"
+    (tmp_path / "evaluation_answers.csv").write_text(older)
+    rows = Rows(PLAN, tmp_path)
+    assert rows.answers == [answer("One", "copy", 0, 1.0)] and rows.answers[0].estimated_units is None
+    rows.write()
+    assert (tmp_path / "evaluation_answers.csv").read_text() == older.replace("tokens\n", "tokens,estimated_units\n").replace(
+        "10.0\n", "10.0,\n"
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvrecall import methods
-from kvrecall.engine.prompts import next_turn
+from kvrecall.engine.prompts import chat_prompt, next_turn
 from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
 from kvrecall.evaluate.conditions import conditions, described
 from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.problems import read_problems
 from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import heat_map, rounds, summarise
@@ -99,6 +100,51 @@ def test_a_budget_that_covers_the_context_answers_as_full_attention_and_is_said_
     for task in plan.tasks:
         own = {r["condition"]: r["answers"] for r in folder.records if r["task"] == task}
         assert own["full"] == own[f"{PARIS}@600"]
+
+
+def test_what_a_budget_covers_is_said_of_problems_by_prompts_and_of_drift_with_its_steps(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", '{"problem": "the red boat", "answer": "7"}')
+    prompt = len(chat_prompt(tiny_tokenizer(), read_problems(f"aime:{file}", 0)[0].prompt))
+    for steps, said in ((100, " and drift of 400 + 100 tokens"), (1000, "")):
+        plan = Plan(("niah", "drift", f"aime:{file}"), (400,), max_new_tokens=2000, steps=steps)
+        (note,) = suite(plan, 8, 300).notes()[1:]  # sink 4 + window 16 + 2 x 300: texts of 619 tokens
+        problems = f" and the prompts of aime:{file} (with solutions up to 619 tokens in all)"
+        assert note == f"{PARIS}@300: covers contexts of 400 tokens{said}{problems} whole, so it is full attention there"
+    plan = Plan((f"aime:{file}",), max_new_tokens=619 - prompt)
+    (note,) = suite(plan, 1, 300).notes()
+    assert note == f"{PARIS}@300: covers the prompts of aime:{file} whole, so it is full attention there"
+    assert len(suite(Plan(("drift",), (400,), steps=219)).notes()) == 0
+
+
+def test_records_count_rows_that_stand_for_groups_beside_attended_tokens(tmp_path: Path) -> None:
+    found = conditions([f"{PARIS};rest=page-means:page_tokens=16", PARIS], [8])
+    plan = Plan(("niah", "drift"), (400,), samples=1, depths=(0.5,), steps=4, window=2)
+    folder = RunFolder(tmp_path, {})
+    Suite(plan, asker(), found).run(folder)
+    pages = {}
+    for row in summarise(folder.records):
+        pages[row.task, row.condition] = row.estimated_units
+        assert row.attended.count("+") == (row.condition == found[1].label)
+    assert {task: pages[task, LABEL] for task in plan.tasks} == {"niah": 0, "drift": 0} and pages["drift", "full"] == 0
+    most = 400 / 16  # and fewer for pages that the window, the frame of a prompt and the selection take
+    assert all(most / 3 <= (pages[task, found[1].label] or 0) <= most for task in plan.tasks), pages
+    older = [{name: value for name, value in r.items() if name != "estimated_units"} for r in folder.records]
+    assert all(row.estimated_units is None and "+" not in row.attended for row in summarise(older))
+
+
+def test_all_stands_for_every_method() -> None:
+    names = [name for name in methods.names() if name != "full"]
+    made = conditions(["all", "pariskv-balanced:rest=page-means"], [512])
+    assert [c.name for c in made] == ["full", *names, "pariskv-balanced:rest=page-means"]
+    assert [c.budget for c in made] == [None, *(512 if c.method.top_k else None for c in made[1:])]
+    assert all(c.method.full_attention_threshold == 0 for c in made[1:])
+    zones = conditions(["all:sink_tokens=8@400"], [])[1:]
+    assert {c.method.sink_tokens for c in zones} == {8} and {c.budget for c in zones} == {400, None}
+    assert len(zones) == len(names)
+    with pytest.raises(ParameterError, match="shadowkv@128: top_k: expected more than the 384 tokens of outliers"):
+        conditions(["all"], [128])
+    with pytest.raises(ParameterError, match="each method and budget once"):
+        conditions(["all", "quest"], [512])
 
 
 def test_summary(finished: list[dict]) -> None:

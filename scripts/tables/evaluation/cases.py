@@ -36,6 +36,7 @@ class Line:
     average: Mean
     difference: Mean
     attended_tokens: float | None
+    estimated_units: float | None
     tasks: dict[str, float]
 
 
@@ -70,11 +71,13 @@ class Comparison:
         averages, draws = np.mean(list(means.values()), axis=0), draws / len(means)
         found = []
         for i, column in enumerate(self.columns):
-            own = (self.pool[column][case].attended_tokens for cases in self.tasks.values() for case in cases)
-            attended = [tokens for tokens in own if tokens is not None]
+            own = [self.pool[column][case] for cases in self.tasks.values() for case in cases]
+            attended = [a.attended_tokens for a in own if a.attended_tokens is not None]
+            estimated = [a.estimated_units for a in own if a.estimated_units is not None]
             found.append(Line(
                 column, _mean(averages[i], draws[:, i]), _mean(averages[i] - averages[0], draws[:, i] - draws[:, 0]),
-                float(np.mean(attended)) if attended else None, {task: 100 * float(m[i]) for task, m in means.items()},
+                float(np.mean(attended)) if attended else None, float(np.mean(estimated)) if estimated else None,
+                {task: 100 * float(m[i]) for task, m in means.items()},
             ))  # fmt: skip
         return found
 

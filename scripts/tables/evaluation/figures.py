@@ -34,4 +34,4 @@ def _row(line: Line) -> Row:
     name, budget = line.column
     score, low, high = (x / 100 for x in line.average)
     method = FULL_METHOD if line.column == FULL else name
-    return Row("suite", None, name, method, budget, 0, score, low, high, "bootstrap", None, None, None, {})
+    return Row("suite", None, name, method, budget, 0, score, low, high, "bootstrap", None, None, None, None, {})

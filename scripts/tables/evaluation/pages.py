@@ -12,6 +12,7 @@ from scripts.tables.evaluation.cases import FULL, Column, Comparison, Line, Mean
 from scripts.tables.evaluation.rows import FULL_NAME, Plan, Rows
 
 from kvrecall.evaluate import drift
+from kvrecall.evaluate.summary import attended_text
 from kvrecall.evaluate.tasks.registry import generated
 
 Place = tuple[str, int]
@@ -78,12 +79,34 @@ def overview(rows: Rows) -> str:
 
 def suite(rows: Rows) -> str:
     """A table per model and context: average, difference, tasks."""
-    return _everywhere(rows, columns_of(rows.plan, "systems"))
+    columns = columns_of(rows.plan, "systems")
+    return "\n\n".join(_compared(place, each) for place in places(rows) if (each := at(rows, place, columns))) or "Nothing yet."
 
 
 def baselines(rows: Rows) -> str:
-    """The same for all methods under one budget and with one window."""
-    return _everywhere(rows, columns_of(rows.plan, "baselines"), least=6)
+    """The same for all methods under one budget and with one window, where there are six or more; then of each method all
+    samples of its own."""
+    parts, columns = [], columns_of(rows.plan, "baselines")
+    for place in places(rows):
+        found = at(rows, place, columns)
+        if sum(len(each.columns) - 1 for each in found) >= 6:
+            parts += [_compared(place, found), *_alone(rows, place, found)]
+    return "\n\n".join(parts) or "Nothing yet."
+
+
+def _alone(rows: Rows, place: Place, found: list[Comparison]) -> Iterator[str]:
+    """A table of each method beside full attention on every sample of its own, if comparing them has left out any."""
+    lines, more = [], False
+    for column in columns_of(rows.plan, "baselines")[1:]:
+        for own in at(rows, place, [column]):
+            line, count = own.lines()[1], sum(map(len, own.tasks.values()))
+            more |= any(column in each.columns and count > sum(map(len, each.tasks.values())) for each in found)
+            attended = attended_text(line.attended_tokens, line.estimated_units)
+            lines.append((*_name(column), count, len(own.tasks), _share(line.average), _change(line.difference), attended))
+    if more:
+        told = "They are not the same for all, so a line is to be read by its difference from full attention."
+        table = markdown(("method", "budget", "samples", "tasks", "average", "− full", "attended"), lines)
+        yield f"**{place[0]}, {_length(place[1])}, all samples of each method.** {told}\n\n{table}"
 
 
 def budgets(rows: Rows) -> str:
@@ -161,17 +184,19 @@ def targets(rows: Rows) -> str:
 
 
 def order(rows: Rows) -> str:
-    """Methods in the order of a paper's table beside their order here, at the context with the most methods."""
+    """Methods in the order of a paper's table beside their order here, where most of them are: of equal
+    places the default model's, at its longest context."""
     papers = tomllib.loads((ROOT / "scripts" / "tables" / "papers.toml").read_text(encoding="utf-8"))
     parts = []
     for paper in papers["papers"]:
-        best: tuple[int, Place, list[Line]] | None = None
+        best: tuple[tuple[int, bool, int], Place, list[Line]] | None = None
         names = paper["points"]
         for place in places(rows):
             for comparison in at(rows, place, columns_of(rows.plan, "baselines")):
                 own = [x for x in comparison.lines() if x.column[0] in names]
-                if len(own) > 2 and (best is None or len(own) >= best[0]):
-                    best = len(own), place, own
+                worth = len(own), place[0] == DEFAULT_MODEL, place[1]
+                if len(own) > 2 and (best is None or worth > best[0]):
+                    best = worth, place, own
         if best is None:
             continue
         _, (model, context), own = best
@@ -195,22 +220,20 @@ def figure_name(what: str, model: str, context: int) -> str:
     return f"results_{what}_{model}_{_length(context).lower()}.svg"
 
 
-def _everywhere(rows: Rows, columns: list[Column], least: int = 0) -> str:
+def _compared(place: Place, found: list[Comparison]) -> str:
     parts = []
-    for model, context in places(rows):
-        found = at(rows, (model, context), columns)
-        for number, comparison in enumerate(found):
-            if sum(len(each.columns) - 1 for each in found) >= least:
-                again = ", those that have fewer samples" if number else ""
-                parts.append(f"**{model}, {_length(context)}{again}.** {_samples_told(comparison)}\n\n{_table(comparison)}")
-    return "\n\n".join(parts) or "Nothing yet."
+    for number, comparison in enumerate(found):
+        again = ", those that have fewer samples" if number else ""
+        told = f"**{place[0]}, {_length(place[1])}{again}.** {_samples_told(comparison)}"
+        parts.append(f"{told}\n\n{_table(comparison)}")
+    return "\n\n".join(parts)
 
 
 def _table(comparison: Comparison) -> str:
     tasks = list(comparison.tasks)
     lines = [
         (*_name(x.column), _share(x.average), None if x.column == FULL else _change(x.difference),
-         None if x.attended_tokens is None else f"{x.attended_tokens:,.0f}", *(f"{x.tasks[t]:.0f}" for t in tasks))
+         attended_text(x.attended_tokens, x.estimated_units), *(f"{x.tasks[t]:.0f}" for t in tasks))
         for x in comparison.lines()
     ]  # fmt: skip
     return markdown(("method", "budget", "average", "− full", "attended", *tasks), lines)

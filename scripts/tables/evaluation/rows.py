@@ -34,7 +34,8 @@ Found = tuple[str, str, dict[str, Any], list[dict[str, Any]]]
 class Answer:
     """One sample under one method. depth: of a needle. budget: None where nothing is retrieved.
 
-    attended_tokens: per KV head and step.
+    attended_tokens, estimated_units: per KV head and step; older rows lack the latter, groups of tokens whose attention was
+    estimated.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Answer:
     budget: int | None
     score: float
     attended_tokens: float | None
+    estimated_units: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,11 @@ class Rows:
 
 
 def _answer(key: tuple[str, str], record: dict[str, Any], names: dict[str, str]) -> Answer:
-    attended = record["attended_tokens"]
+    attended, estimated = record["attended_tokens"], record.get("estimated_units")
     return Answer(
         *key, record["context"], record["task"], record["sample"], record.get("depth"), names[record["condition"]],
         record["budget"], round(record["score"], 4), None if attended is None else round(attended, 1),
+        None if estimated is None else round(estimated, 1),
     )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ def evaluate(
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, separated by commas: name or name:key=value;key=value, also with @budget; or a method file."
+            help="Methods, separated by commas: name or name:key=value;key=value, also with @budget; or a method file. "
+            "`all` stands for every name."
         ),
     ] = options.DEFAULT_METHOD,
     budgets: Annotated[
@@ -116,7 +117,7 @@ def show(rows: list[Row]) -> None:
         context, budget = (_or_dash(value, ",") for value in (row.context, row.budget))
         table.add_row(
             row.task, context, row.method, budget, f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
-            _or_dash(row.attended_tokens, ",.0f"), _or_dash(row.decode_ms, ".1f"),
+            row.attended, _or_dash(row.decode_ms, ".1f"),
         )  # fmt: skip
     # A file has no width to keep to.
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)

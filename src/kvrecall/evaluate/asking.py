@@ -147,9 +147,11 @@ def padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tens
 
 
 def costs(cache: RetrievalCache) -> dict[str, float | None]:
-    """What decoding has cost: attended tokens per KV head and step; bytes fetched per step, all layers. None without a step."""
+    """What decoding has cost, per KV head and step: attended tokens, and groups of tokens whose attention was estimated beside
+    them; bytes fetched per step, all layers. None without a step."""
     total, layers = cache.stats().total.counters, len(cache.retrieval_layers)
     if not total.steps:
-        return {"attended_tokens": None, "bytes_fetched": None}
+        return {"attended_tokens": None, "estimated_units": None, "bytes_fetched": None}
     moved = total.bytes_fetched * layers / total.steps
-    return {"attended_tokens": round(total.attended_per_step, 2), "bytes_fetched": round(moved, 1)}
+    attended, estimated = round(total.attended_per_step, 2), round(total.estimated_per_step, 2)
+    return {"attended_tokens": attended, "estimated_units": estimated, "bytes_fetched": round(moved, 1)}

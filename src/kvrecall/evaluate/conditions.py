@@ -13,6 +13,8 @@ from kvrecall.methods.base import Method
 from kvrecall.methods.settings import from_settings, settings_of
 
 FULL = "full"
+ALL = "all"
+"""Stands for every method that has a name."""
 _SUFFIXES = (".json", ".toml")
 
 
@@ -30,23 +32,23 @@ class Condition:
         """Unique among the conditions of a run."""
         return self.name if self.budget is None else f"{self.name}@{self.budget}"
 
-    def covers(self, context_tokens: int) -> bool:
-        """Whether the method attends to everything at that length, so that it is full attention there."""
+    @property
+    def covered_tokens(self) -> int:
+        """The longest text that the method attends to whole, so that it is full attention there."""
         zones = self.method.zone_sizes()
-        retrieved = context_tokens - zones.sink_tokens - zones.local_tokens
-        return context_tokens < self.method.full_attention_below() or retrieved <= (self.budget or 0)
+        return max(self.method.full_attention_below() - 1, zones.sink_tokens + zones.local_tokens + (self.budget or 0))
 
 
 def conditions(specs: list[str], budgets: list[int], layers: int | None = None) -> list[Condition]:
     """Full attention first, then every method under every budget.
 
-    specs: names, `name:key=value;key=value`, either with a budget of its own as `spec@512`, or method files (.json, .toml; for
-    a model with `layers` layers). budgets: tokens, for specs without one; if there are none, the method's own; method files
-    have theirs, and what retrieves nothing has none. Short contexts are searched too (full_attention_threshold 0) unless the
-    spec says otherwise. Raises the errors of methods and files.
+    specs: names (`all` stands for every one), `name:key=value;key=value`, either with a budget of its own as `spec@512`, or
+    method files (.json, .toml; for a model with `layers` layers). budgets: tokens, for specs without one; if there are none,
+    the method's own; method files have theirs, and what retrieves nothing has none. Short contexts are searched too
+    (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
     """
     found = [Condition(FULL, methods.get(FULL), None)]
-    for given in specs:
+    for given in (one for listed in specs for one in _each(listed)):
         spec, own = _split(given)
         method = _method(spec, layers)
         if method.top_k is None:
@@ -57,7 +59,7 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
             found.append(Condition(spec, method, None))
             continue
         for budget in [own] if own else budgets or [method.top_k]:
-            found.append(Condition(spec, replace(method, top_k=budget), budget))
+            found.append(Condition(spec, _with_budget(spec, method, budget), budget))
     labels = [condition.label for condition in found]
     for label in labels:
         if labels.count(label) > 1:
@@ -68,6 +70,12 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
 def described(found: list[Condition]) -> dict[str, Any]:
     """Label -> class and settings of the method, for a run's configuration."""
     return {c.label: {"method": type(c.method).__name__, **settings_of(c.method)} for c in found}
+
+
+def _each(given: str) -> list[str]:
+    """What a spec stands for: "all@512" is every registered name with that budget; all others are themselves."""
+    end = given[len(ALL) :]
+    return [name + end for name in methods.names()] if given.startswith(ALL) and end[:1] in ("", ":", "@") else [given]
 
 
 def _split(given: str) -> tuple[str, int | None]:
@@ -93,6 +101,13 @@ def _method(spec: str, layers: int | None) -> Method:
             raise ParameterError("--methods", "name:key=value;key=value", spec, "For example pariskv:stage1=product.")
         settings[key.strip().replace("-", "_")] = _value(value)
     return from_settings(name, {"full_attention_threshold": 0} | settings)
+
+
+def _with_budget(spec: str, method: Method, budget: int) -> Method:
+    try:
+        return replace(method, top_k=budget)
+    except ParameterError as error:  # which of many methods was it?
+        raise ParameterError(f"{spec}@{budget}: {error.name}", error.expected, error.got, error.remedy) from None
 
 
 def _value(text: str) -> Any:

@@ -73,19 +73,25 @@ def is_drift(spec: str) -> bool:
     return spec.partition(":")[0] == NAME
 
 
+def given_text(spec: str) -> str:
+    """The file of a spec; raises InputFileError."""
+    file = spec.partition(":")[2]
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputFileError(file, f"cannot be read ({error.strerror})", f"{NAME}:FILE takes a text file in UTF-8.") from None
+    except UnicodeDecodeError as error:
+        raise InputFileError(file, f"is not UTF-8 text (byte {error.start:,})", f"{NAME}:FILE takes a text file.") from None
+
+
 def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.Random) -> tuple[list[int], list[int] | None]:
     """Ids of the prompt, and the ids to decode after it (None: those that full attention chooses).
 
     Without a file the prompt is filler; with one, its first `context` tokens. Raises InputFileError, ParameterError.
     """
-    file = spec.partition(":")[2]
-    if not file:
+    if not spec.partition(":")[2]:
         return raw_prompt(tokenizer, haystack(draw, lambda text: len(plain_ids(tokenizer, text)), context - 1, [])), None
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(file, f"cannot be read as UTF-8 text ({error})") from None
-    ids = raw_prompt(tokenizer, text)
+    ids = raw_prompt(tokenizer, given_text(spec))
     if len(ids) < context + steps:
         remedy = "Lower --context or --steps, or give a longer text."
         raise ParameterError(spec, f"a text of {context + steps:,} tokens or more", f"{len(ids):,} tokens", remedy)
@@ -180,7 +186,7 @@ class _Watched:
         layers = {n: _mean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
         spent: dict[str, float | None] = costs(self.cache)
         if spent["attended_tokens"] is None:  # full attention that was read ahead made no step
-            spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "bytes_fetched": 0.0}
+            spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "estimated_units": 0.0, "bytes_fetched": 0.0}
         return Drift(windows, layers, prompt_tokens, spent)
 
 

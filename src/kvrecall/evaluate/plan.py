@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.conditions import Condition, described
-from kvrecall.evaluate.problems import FORMATS, digest
+from kvrecall.evaluate.problems import FORMATS, problem_text
 from kvrecall.evaluate.runs import Key, Record, Shard, key_of
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 
@@ -54,8 +55,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """For a run's configuration: the fields, and the hashes of the files that are read."""
-        files = {spec: digest(spec) for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN}
+        files = {spec: _digest(spec) for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN}
         return asdict(self) | ({"files": files} if files else {})
+
+
+def _digest(spec: str) -> str:
+    """SHA-256 of the file of a spec: a run must not go on with another file of the same name."""
+    text = drift.given_text(spec) if drift.is_drift(spec) else problem_text(spec)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def configuration(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -70,7 +69,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
     if not colon or not file:
         raise ParameterError(f"task {name}", f"a file of problems, as {name}:FILE.jsonl", spec, "Nothing is downloaded.")
     found = []
-    for number, line in enumerate(_lines(Path(file)), 1):
+    for number, line in enumerate(problem_text(spec).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -79,21 +78,20 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
                 raise ValueError(f"expected a JSON object, got {line[:40]!r}")
             found.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))
         except ValueError as error:
+            # A parser of one line counts lines, too, and always says 1.
+            said = f"{error.msg} (column {error.colno:,})" if isinstance(error, json.JSONDecodeError) else error
             remedy = f"docs/evaluation.md shows a line of {name}."
-            raise InputFileError(file, f"line {number:,}: {error}", remedy) from None
+            raise InputFileError(file, f"line {number:,}: {said}", remedy) from None
     if not found:
         raise InputFileError(file, "holds no problem", "Give one JSON object per line.")
     return found
 
 
-def digest(spec: str) -> str:
-    """SHA-256 of the file of a spec: a run must not go on with another file of the same name."""
-    return hashlib.sha256("\n".join(_lines(Path(spec.partition(":")[2]))).encode()).hexdigest()
-
-
-def _lines(path: Path) -> list[str]:
+def problem_text(spec: str) -> str:
+    """The file of a spec; raises InputFileError."""
+    path = Path(spec.partition(":")[2])
     try:
-        return path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputFileError(path, f"cannot be read ({error.strerror})", "Give a file with one JSON object per line.") from None
     except UnicodeDecodeError as error:

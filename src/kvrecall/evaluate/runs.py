@@ -179,7 +179,8 @@ def _lines(file: Path) -> list[Record]:
             if not isinstance(record, dict) or "task" not in record or "condition" not in record:
                 raise ValueError("it has no task or no condition")
         except ValueError as error:
-            problem = f"line {number:,}: expected the JSON of a sample, got {line[:60]!r} ({error})"
+            said = f"{error.msg}, column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else error
+            problem = f"line {number:,}: expected the JSON of a sample, got {line[:60]!r} ({said})"
             raise InputFileError(file, problem, "Remove that line; its sample will be made again.") from None
         found.append(record)
     return found

@@ -46,8 +46,8 @@ class Suite:
             return
         for spec in self.plan.tasks:
             if spec in self.problems:
-                for number, problem in enumerate(self.problems[spec], 1):
-                    tokens = len(chat_prompt(self.asker.tokenizer, problem.prompt)) + self.plan.max_new_tokens
+                for number, prompt_tokens in enumerate(self._prompt_tokens[spec], 1):
+                    tokens = prompt_tokens + self.plan.max_new_tokens
                     if tokens > limit:
                         raise ContextLengthError(f"{spec}, problem {number}, with --max-new-tokens", limit, tokens)
                 continue
@@ -60,15 +60,36 @@ class Suite:
         """Problems of the sets among the tasks."""
         return {spec: read_problems(spec, self.plan.seed) for spec in self.plan.tasks if spec.partition(":")[0] in FORMATS}
 
+    @cached_property
+    def _prompt_tokens(self) -> dict[str, list[int]]:
+        """Tokens of every problem's prompt, by set."""
+        tokenizer = self.asker.tokenizer
+        return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in listed] for spec, listed in self.problems.items()}
+
     def notes(self) -> list[str]:
-        """What a reader should know before: conditions that are full attention at some context."""
+        """What a reader should know before: conditions that are full attention at some context, once each."""
         found = []
         for condition in self.conditions[1:]:
-            covered = [c for c in self.plan.contexts if condition.covers(c)]
-            if covered and len(self.problems) < len(self.plan.tasks):
-                lengths = ", ".join(f"{c:,}" for c in covered)
-                found.append(f"{condition.label}: covers contexts of {lengths} tokens whole, so it is full attention there")
+            covered = " and ".join(self._covered(condition.covered_tokens))
+            if covered:
+                found.append(f"{condition.label}: covers {covered} whole, so it is full attention there")
         return found
+
+    def _covered(self, most: int) -> Iterator[str]:
+        """What a condition that attends to texts of `most` tokens whole has of the plan whole."""
+        plan = self.plan
+        drifts = [spec for spec in plan.tasks if drift.is_drift(spec)]
+        contexts = [f"{c:,}" for c in plan.contexts if c <= most]
+        if contexts and len(drifts) + len(self.problems) < len(plan.tasks):
+            yield f"contexts of {', '.join(contexts)} tokens"
+        lasting = [f"{c:,} + {plan.steps:,}" for c in plan.contexts if c + plan.steps <= most]
+        if lasting and drifts:
+            yield f"drift of {', '.join(lasting)} tokens"
+        sets = [spec for spec, counts in self._prompt_tokens.items() if max(counts) <= most]
+        if sets:
+            longest = max(max(self._prompt_tokens[spec]) for spec in sets) + plan.max_new_tokens
+            until = f" (with solutions up to {most:,} tokens in all)" if longest > most else ""
+            yield f"the prompts of {', '.join(sets)}{until}"
 
     def jobs(self) -> Iterator[Job]:
         """Every sample, in the order in which they run."""

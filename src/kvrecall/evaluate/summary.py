@@ -17,7 +17,8 @@ class Row:
 
     samples: independent ones (problems, not attempts). score: mean in [0, 1]; low, high: 95% interval, of the kind `interval`
     ("wilson", "bootstrap", "" for one sample). difference: score minus full attention's on the same samples, None without it.
-    attended_tokens: per KV head and step. decode_ms: per generated token. Both None where no step was made or timed.
+    attended_tokens, estimated_units: per KV head and step; the latter are groups of tokens whose attention was estimated beside
+    them. decode_ms: per generated token. All None where no step was made, counted or timed.
     pass_at_k: for sets of problems, by k.
     """
 
@@ -33,12 +34,25 @@ class Row:
     interval: str
     difference: float | None
     attended_tokens: float | None
+    estimated_units: float | None
     decode_ms: float | None
     pass_at_k: dict[int, float]
+
+    @property
+    def attended(self) -> str:
+        """See `attended_text`."""
+        return attended_text(self.attended_tokens, self.estimated_units)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, rounded to 4 decimals."""
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+def attended_text(tokens: float | None, estimated: float | None) -> str:
+    """What was attended, as tables show it: "847", or "847 + 512" where rows stood for groups of other tokens; "–" for None."""
+    if tokens is None:
+        return "–"
+    return f"{tokens:,.0f}" + (f" + {estimated:,.0f}" if round(estimated or 0) else "")
 
 
 def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
@@ -64,7 +78,6 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
     attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
     found = interval([_mean(scores) for scores in attempts])
     both = [(r["score"], full[_sample(r)]) for r in members if _sample(r) in full]
-    attended = [r["attended_tokens"] for r in members if r["attended_tokens"] is not None]
     most = min(map(len, attempts))
     passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
     timed = [r for r in members if r.get("seconds") and r["new_tokens"] > 1]
@@ -74,7 +87,8 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
     return Row(
         first["task"], first.get("context"), first["condition"], first["method"], first["budget"], len(attempts),
         *found, _mean([own - other for own, other in both]) if both else None,
-        _mean(attended) if attended else None, 1e3 * seconds / steps if steps > 0 else None, passes,
+        _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
+        1e3 * seconds / steps if steps > 0 else None, passes,
     )  # fmt: skip
 
 
@@ -122,6 +136,12 @@ def _sample(record: Record) -> tuple[Any, ...]:
 def _powers(most: int) -> list[int]:
     """1, 2, 4, … and the number of attempts itself."""
     return sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+
+
+def _mean_of(records: list[Record], name: str) -> float | None:
+    """Of those that have it: older records lack some."""
+    values = [r[name] for r in records if r.get(name) is not None]
+    return _mean(values) if values else None
 
 
 def _mean(values: list[float]) -> float:

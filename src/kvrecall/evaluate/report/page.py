@@ -39,7 +39,7 @@ def write_page(folder: Path, out: Path) -> dict[str, Any]:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(template).render(
         config=config, columns=columns, matrix=matrix, sections=sections, samples=len(records), resamples=RESAMPLES,
-        kinds={row.interval for row in rows},
+        kinds={row.interval for row in rows}, estimated=any(row.estimated_units for row in rows),
     )  # fmt: skip
     out.write_text(page, encoding="utf-8")
     return {"rows": len(rows), "plots": page.count("<svg"), "samples": len(records), "bytes": len(page.encode())}
