@@ -11,9 +11,8 @@ a  stage I by two bits per coordinate, not one.             d  as many rows as r
 b  rerank by more than four bits, or by the keys.           e  one budget divided between layers, heads and steps.
 c  rerank in several groups of query heads.                 f  beta against coarse recall, at two lengths.
 
-Means over layers, steps and heads. beta is the share of the zone that is reranked, but never less than top_k tokens (the method
-itself never takes less than four times top_k). bytes_per_token: of the index, per KV head. Truth: a head's own top_k. For `d`
-and `e` top_k is the mean number of rows, and "recall" says nothing.
+Means over layers, steps and heads. beta: share of the zone that is reranked, never less than top_k tokens (the method itself
+takes four times top_k at least). bytes_per_token: of the index, per KV head. For `d` and `e` top_k is the mean number of rows.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ PAGE = 64
 _DEPTH = 4000
 """Rows of a head that a division of the budget may give it, at most."""
 NAN = float("nan")
-Row = tuple[str, str, float, float, float]
-"""question, variant, beta, top_k, bytes_per_token"""
+Row = tuple[str, str, float, float, float]  # question, variant, beta, top_k, bytes_per_token
 
 
 def candidates(coarse: Tensor, beta: float, group: bool) -> Tensor:
@@ -76,11 +74,10 @@ def flags(ids: Tensor, tokens: int) -> Tensor:
 def measured(scene: Scene, found: Tensor, chosen: Tensor, union: bool = False) -> tuple[float, float, float]:
     """Coarse recall, recall and mass of candidates and chosen ids `[T, H, 1 or G, ·]`."""
     count, shares = scene.logits.shape[-1], scene.shares
-    truth = scene.logits.topk(TOP_K, -1).indices
     seen, attended = (flags(ids, count) for ids in (found, chosen))
     if union:
         attended = attended.any(2, keepdim=True)
-    coarse, recall = (x.expand_as(shares).gather(-1, truth).double().mean().item() for x in (seen, attended))
+    coarse, recall = (x.expand_as(shares).gather(-1, scene.truth).double().mean().item() for x in (seen, attended))
     return coarse, recall, ((shares * attended).sum(-1) + 1 - shares.sum(-1)).mean().item()
 
 
@@ -95,10 +92,14 @@ def divided(gains: Tensor, budget: int) -> Tensor:
     return torch.bincount(best // gains.shape[1], minlength=len(gains))
 
 
-def all_modes(scene: Scene, coarse: Tensor, estimates: Tensor, beta: float) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """Both stages for every way in which heads share a search."""
-    for group in (True, False):
-        found = candidates(coarse, beta, group)
+def all_candidates(coarse: Tensor, beta: float) -> dict[bool, Tensor]:
+    """By whether they are a group's."""
+    return {group: candidates(coarse, beta, group) for group in (True, False)}
+
+
+def all_modes(scene: Scene, seen: dict[bool, Tensor], estimates: Tensor) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """What is chosen of candidates, for every way in which heads share a search."""
+    for group, found in seen.items():
         scores = ranking(estimates, found, "mean_softmax" if group else "per_head", scene.scaling)
         chosen = found.gather(-1, top_k_positions(scores, TOP_K))
         for name in ("group",) if group else ("per_head", "each head"):
@@ -123,32 +124,32 @@ def stages(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
     twos["keys"] = (scene.products(scene.keys), 12, -dim // 8)
     for beta in BETAS:
         for name, (coarse, more) in ones.items():
-            for mode, values in all_modes(scene, coarse, now, beta):
+            for mode, values in all_modes(scene, all_candidates(coarse, beta), now):
                 yield ("a", f"{mode}: {name}", beta, TOP_K, size + more), values
+        seen = all_candidates(plain, beta)
         for name, (estimates, bits, more) in twos.items():
-            for mode, values in all_modes(scene, plain, estimates, beta):
+            for mode, values in all_modes(scene, seen, estimates):
                 yield ("b", f"{mode}: {name}", beta, TOP_K, size + bits * dim // 8 + more), values
-        yield from groups(scene, plain, now, beta, size)
+        yield from groups(scene, seen, now, beta, size)
 
 
 def groups(
-    scene: Scene, coarse: Tensor, estimates: Tensor, beta: float, size: float
+    scene: Scene, seen: dict[bool, Tensor], estimates: Tensor, beta: float, size: float
 ) -> Iterator[tuple[Row, tuple[float, float, float]]]:
     """Question c: always 100 rows per KV head."""
-    heads = coarse.shape[2]
-    shared = candidates(coarse, beta, group=True)
-    own = candidates(coarse, beta, group=False)
-    union = flags(own, coarse.shape[-1]).any(2, keepdim=True)
-    for where, allowed in (("", flags(shared, coarse.shape[-1])), (", each head's candidates", union)):
-        picked = estimates.masked_fill(~allowed, -torch.inf)
-        seen = shared if not where else own
-        scores = {"one group": reduce_scores(picked, "mean_softmax", scene.scaling).unsqueeze(2)}
-        scores["largest share"] = reduce_scores(picked, "max_softmax", scene.scaling).unsqueeze(2)
+    heads = estimates.shape[2]
+    for group, where in ((True, ""), (False, ", each head's candidates")):
+        allowed = flags(seen[group], estimates.shape[-1]).any(2, keepdim=True)
+        ids = top_k_positions(allowed.int(), int(allowed.sum(-1).max()))  # padded with tokens that are not allowed
+        picked = estimates.masked_fill(~allowed, -torch.inf).gather(-1, ids.expand(-1, -1, heads, -1))
+        ways = {"one group": "mean_softmax", "largest share": "max_softmax"}
+        scores = {name: reduce_scores(picked, mode, scene.scaling).unsqueeze(2) for name, mode in ways.items()}
         for parts in (2, 3, heads):
             cuts = [slice(heads * i // parts, heads * (i + 1) // parts) for i in range(parts)]
             scores[f"{parts if parts < heads else 'all'} groups"] = merged(picked, cuts, scene.scaling)
         for name, score in scores.items():
-            yield ("c", name + where, beta, TOP_K, size), measured(scene, seen, top_k_positions(score, TOP_K))
+            chosen = ids.gather(-1, top_k_positions(score, TOP_K))
+            yield ("c", name + where, beta, TOP_K, size), measured(scene, seen[group], chosen)
 
 
 def rest_estimates(scene: Scene, coarse: Tensor, seen: Tensor, logits: Tensor) -> dict[str, Tensor]:
@@ -244,7 +245,7 @@ def ratios(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
     coarse, estimates = scene.one_bit(), scene.products(decode(scene.codes))
     size = SphereIndex.nbytes_per_token(scene.keys.shape[-1], torch.uint8, True)
     for beta in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1):
-        for mode, values in all_modes(scene, coarse, estimates, beta):
+        for mode, values in all_modes(scene, all_candidates(coarse, beta), estimates):
             if mode != "per_head":
                 yield ("f", mode, beta, TOP_K, size), values
 
@@ -257,9 +258,8 @@ def rows(trace: Trace, questions: str) -> Iterator[dict[str, object]]:
     made: dict[tuple[int, Row], list[tuple[float, ...]]] = defaultdict(list)
     notes: list[tuple] = []
     for number, scene in scenes.items():
-        if set("abc") & set(questions):
-            for key, values in stages(scene):
-                made[trace.info.prompt_tokens, key].append(values)
+        for key, values in stages(scene) if set("abc") & set(questions) else ():
+            made[trace.info.prompt_tokens, key].append(values)
         if "f" in questions:
             short = halved(trace)
             for tokens, one in ((trace.info.prompt_tokens, scene), (short.info.prompt_tokens, Scene.of(short, number))):

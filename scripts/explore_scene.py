@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,15 +57,20 @@ class Scene:
         shifts = torch.einsum("thgd,hd->thg", grouped, centre)
         return Scene(keys, turned, shifts, index.codes(0), logits[..., own], resident.logsumexp(-1), info.scaling)
 
-    @property
+    @cached_property
     def total(self) -> Tensor:
         """fp32 `[T, H, G]`: log-sum-exp of all logits."""
         return torch.logaddexp(self.rest, self.logits.logsumexp(-1))
 
-    @property
+    @cached_property
     def shares(self) -> Tensor:
         """fp64 `[T, H, G, n]`: of the whole attention."""
         return (self.logits - self.total.unsqueeze(-1)).double().exp()
+
+    @cached_property
+    def truth(self) -> Tensor:
+        """int64 `[T, H, G, TOP_K]`: a head's own best."""
+        return self.logits.topk(TOP_K, -1).indices
 
     def products(self, keys: Tensor, queries: Tensor | None = None) -> Tensor:
         """`[T, H, G, n]` of keys `[H, n, D]` that stand for the zone's."""

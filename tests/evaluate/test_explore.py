@@ -22,7 +22,7 @@ from tests.strategies import gaussian
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     """Two layers, two KV heads, two query heads on each; queries of which some tokens are the answer."""
-    steps, tokens, layers = 4, 3000, {}
+    steps, tokens, layers = 2, 2720, {}
     spread = torch.linspace(0.3, 2, 64)
     for number in (0, 1):
         keys = gaussian(number, 2, tokens + steps, 64) * spread
@@ -97,8 +97,8 @@ def test_shares_divisions_and_lengths(trace: Trace) -> None:
     for mode in ("group", "each head"):
         ways = [mass[f"{mode}: {way}, as known afterwards"] for way in ("the same", "by layer", "by head", "by step and head")]
         assert ways == sorted(ways)  # type: ignore[type-var]
-    assert {x["tokens"] for x in found if x["question"] == "f"} == {3000, 1500}
-    coarse = [x["coarse_recall"] for x in found if x["question"] == "f" and x["variant"] == "group" and x["tokens"] == 3000]
+    assert {x["tokens"] for x in found if x["question"] == "f"} == {2720, 1360}
+    coarse = [x["coarse_recall"] for x in found if x["question"] == "f" and x["variant"] == "group" and x["tokens"] == 2720]
     assert len(coarse) == 6 and coarse == sorted(coarse)  # type: ignore[type-var]
     truth = [x for x in found if "top-p, p 0.9, others by the truth" in str(x["variant"])]
     assert truth and all(x["note"] for x in truth)
@@ -106,6 +106,6 @@ def test_shares_divisions_and_lengths(trace: Trace) -> None:
 
 def test_half_a_trace_is_asked_by_what_comes_next(trace: Trace) -> None:
     half = halved(trace)
-    assert half.info.prompt_tokens == 1500 and half.layers[0].keys.shape[1] == 1504
-    assert torch.equal(half.layers[1].queries[2], trace.layers[1].prompt_queries[:, 1502])
-    assert torch.equal(half.layers[1].prompt_queries, trace.layers[1].prompt_queries[:, :1500])
+    assert half.info.prompt_tokens == 1360 and half.layers[0].keys.shape[1] == 1362
+    assert torch.equal(half.layers[1].queries[1], trace.layers[1].prompt_queries[:, 1361])
+    assert torch.equal(half.layers[1].prompt_queries, trace.layers[1].prompt_queries[:, :1360])
