@@ -144,6 +144,9 @@ def groups(
         picked = estimates.masked_fill(~allowed, -torch.inf).gather(-1, ids.expand(-1, -1, heads, -1))
         ways = {"one group": "mean_softmax", "largest share": "max_softmax"}
         scores = {name: reduce_scores(picked, mode, scene.scaling).unsqueeze(2) for name, mode in ways.items()}
+        logits = (picked + scene.shifts.unsqueeze(-1)) * scene.scaling
+        total = torch.logaddexp(scene.rest, logits.logsumexp(-1))  # with what is resident
+        scores["one group, shares of all"] = (logits - total.unsqueeze(-1)).exp().mean(2, keepdim=True)
         for parts in (2, 3, heads):
             cuts = [slice(heads * i // parts, heads * (i + 1) // parts) for i in range(parts)]
             scores[f"{parts if parts < heads else 'all'} groups"] = merged(picked, cuts, scene.scaling)
@@ -159,10 +162,9 @@ def rest_estimates(scene: Scene, coarse: Tensor, seen: Tensor, logits: Tensor) -
     candidates' logits by their scores of stage I, and what they stray from it: a sum over the histogram of the others' scores.
     """
     seen, x = seen.expand_as(logits), coarse.float()
-    count = seen.sum(-1, keepdim=True)
 
     def mean(values: Tensor) -> Tensor:
-        return torch.where(seen, values, 0.0).sum(-1, keepdim=True) / count
+        return torch.where(seen, values, 0.0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)
 
     dx, dy = x - mean(x), logits - mean(logits)
     slope = mean(dx * dy) / mean(dx * dx).clamp_min(1e-9)
@@ -291,9 +293,7 @@ def main() -> None:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for path in given.traces:
-            for row in rows(Trace.load(path), given.questions):
-                writer.writerow(row)
-            file.flush()
+            writer.writerows(rows(Trace.load(path), given.questions))
 
 
 if __name__ == "__main__":
