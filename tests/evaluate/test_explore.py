@@ -52,8 +52,8 @@ def test_four_bits_are_the_codes_of_the_library(dtype: torch.dtype) -> None:
 
 def test_more_bits_stray_less() -> None:
     keys = gaussian(2, 1, 200, 64) / 8
-    errors = [(reranked(keys, bits, torch.bfloat16) - keys).norm().item() for bits in (3, 4, 5, 6, 8)]
-    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 10
+    errors = [(reranked(keys, bits, torch.bfloat16) - keys).norm().item() for bits in (2, 3, 4, 5)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 4
 
 
 def test_least_k_is_the_least_that_reaches_the_share() -> None:
