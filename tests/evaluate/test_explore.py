@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from scripts import explore
-from scripts.explore_scene import few_bits, halved, reranked
+from scripts.explore_output import Outputs, weighed
+from scripts.explore_scene import Scene, few_bits, halved, reranked
 
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
@@ -109,3 +111,31 @@ def test_half_a_trace_is_asked_by_what_comes_next(trace: Trace) -> None:
     assert half.info.prompt_tokens == 1360 and half.layers[0].keys.shape[1] == 1362
     assert torch.equal(half.layers[1].queries[1], trace.layers[1].prompt_queries[:, 1361])
     assert torch.equal(half.layers[1].prompt_queries, trace.layers[1].prompt_queries[:, :1360])
+
+
+@torch.inference_mode()
+def test_an_output_of_everything_is_the_true_one(trace: Trace) -> None:
+    scene, layer = Scene.of(trace, 0), trace.layers[0]
+    outputs = Outputs(scene, layer)
+    steps, heads, _, count = scene.logits.shape
+    everything = torch.arange(count).expand(steps, heads, -1)
+    mass, *errors = outputs.measured(everything)
+    assert abs(mass - 1) < 1e-5 and max(errors) < 1e-5
+    mass, plain, completed, worst = outputs.measured(everything[..., : count // 2])
+    assert mass < 0.99 and 0 < completed < plain <= worst
+    keys, values = layer.keys.float(), layer.values.float()
+    last = layer.queries[-1].unflatten(0, (2, 2))
+    true = torch.softmax(torch.einsum("hgd,hnd->hgn", last, keys) * 0.2, -1) @ values
+    torch.testing.assert_close(outputs.true[-1], true, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_head_that_looks_elsewhere_counts_less(trace: Trace) -> None:
+    scene = Scene.of(trace, 0)
+    busy = replace(scene, rest=scene.rest + torch.tensor([0.0, 30.0]))  # the second head of each group
+    picked = scene.products(decode(scene.codes))[..., :200]
+    found, alone = weighed(busy, picked), (picked[:, :, 0] * scene.scaling).softmax(-1)
+    assert torch.equal(found["as it is"], weighed(scene, picked)["as it is"])
+    ranks = [found[name].argsort(-1, descending=True)[..., :20] for name in ("shares of all", "as it is")]
+    hits = [(alone.gather(-1, rank)).sum(-1).mean() for rank in ranks]
+    assert hits[0] > hits[1]
