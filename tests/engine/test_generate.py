@@ -153,3 +153,14 @@ def test_an_interrupted_answer_leaves_a_cache_to_ask_again(family: str) -> None:
         cache.reset()
     again = engine.generate(model, None, ids, cache, max_new_tokens=12)
     assert torch.equal(again.sequences, run(model, DynamicCache(config=model.config), prompt(1), new_tokens=12))
+
+
+def test_a_method_gets_a_cache_of_its_own() -> None:
+    model, prompt = tiny("llama"), torch.randint(5, 90, (2, 60), generator=torch.Generator().manual_seed(9))
+    method = kvrecall.ParisKV(top_k=4, sink_tokens=2, local_tokens=8, update_interval=4, full_attention_threshold=0)
+    cache = kvrecall.RetrievalCache(model.config, method)
+    expected = engine.generate(model, None, prompt, cache, max_new_tokens=9)
+    made = engine.generate(model, None, prompt, method, max_new_tokens=9)
+    assert made.new_tokens == expected.new_tokens and expected.cache is cache
+    assert made.cache.method == method and made.cache is not cache
+    assert made.cache.stats().total.counters.steps == cache.stats().total.counters.steps > 0

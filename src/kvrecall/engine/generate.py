@@ -22,24 +22,27 @@ from transformers import (
 from kvrecall.engine.prefill import Progress, check_prompt, prefill
 from kvrecall.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.integrations.transformers import RetrievalCache, attach
+from kvrecall.methods.base import Method
 
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """sequences: prompt and answer, `[B, T]`. new_tokens: the answer's ids per sequence, without padding after the end."""
+    """sequences: prompt and answer, `[B, T]`. new_tokens: the answer's ids per sequence, without padding after the end. cache:
+    the one that was given, or was made for the method that was given."""
 
     sequences: Tensor
     new_tokens: list[list[int]]
     texts: list[str] | None
     prefill_seconds: float
     decode_seconds: float
+    cache: RetrievalCache
 
 
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     input_ids: Tensor,
-    cache: RetrievalCache,
+    cache: RetrievalCache | Method,
     *,
     max_new_tokens: int,
     chunk_tokens: int = 1024,
@@ -54,7 +57,7 @@ def generate(
     capture: bool | None = None,
     compiled: bool = False,
 ) -> GenerateResult:
-    """Answers the whole prompt `[B, T]`; only what the cache does not hold yet is computed.
+    """Answers the whole prompt `[B, T]`; only what the cache does not hold yet is computed. A method gets a cache of its own.
 
     temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch 1, needs a tokenizer); on_token gets
     the number of answer tokens so far. capture: replay a CUDA graph per step (`engine.captured`); None: where that is possible,
@@ -64,6 +67,8 @@ def generate(
     the model's context.
     """
     _check(model, input_ids, max_new_tokens, chunk_tokens, attention_mask, temperature, top_p)
+    if isinstance(cache, Method):
+        cache = RetrievalCache(model.config, cache)
     if compiled and capture is False:
         raise ParameterError("compiled", "False with capture=False", compiled, "Only captured steps run compiled modules.")
     if on_text is not None and (tokenizer is None or input_ids.shape[0] != 1):
@@ -104,7 +109,7 @@ def generate(
     first = ticker.first or end
     new = _answers(sequences[:, prompt:], config)
     texts = None if tokenizer is None else [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
-    return GenerateResult(sequences, new, texts, first - start, end - first)
+    return GenerateResult(sequences, new, texts, first - start, end - first, cache)
 
 
 def _capturing(

@@ -190,6 +190,22 @@ class SphereIndex(Index):
             )
         return chosen
 
+    def renewed(self, sequence: int) -> SphereIndex:
+        """An index of one sequence that is to be fitted anew, as large as this one and without codes. The GPU is not waited
+        for, as it is by `select`, which tells it the sequences."""
+        chosen = copy(self)
+        for name in ("_signs", "_magnitudes", "_weights", "_norms"):
+            table: TokenTable | None = getattr(self, name)
+            if table is not None:
+                setattr(chosen, name, TokenTable.like(table, 1))
+        chosen.maps = self.maps.renewed(sequence)
+        chosen._waiting, chosen._sources = [0], ()
+        chosen._excluded = [None]
+        chosen._gpu = chosen._planned = chosen._flags = None
+        with lasting_tensors():
+            chosen._counts, chosen._zero_norms = (torch.zeros_like(x[:1]) for x in (self._counts, self._zero_norms))
+        return chosen
+
     def replace(self, sequence: int, other: SphereIndex) -> None:
         """Takes over codes and maps of the only sequence of `other`, at the addresses that a captured graph knows."""
         tokens = other._signs.lengths[0]

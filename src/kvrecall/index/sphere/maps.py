@@ -129,6 +129,18 @@ class Maps:
                 self._asked[sequence] = None
         self.tokens[sequence] = min(self.tokens[sequence], tokens)
 
+    def renewed(self, sequence: int) -> Maps:
+        """Maps of one sequence, which are to be fitted to keys that are shown anew and to the queries that this one knows."""
+        chosen = copy(self)
+        with lasting_tensors():
+            if self.centres is not None:
+                chosen.centres = self.centres[sequence : sequence + 1].clone()
+            if self._balance:
+                chosen.keys, chosen.queries = (x[sequence : sequence + 1].clone() for x in (self.keys, self.queries))
+        chosen.fitted, chosen.tokens = [False], [0]
+        chosen._moments, chosen._asked = [Moments(self._balance)], [self._asked[sequence]]
+        return chosen
+
     def replace(self, sequence: int, other: Maps) -> None:
         """Takes over what the only sequence of `other` knows, where this one's lies."""
         if self.centres is not None and other.centres is not None:
