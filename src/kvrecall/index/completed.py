@@ -109,9 +109,8 @@ class CompletedIndex(IndexAround):
         excluded = self._excluded[sequence]
         attended = ids if excluded is None else torch.cat([ids, excluded.to(ids.device)], 1)
         left = torch.full((ids.shape[0], width + 1), float(self.page_tokens), device=ids.device)
-        page = torch.where(attended < 0, width, attended.long() // self.page_tokens).clamp_max(
-            width
-        )  # the last place is for none
+        page = torch.where(attended < 0, width, attended.long() // self.page_tokens)
+        page = page.clamp_max(width)  # the last place is for none
         left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=ids.device))
         return left[:, :width].log()
 

@@ -89,7 +89,7 @@ class CapturedLayer(CapturedState):
             self._encode_buffer(i)
         self._outgrown: set[int] = set()
         """Sequences whose codes are being made anew, or were when it failed."""
-        self._renewal: tuple[int, Renewal] | None = None
+        self._renewal: Renewal | None = None
         config = index.config
         self._trigger = DeviceTrigger(state, heads if state.method.trigger_config().name == "speculative" else 1)
         # Where each KV head may search again, it is a sequence of its own.
@@ -187,11 +187,10 @@ class CapturedLayer(CapturedState):
 
     def _code_anew(self, most: int) -> int:
         """Reads up to `most` tokens for one of the sequences; returns how many are left when it has its new codes."""
-        b, renewal = self._renewal or (min(self._outgrown), None)
+        b = self._renewal.sequence if self._renewal else min(self._outgrown)
         tokens = self._plan_of_all.zones[b].retrieval
         with self._stored(b, tokens):
-            renewal = renewal or Renewal(self._index, b, self.state.store.host[b], tokens)
-            self._renewal = b, renewal
+            renewal = self._renewal = self._renewal or Renewal(self._index, b, self.state.store.host[b], tokens)
             left = renewal.advance(tokens, most)
         if renewal.done:
             self._index.replace(b, renewal.index)
@@ -216,6 +215,7 @@ class CapturedLayer(CapturedState):
     def finish(self) -> None:
         """Gives the state back as if the steps had been made uncaptured: sequences that are to be fitted anew wait for it."""
         state, index, plan = self.state, self._index, self._plan_of_all
+        self._renewal = None
         index._counts.copy_(self._first_counts)
         ids, counts = self._found()
         for b, zones in enumerate(plan.zones):

@@ -16,8 +16,8 @@ class Renewal:
 
     def __init__(self, index: SphereIndex, sequence: int, source: RowSource, tokens: int) -> None:
         """tokens: length of the zone now. source: its rows, of which as many are real while `advance` runs as it is told."""
-        self.index = index.renewed(sequence)
-        """New maps, and the codes so far, of its only sequence."""
+        self.sequence, self.index = sequence, index.renewed(sequence)
+        """Which one it is, and an index of that one alone: its new maps, and the codes so far."""
         self._source, self._device = source, index.maps.rotation.device
         self._first, self._read = tokens, 0
         self.done = False

@@ -85,7 +85,7 @@ def geometric_mean(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     half = bound.sqrt()[..., None, None]
     y, z = first / half, second / half
     eye = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
-    # Into the same four places again and again: on a GPU the host's part of so small a product is longer than the product.
+    # Into the same places again and again: on a GPU the host's part of so small a product is longer than the product.
     step, next_y, next_z = (torch.empty_like(y) for _ in range(3))
     for a, b in _STEPS:
         torch.baddbmm(eye, z, y, beta=a, alpha=-b, out=step)
