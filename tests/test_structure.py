@@ -12,7 +12,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMON = {"structs", "errors", "numeric", "small_floats", "parts", "launch", "overlap", "host_keys", "host_keys_kernel"}
+COMMON = {
+    "structs",
+    "errors",
+    "numeric",
+    "small_floats",
+    "parts",
+    "launch",
+    "overlap",
+    "host_keys",
+    "host_keys_kernel",
+    "rows_ahead",
+}
 STAGES = {
     "cache": set(),
     "index": {"select"},  # the GQA reduction and the deterministic top-k are part of every search

@@ -69,10 +69,10 @@ class Counters:
         self._stats.bytes_saved += reused * self._row_bytes
         self._fetched(read)
 
-    def sent(self, rows: Tensor) -> None:
+    def sent(self, *rows: Tensor) -> None:
         """Rows of the host that a GPU was given as they lie."""
-        if rows.device.type != self._device.type:
-            self._stats.bytes_to_device += rows.numel() * rows.element_size()
+        if self._device.type != "cpu":
+            self._stats.bytes_to_device += sum(block.nbytes for block in rows)
 
     def offloaded(self, rows: Tensor) -> None:
         """Rows that left a GPU for the host."""

@@ -5,13 +5,15 @@ K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> mer
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
 from kvrecall.cache.transfer import bring
 from kvrecall.layer_state import LayerState
-from kvrecall.merge import merge, sink_logits
+from kvrecall.merge import merge, merge_in_turn, sink_logits
 from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
 
 
@@ -31,9 +33,7 @@ def prefill_layer(
         if not q.shape[1]:
             continue
         with layer.clock("prefill"):
-            parts = [attend_causal(q, k, v, params.scaling, params.softcap)]
-            parts += attend_stored(layer, b, q, params, parts[0])
-            merged = merge(parts)
+            merged = _attend_chunk(layer, b, q, k, v, params)
             out[b][:, real] = merged.out[0].to(out.dtype)
         with layer.clock("update"):
             moved = layer.store.append_chunk(b, k, v)
@@ -74,20 +74,20 @@ def decode_step(
     return merged.out.to(queries.dtype)
 
 
-def attend_stored(layer: LayerState, b: int, queries: Tensor, params: AttentionParams, like: Partial) -> list[Partial]:
-    """Attention of queries `[H_q, T, D]` over everything stored of sequence b, one Partial per block, plus learned sinks."""
-    parts = [_attend_block(layer, block, queries, params) for block in layer.store.blocks(b, True) if block.shape[1]]
-    return parts if params.sink_logits is None else [*parts, sink_logits(params.sink_logits, like)]
+def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:
+    """Attention of a chunk `[H, T, D]` to itself, to everything stored of sequence b, and to learned sinks."""
+    layer.counters.sent(*layer.store.host[b].blocks(on_device=True))
+    with layer.store.passing(b, lambda rows: attend_block(q, rows, params.scaling, params.softcap)) as past:
+        own = attend_causal(q, k, v, params.scaling, params.softcap)
+        sinks = [] if params.sink_logits is None else [sink_logits(params.sink_logits, own)]
+        return merge_in_turn(chain([own], past, sinks))
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
     with layer.clock("attend"):
-        return [_attend_block(layer, block, queries, params) for block in layer.store.host[b].blocks(on_device=True)]
-
-
-def _attend_block(layer: LayerState, block: Tensor, queries: Tensor, params: AttentionParams) -> Partial:
-    layer.counters.sent(block)
-    return attend_block(queries, bring(block, queries.device), params.scaling, params.softcap)
+        blocks = list(layer.store.host[b].blocks(on_device=True))
+        layer.counters.sent(*blocks)
+        return [attend_block(queries, bring(block, queries.device), params.scaling, params.softcap) for block in blocks]
 
 
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.index.base import LayerShape
-from kvrecall.structs import AttentionParams, HostRows, Rows
+from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
 from tests.layers import DIM, ZONES, state, tokens
 
 triton: Any = pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -186,6 +186,16 @@ def test_attention_to_rows_of_the_device_and_of_the_host(
     attend_rows(queries, HostRows(ids, table, dtype), 0.1, softcap)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {"rows_kernel", "host_rows_kernel", "merge_lse_kernel"}
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.merge.cuda import take_in
+
+    take_in(*(Partial(torch.zeros(1, 8, 300, dim), torch.zeros(1, 8, 300)) for _ in range(2)))
+    assert {kernel.__name__ for kernel, *_ in launches.values()} == {"take_in_kernel"}
     compile_all(launches, capability)
 
 

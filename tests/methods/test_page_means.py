@@ -77,14 +77,14 @@ def assert_means(state: LayerState, sequence: int = 0) -> None:
 def host_reads() -> Iterator[list[tuple[int, int]]]:
     """What is read from the host inside, as (first token, token behind the last)."""
     found: list[tuple[int, int]] = []
-    read = completed.keys_ahead
+    read = completed.pieces_ahead
 
     def watched(source: Any, start: int, stop: int, *rest: Any) -> Any:
         found.append((start, stop))
         return read(source, start, stop, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completed, "keys_ahead", watched)
+        patch.setattr(completed, "pieces_ahead", watched)
         yield found
 
 

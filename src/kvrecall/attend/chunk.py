@@ -1,6 +1,6 @@
-"""Attention of many queries: torch's flash kernels where they give the log-sum-exp, fp32 torch where they do not apply.
+"""Attention of many queries: cuDNN's or torch's flash kernels, which give the log-sum-exp, fp32 torch where they do not apply.
 
-The query heads of a group are folded into the query dimension, so no KV head is copied and each is read once.
+No KV head of a block is copied: cuDNN knows groups, for flash the query heads of one are folded into the query dimension.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.attend import cudnn
 from kvrecall.attend.reference import softmax_rows
 from kvrecall.structs import Partial
 
@@ -28,8 +29,11 @@ def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float 
         return Partial.empty_like(queries.unsqueeze(0))
     if softcap or not _has_flash(queries):
         return _math(queries, block[:, :, 0], block[:, :, 1], scaling, softcap, causal=False)
+    keys, values = block[None, :, :, 0], block[None, :, :, 1]
+    if cudnn.is_faster(queries, block.shape[1]):
+        return cudnn.attend(queries.unsqueeze(0), keys, values, scaling, causal=False)
     folded = queries.reshape(1, kv_heads, heads // kv_heads * count, dim)
-    out, lse = _flash(folded, block[None, :, :, 0], block[None, :, :, 1], scaling, causal=False)
+    out, lse = _flash(folded, keys, values, scaling, causal=False)
     return Partial(out.float().reshape(1, heads, count, dim), lse.float().reshape(1, heads, count))
 
 
@@ -37,6 +41,8 @@ def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scaling: float,
     """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`."""
     if softcap or not _has_flash(queries):
         return _math(queries, keys, values, scaling, softcap, causal=True)
+    if cudnn.is_faster(queries, keys.shape[1]):
+        return cudnn.attend(queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scaling, causal=True)
     group = queries.shape[0] // keys.shape[0]
     keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (keys, values))
     out, lse = _flash(queries.unsqueeze(0), keys, values, scaling, causal=True)

@@ -41,8 +41,14 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     with lasting_tensors():
         tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
     if pin:
+        _fault_in(tensor)
         _register(tensor, pages)
     return tensor
+
+
+def _fault_in(tensor: Tensor) -> None:
+    """Has the system give the pages now, for all cores at a time; registering them would ask for one after another."""
+    tensor.view(torch.uint8).view(-1)[:: mmap.PAGESIZE].zero_()
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

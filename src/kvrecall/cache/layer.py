@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +15,14 @@ from kvrecall.cache.device_pool import DevicePool
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
+from kvrecall.rows_ahead import pieces_ahead
 from kvrecall.structs import Rows
+
+Taken = TypeVar("Taken")
+
+_PIECE_BYTES = 64 << 20
+"""Of rows that a GPU is brought at a time: few enough for a small GPU, and enough that an attention to them takes longer than
+the launches and the merge behind it."""
 
 
 class LayerStore:
@@ -107,6 +117,23 @@ class LayerStore:
         yield self.resident.view(sequence)[:, :sink]
         yield from self.host[sequence].blocks(on_device=on_device)
         yield self.resident.view(sequence, sink)
+
+    @contextmanager
+    def passing(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
+        """What `take` makes of all stored rows of one sequence, in blocks `[H_kv, n, 2, D]` on the device, in any order.
+
+        On a GPU the host's rows come piece by piece into places that others need again, and are on their way from the moment
+        the context is entered; `take` must leave all that reads them to the current stream.
+        """
+        near, host = self.resident.view(sequence), self.host[sequence]
+        first = (take(rows) for rows in (near,) if rows.shape[1])
+        if near.device.type != "cuda" or not host.length:
+            yield chain(first, map(take, host.blocks()))
+            return
+        heads, _, _, dim = near.shape
+        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))
+        with pieces_ahead(host, 0, host.length, tokens, near.device, take) as pieces:
+            yield chain(first, pieces)
 
     def resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
         """Keys `[H_kv, n, D]` of sink and window of one sequence, each with the position of its first."""

@@ -23,7 +23,7 @@ def answer(
     cache: Any,
     *,
     max_new_tokens: int,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     temperature: float = 0.0,
     seed: int | None = None,
     quiet: bool = False,

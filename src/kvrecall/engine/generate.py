@@ -19,7 +19,7 @@ from transformers import (
     TextStreamer,
 )
 
-from kvrecall.engine.prefill import Progress, check_prompt, prefill
+from kvrecall.engine.prefill import Progress, check_prompt, chunk_size, prefill
 from kvrecall.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.methods.base import Method
@@ -45,7 +45,7 @@ def generate(
     cache: RetrievalCache | Method,
     *,
     max_new_tokens: int,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     attention_mask: Tensor | None = None,
     on_prefill: Progress | None = None,
     on_text: Callable[[str], None] | None = None,
@@ -59,13 +59,15 @@ def generate(
 ) -> GenerateResult:
     """Answers the whole prompt `[B, T]`; only what the cache does not hold yet is computed. A method gets a cache of its own.
 
-    temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch 1, needs a tokenizer); on_token gets
-    the number of answer tokens so far. capture: replay a CUDA graph per step (`engine.captured`); None: where that is possible,
-    True raises CaptureError where it is not. compiled: capture the model's norms, feed-forward layers and rotary embedding as
-    torch.compile makes them, which may round otherwise; the first time takes some seconds. It has no effect where steps are not
-    captured, such as on a CPU, and with capture=False it is refused. Raises before storing anything if prompt and answer exceed
+    chunk_tokens: as `prefill` takes it. temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch
+    1, needs a tokenizer); on_token gets the number of answer tokens so far. capture: replay a CUDA graph per step
+    (`engine.captured`); None: where that is possible, True raises CaptureError where it is not. compiled: capture the model's
+    norms, feed-forward layers and rotary embedding as torch.compile makes them, which may round otherwise; the first time takes
+    some seconds. It has no effect where steps are not captured, such as on a CPU, and with capture=False it is refused. Raises
+    before storing anything if prompt and answer exceed
     the model's context.
     """
+    chunk_tokens = chunk_size(model, chunk_tokens)
     _check(model, input_ids, max_new_tokens, chunk_tokens, attention_mask, temperature, top_p)
     if isinstance(cache, Method):
         cache = RetrievalCache(model.config, cache)

@@ -14,6 +14,9 @@ from kvrecall.integrations.transformers import RetrievalCache, attach
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in total)."""
 
+_CHUNK_TOKENS = {"cuda": 8192}
+"""Of a GPU, which reads all that is stored anew for every chunk: so many that attention to a row takes longer than its way."""
+
 
 @torch.inference_mode()
 def prefill(
@@ -21,17 +24,19 @@ def prefill(
     input_ids: Tensor,
     cache: RetrievalCache,
     *,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     attention_mask: Tensor | None = None,
     on_progress: Progress | None = None,
     expect_tokens: int | None = None,
 ) -> None:
     """Feeds a prompt `[B, T]` into the cache, of which the cache may already hold a prefix.
 
-    attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final length including the answer, to size memory exactly.
+    chunk_tokens: None for what suits the model's device. attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final
+    length including the answer, to size memory exactly.
     Checks the context length and the host's memory before anything is stored. After Ctrl-C or an error, every layer holds
     the same whole chunks, so prefill can be called again with the same arguments and goes on from there.
     """
+    chunk_tokens = chunk_size(model, chunk_tokens)
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     total = input_ids.shape[1]
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
@@ -57,6 +62,11 @@ def prefill(
         cache.align()
     if on_progress:
         on_progress(total, total)
+
+
+def chunk_size(model: PreTrainedModel, chunk_tokens: int | None) -> int:
+    """Tokens per piece of a prompt: what was asked for, or what suits the model's device."""
+    return _CHUNK_TOKENS.get(model.device.type, 1024) if chunk_tokens is None else chunk_tokens
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:

@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvrecall.index.ahead import keys_ahead
 from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
+from kvrecall.rows_ahead import pieces_ahead
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.rest import PageMeans
 from kvrecall.structs import Budget, Rows, Selection
@@ -120,7 +120,7 @@ class CompletedIndex(IndexAround):
         if not self._sources or taken >= tokens:
             return
         self.means.make_room(tokens // self.page_tokens)
-        with keys_ahead(self._sources[sequence], taken, tokens, _PIECE_TOKENS, self._shape.device, torch.clone) as pieces:
+        with pieces_ahead(self._sources[sequence], taken, tokens, _PIECE_TOKENS, self._shape.device, torch.clone) as pieces:
             for rows in pieces:
                 self._take(sequence, rows)
 

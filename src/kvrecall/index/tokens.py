@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import top_k_positions, union_rows
 from kvrecall.structs import Budget, Selection
@@ -53,14 +53,3 @@ class TokenIndex(Index):
             ids = torch.where(reduced.gather(-1, ids) == float("-inf"), -1, ids)
             found.append(union_rows(ids.to(torch.int32)))
         return stack_selections(found)
-
-
-def zone_rows(source: RowSource, start: int, stop: int) -> Tensor:
-    """Rows `[H_kv, stop - start, 2, D]` of a stretch of the retrieval zone, on the host; start < stop."""
-    parts, left = [], stop - start
-    for block in source.blocks(start):
-        parts.append(block[:, :left])
-        left -= parts[-1].shape[1]
-        if not left:
-            break
-    return torch.cat(parts, 1)

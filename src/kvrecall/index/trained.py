@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TokenIndex, zone_rows
+from kvrecall.index.tokens import TokenIndex
+from kvrecall.rows_ahead import zone_rows
 from kvrecall.select.queries import ObservedQueries
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,21 @@ def merge(parts: list[Partial]) -> Partial:
     for weight, part in zip(weights[1:], parts[1:], strict=True):
         out = torch.addcmul(out, weight, part.out)
     return Partial(out, total)
+
+
+def merge_in_turn(parts: Iterable[Partial]) -> Partial:
+    """As `merge`, for parts of one sequence with many queries, `[1, H_q, T, D]`. On a GPU each is taken into the first one's
+    memory as it comes, so that two parts are there at a time and a merge is one pass over both."""
+    coming = iter(parts)
+    so_far = next(coming)
+    if not kernels_available(so_far.out.device):
+        return merge([so_far, *coming])
+    from kvrecall.merge.cuda import take_in
+
+    so_far = Partial(so_far.out, so_far.lse.contiguous())
+    for part in coming:
+        take_in(so_far, part)
+    return so_far
 
 
 def sink_logits(logits: Tensor, like: Partial) -> Partial:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.launch import next_power_of_2, overlapping
-from kvrecall.merge.kernels import merge_kernel, merge_lse_kernel
+from kvrecall.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.merge.kernels import merge_kernel, merge_lse_kernel, take_in_kernel
+from kvrecall.structs import Partial
 
 _MOST = 64
 """Parts that one program merges: with D = 256 they fill its registers."""
+_TOKENS = 16
+"""Tokens per program of `take_in`."""
 
 
 def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +34,17 @@ def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         if group == parts:
             return merged, total
         out, lse = merged.view(count, -1, dim), total.view(count, -1)
+
+
+def take_in(so_far: Partial, part: Partial) -> None:
+    """so_far, of one sequence `[1, H_q, T, D]`, becomes attention over the union with a part of the same queries, in place."""
+    (_, heads, tokens, dim), out, new = so_far.out.shape, so_far.out[0], part.out[0]
+    assert out.stride(2) == new.stride(2) == 1 and so_far.lse.is_contiguous()
+    with torch.cuda.device_of(out):
+        take_in_kernel[(cdiv(tokens, _TOKENS), heads)](
+            out, so_far.lse, new, part.lse.contiguous(), tokens, *out.stride()[:2], *new.stride()[:2], D=dim,
+            BD=next_power_of_2(dim), R=_TOKENS, num_warps=4,
+        )  # fmt: skip
 
 
 def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ summaries in one layer until they are copied over. Bytes over the bus: the zone'
 
 from __future__ import annotations
 
-from kvrecall.index.ahead import keys_ahead
 from kvrecall.index.base import RowSource
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.rows_ahead import pieces_ahead
 
 
 class Renewal:
@@ -28,7 +28,7 @@ class Renewal:
         while most > 0 and not self.done:
             fitting = not maps.fitted[0]
             size = min(most, (self._first if fitting else tokens) - self._read)
-            with keys_ahead(self._source, self._read, self._read + size, size, self._device) as pieces:
+            with pieces_ahead(self._source, self._read, self._read + size, size, self._device) as pieces:
                 for keys in pieces:
                     if fitting:
                         maps.watch(0, keys, self._read)

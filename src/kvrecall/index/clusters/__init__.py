@@ -17,8 +17,8 @@ from torch import Tensor
 from kvrecall.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.clusters.kmeans import cluster
-from kvrecall.index.tokens import zone_rows
 from kvrecall.index.units import UnitIndex, Units, inner_products
+from kvrecall.rows_ahead import zone_rows
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:

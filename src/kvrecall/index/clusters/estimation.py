@@ -16,8 +16,8 @@ from kvrecall.errors import ParameterError
 from kvrecall.index.base import LayerShape
 from kvrecall.index.clusters import ClusterConfig, ClusterIndex, grouped_units
 from kvrecall.index.clusters.kmeans import cluster
-from kvrecall.index.tokens import zone_rows
 from kvrecall.index.units import Units
+from kvrecall.rows_ahead import zone_rows
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Rows, Selection

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvrecall.index.ahead import keys_ahead
 from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
@@ -19,6 +18,7 @@ from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.launch import kernels_available
+from kvrecall.rows_ahead import pieces_ahead
 from kvrecall.select.gqa import search_queries
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection, lasting_tensors
@@ -132,10 +132,10 @@ class SphereIndex(Index):
         size = _AHEAD_TOKENS if self._kernels and not self._compiled else _ENCODE_TOKENS
 
         def every_key() -> Iterator[Tensor]:
-            with keys_ahead(source, 0, length, size, device) as pieces:
+            with pieces_ahead(source, 0, length, size, device) as pieces:
                 yield from pieces
 
-        with keys_ahead(source, self._signs.lengths[sequence], length, size, device) as pieces:
+        with pieces_ahead(source, self._signs.lengths[sequence], length, size, device) as pieces:
             if not self.maps.fitted[sequence]:
                 self.maps.fit(sequence, length, every_key())
             self.reserve(length)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvrecall import rows_ahead
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.transfer import bring_keys
-from kvrecall.index import ahead
-from kvrecall.index.ahead import keys_ahead
+from kvrecall.rows_ahead import pieces_ahead
 from tests.strategies import gaussian
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -31,10 +31,10 @@ def pool_of(rows: torch.Tensor, pin: bool) -> HostPool:
 def test_all_keys_in_order(
     start: int, stop: int, size: int, dtype: torch.dtype, places_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "_PLACES_BYTES", places_bytes)
+    monkeypatch.setattr(rows_ahead, "_PLACES_BYTES", places_bytes)
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).to(dtype)
     pool = pool_of(rows, device == "cuda")
-    with keys_ahead(pool, start, stop, size, torch.device(device)) as pieces:
+    with pieces_ahead(pool, start, stop, size, torch.device(device)) as pieces:
         found = list(pieces)
     assert [piece.shape[1] for piece in found[:-1]] == [size] * (len(found) - 1)
     assert torch.equal(torch.cat(found, 1).cpu(), rows[:, start:stop, 0])
@@ -43,9 +43,9 @@ def test_all_keys_in_order(
 @devices
 @pytest.mark.parametrize("places_bytes", [0, 1 << 28], ids=["two", "all"])
 def test_whole_rows_in_order(places_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_PLACES_BYTES", places_bytes)
+    monkeypatch.setattr(rows_ahead, "_PLACES_BYTES", places_bytes)
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).bfloat16()
-    with keys_ahead(pool_of(rows, device == "cuda"), 3, 169, 16, torch.device(device), torch.clone) as pieces:
+    with pieces_ahead(pool_of(rows, device == "cuda"), 3, 169, 16, torch.device(device), torch.clone) as pieces:
         found = list(pieces)
     assert torch.equal(torch.cat(found, 1).cpu(), rows[:, 3:169])
 
@@ -53,7 +53,7 @@ def test_whole_rows_in_order(places_bytes: int, device: str, monkeypatch: pytest
 @devices
 def test_who_stops_early_leaves_nothing_on_its_way(device: str) -> None:
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
-    with keys_ahead(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device)) as pieces:
+    with pieces_ahead(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device)) as pieces:
         first = next(pieces)
     assert torch.equal(first.cpu(), rows[:, :20, 0])
 

@@ -6,24 +6,48 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvrecall.host_keys import copy_keys, readable
-from kvrecall.index.base import RowSource
-from kvrecall.index.tokens import zone_rows
+
+Taken = TypeVar("Taken")
+
+
+class Zone(Protocol):
+    """The retrieval-zone rows of one sequence on the host."""
+
+    def blocks(self, start: int = 0) -> Iterator[Tensor]:
+        """Views of rows start and up, in order, each `[H_kv, n, 2, D]`, for the CPU."""
+        ...
+
+    def segments(self) -> list[tuple[int, Tensor]]:
+        """(first id, whole segment `[H_kv, held, 2, D]`) in order, for a GPU; the last may have room behind its rows."""
+        ...
 
 
 def keys_of(rows: Tensor) -> Tensor:
-    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`."""
-    return rows[:, :, 0]
+    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, in a place of their own."""
+    return rows[:, :, 0].contiguous()
+
+
+def zone_rows(source: Zone, start: int, stop: int) -> Tensor:
+    """Rows `[H_kv, stop - start, 2, D]` of a stretch of the retrieval zone, on the host; start < stop."""
+    parts, left = [], stop - start
+    for block in source.blocks(start):
+        parts.append(block[:, :left])
+        left -= parts[-1].shape[1]
+        if not left:
+            break
+    return torch.cat(parts, 1)
 
 
 @contextmanager
-def keys_ahead(
-    source: RowSource, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Tensor] = keys_of
-) -> Iterator[Iterator[Tensor]]:
+def pieces_ahead(
+    source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken] = keys_of
+) -> Iterator[Iterator[Taken]]:
     """Keys `[H_kv, <= size, D]` of a stretch of the zone, in order, on the device; start < stop. Or what `take` makes of the
     rows `[H_kv, n, 2, D]`, which are gone afterwards.
 
@@ -31,7 +55,7 @@ def keys_ahead(
     """
     starts = range(start, stop, size)
     if device.type != "cuda":
-        yield (take(zone_rows(source, at, min(at + size, stop))).to(device) for at in starts)
+        yield (take(zone_rows(source, at, min(at + size, stop))) for at in starts)
         return
     pieces = _Pieces(source, starts, device, take)
     try:
@@ -45,16 +69,16 @@ _PLACES_BYTES = 256 << 20
 3 ms, in which the bus brings 150 MB."""
 
 
-class _Pieces:
+class _Pieces(Generic[Taken]):
     """Places on a GPU that are filled in turn, two at least: with keys, by a kernel that reads them where they lie, or with
     whole rows, head by head, where values are wanted too or no kernel can read the host. Copies of half a row are slow without
     a kernel."""
 
-    def __init__(self, source: RowSource, starts: range, device: torch.device, take: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
         rows = [segment for _, segment in source.segments()]
         self._keys_only = take is keys_of and all(readable(segment, device) for segment in rows)
-        self._take = torch.clone if self._keys_only else take
+        self._take: Callable[[Tensor], Any] = torch.clone if self._keys_only else take
         self._sent: list[torch.cuda.Event] = []
         shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[3 if self._keys_only else 2 :]
         places = min(max(2, _PLACES_BYTES // (prod(shape) * rows[0].dtype.itemsize)), len(starts))
@@ -62,10 +86,10 @@ class _Pieces:
         for number in range(places):
             self._send(number)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Taken]:
         for number in range(len(self._starts)):
             torch.cuda.current_stream(self._device).wait_event(self._sent[number])
-            taken = self._take(self._place(number)).contiguous()  # another place than that of the piece
+            taken = self._take(self._place(number))
             self._send(number + len(self._near))
             yield taken
 

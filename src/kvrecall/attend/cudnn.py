@@ -1,0 +1,54 @@
+"""cuDNN's attention of many queries: as exact as torch's flash kernel, and faster on GPUs newer than that was written for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvrecall.attend.reference import softmax_rows
+from kvrecall.launch import capability
+from kvrecall.structs import Partial
+
+_WORK = 1 << 26
+"""Queries times rows from which on it pays: cuDNN plans anew for every size, which takes longer than a small attention."""
+_CAPABILITY = (9, 0)
+"""From which on it is the faster one."""
+
+
+def is_faster(queries: Tensor, rows: int) -> bool:
+    """Whether queries `[H_q, T, D]` are better answered by cuDNN, about so many rows."""
+    if queries.shape[1] * rows < _WORK or capability(queries.device) < _CAPABILITY:
+        return False
+    return queries.dtype in (torch.bfloat16, torch.float16) and _is_right(queries.device, queries.dtype, queries.shape[2])
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Partial:
+    """Queries `[1, H_q, T, D]`, keys and values `[1, H_kv, n, D]`, a row in one run; causal: query t sees rows 0..t."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        queries, keys, values, None, True, 0.0, causal, scale=scaling
+    )
+    return Partial(out.float(), lse.float().reshape(out.shape[:3]))
+
+
+@cache
+def _is_right(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether this build's cuDNN takes such heads, in groups and with keys beside values, and says what is so."""
+    generator = torch.Generator(device).manual_seed(0)
+    queries = torch.randn(1, 8, 256, dim, generator=generator, device=device).to(dtype)
+    rows = torch.randn(1, 2, 256, 2, dim, generator=generator, device=device).to(dtype)
+    keys, values, scaling = rows[:, :, :, 0], rows[:, :, :, 1], dim**-0.5
+    logits = torch.einsum("bhgtd,bhnd->bhgtn", queries.float().unflatten(1, (2, 4)), keys.float()) * scaling
+    later = torch.ones(256, 256, dtype=torch.bool, device=device).triu(1)
+    try:
+        for causal in (False, True):
+            found = attend(queries, keys, values, scaling, causal)
+            true = softmax_rows(logits.masked_fill(later & causal, float("-inf")), values.float())
+            if not torch.allclose(found.out, true.out, rtol=0.02, atol=0.02) or not torch.allclose(
+                found.lse, true.lse, atol=1e-3
+            ):
+                return False
+    except RuntimeError:  # no plan for it, or built without it
+        return False
+    return True
