@@ -92,9 +92,11 @@ def index_keys(state: LayerState, sequence: int, keys: Tensor) -> None:
     state.absorb(sequence, rows)
 
 
-def layer(method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64) -> LayerState:
-    """An empty layer on the CPU with 6 query heads and 2 KV heads."""
-    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device("cpu")), method)
+def layer(
+    method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu"
+) -> LayerState:
+    """An empty layer with 6 query heads and 2 KV heads."""
+    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device(device)), method)
 
 
 def params(dim: int = 64, **changes: Any) -> AttentionParams:
@@ -102,9 +104,9 @@ def params(dim: int = 64, **changes: Any) -> AttentionParams:
     return AttentionParams(dim**-0.5, **changes)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Gaussian fp32 numbers, the same for the same seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    """Gaussian fp32 numbers, the same for the same seed, wherever they are wanted."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def dense(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

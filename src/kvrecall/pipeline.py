@@ -5,8 +5,6 @@ K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> mer
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 
@@ -33,6 +31,7 @@ def prefill_layer(
         if not q.shape[1]:
             continue
         with layer.clock("prefill"):
+            layer.counters.sent(*layer.store.host[b].blocks(on_device=True))
             merged = _attend_chunk(layer, b, q, k, v, params)
             out[b][:, real] = merged.out[0].to(out.dtype)
         with layer.clock("update"):
@@ -76,11 +75,11 @@ def decode_step(
 
 def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:
     """Attention of a chunk `[H, T, D]` to itself, to everything stored of sequence b, and to learned sinks."""
-    layer.counters.sent(*layer.store.host[b].blocks(on_device=True))
-    with layer.store.passing(b, lambda rows: attend_block(q, rows, params.scaling, params.softcap)) as past:
-        own = attend_causal(q, k, v, params.scaling, params.softcap)
+    how = params.scaling, params.softcap, layer.store.zones(b).total + q.shape[1]
+    with layer.store.passing(b, lambda rows: attend_block(q, rows, *how)) as past:
+        own = attend_causal(q, k, v, *how)
         sinks = [] if params.sink_logits is None else [sink_logits(params.sink_logits, own)]
-        return merge_in_turn(chain([own], past, sinks))
+        return merge_in_turn([own, *sinks], past)
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:

@@ -64,9 +64,8 @@ def pieces_ahead(
         pieces.arrive()  # what is still on its way must not find its place given to others
 
 
-_PLACES_BYTES = 256 << 20
-"""Of the pieces that are on their way: many, since who uses them may be busy before the first one, as a fit of maps is for
-3 ms, in which the bus brings 150 MB."""
+_PLACES_BYTES = 128 << 20
+"""Of the pieces that are on their way: more than two where they are small, so that the bus has work while one is waited for."""
 
 
 class _Pieces(Generic[Taken]):

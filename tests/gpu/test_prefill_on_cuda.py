@@ -37,15 +37,16 @@ def near(made: Tensor, expected: Tensor, tolerance: float) -> None:
 @kernels
 def test_blocks_and_chunks(asked: bool, dim: int, group: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a segment with room behind, and queries whose heads lie side by side within a token, as models make them."""
-    monkeypatch.setattr(cudnn, "_WORK", 0 if asked else 1 << 60)
+    monkeypatch.setattr(cudnn, "_WORK", 1 if asked else 1 << 60)
+    monkeypatch.setattr(cudnn, "_LEAST_ROWS", 1)
     queries = gaussian(1, 300, 2 * group, dim).to(DTYPES[dtype])
     rows = gaussian(2, 2, 400, 2, dim).to(DTYPES[dtype])
     q, far = queries.cuda().transpose(0, 1), rows.cuda()
-    part = attend_block(q, far[:, :333], dim**-0.5)
+    part = attend_block(q, far[:, :333], dim**-0.5, among=1000)
     out, lse = dense(queries.transpose(0, 1), rows[:, :333, 0], rows[:, :333, 1], dim**-0.5)
     near(part.out[0], out, TOLERANCE[dtype])
     near(part.lse[0], lse, 1e-3)
-    part = attend_causal(q, far[:, :300, 0], far[:, :300, 1], dim**-0.5)
+    part = attend_causal(q, far[:, :300, 0], far[:, :300, 1], dim**-0.5, among=1000)
     out, lse = dense(queries.transpose(0, 1), rows[:, :300, 0], rows[:, :300, 1], dim**-0.5, causal=True)
     near(part.out[0], out, TOLERANCE[dtype])
     near(part.lse[0], lse, 1e-3)
@@ -54,8 +55,14 @@ def test_blocks_and_chunks(asked: bool, dim: int, group: int, dtype: str, monkey
 def test_cudnn_is_asked_where_it_is_faster() -> None:
     capable = torch.cuda.get_device_capability() >= (9, 0)
     long = torch.zeros(8, 8192, 128, dtype=torch.bfloat16, device=CUDA)
-    assert cudnn.is_faster(long, 8192) == capable
-    assert not cudnn.is_faster(long, 100) and not cudnn.is_faster(long.float(), 8192) and not cudnn.is_faster(long.cpu(), 8192)
+    assert cudnn.is_faster(long, 8192, 1 << 17) == capable
+    for other, rows, among in (
+        (long, 8192, 8192),
+        (long, 320, 1 << 17),
+        (long.float(), 8192, 1 << 17),
+        (long[:, :1], 4096, 1 << 17),
+    ):
+        assert not cudnn.is_faster(other, rows, among)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,7 +70,8 @@ def test_cudnn_is_asked_where_it_is_faster() -> None:
 @kernels
 def test_a_prompt_in_chunks(asked: bool, piece_bytes: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged chunks of two sequences, learned sinks: whatever the pieces are, all that was stored is attended once."""
-    monkeypatch.setattr(cudnn, "_WORK", 0 if asked else 1 << 60)
+    monkeypatch.setattr(cudnn, "_WORK", 1 if asked else 1 << 60)
+    monkeypatch.setattr(cudnn, "_LEAST_ROWS", 1)
     monkeypatch.setattr(store, "_PIECE_BYTES", piece_bytes)
     shape = LayerShape(2, 6, 2, 64, DTYPES[dtype], CUDA)
     layer = LayerState(0, shape, kvrecall.ParisKV(top_k=8, **ZONES))
@@ -98,7 +106,7 @@ def test_places_for_pieces_do_not_grow_with_the_context() -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with zones.passing(0, lambda rows: attend_block(queries, rows, 0.1)) as past:
-            merge_in_turn(past)
+            merge_in_turn([next(past)], past)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[-1] <= peaks[1] + (1 << 20) and peaks[-1] < 400 << 20  # 1.3 GB of rows have passed

@@ -19,11 +19,12 @@ from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import allocate
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.layer import LayerStore
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.transfer import bring, bring_keys
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import DeviceMemoryError
 from kvrecall.fetch.in_place import SegmentTables
 from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereIndex
 from kvrecall.layer_state import LayerState
 from kvrecall.merge import merge
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -108,6 +109,7 @@ def test_addresses_beyond_two_to_the_31() -> None:
     queries, lengths = gaussian(2, 1, 32, 1, 128).to(kind).cuda(), torch.full((1, 8), 32, dtype=torch.int32, device=CUDA)
     rows = Rows(segment[:, -32:].cuda().unsqueeze(0), lengths)
     close(attend_rows(queries, HostRows(ids.cuda(), table, kind), 0.1), reference.attend_rows(queries, rows, 0.1), kind)
+    assert torch.equal(bring_keys(segment, CUDA)[:, -32:], rows.kv[0, :, :, 0])
 
 
 def tiny(device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -165,12 +167,18 @@ def tokens(seed: int, count: int, dtype: torch.dtype = torch.bfloat16) -> list[T
     return [torch.randn(2, heads, count, 64, device=CUDA, generator=made).to(dtype) for heads in (8, 2, 2)]
 
 
-@pytest.mark.parametrize("name", ["in-place", "kept"])
+STEADY = {
+    "in-place": kvrecall.ParisKV(top_k=24, **ZONES),
+    "kept": kvrecall.ParisKV(top_k=24, fetch="direct:reuse=true", **ZONES),
+    "balanced": kvrecall.methods.get("pariskv-balanced", top_k=24, **ZONES),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
 def test_no_memory_grows_over_five_thousand_steps(name: str) -> None:
     """The zone grows by every token, so the whole length is reserved; beyond that, nothing may."""
-    method = kvrecall.ParisKV(top_k=24, fetch="direct:reuse=true" if name == "kept" else None, **ZONES)
-    state, params = layer(method), AttentionParams(0.125)
-    assert state._in_place == (name == "in-place")
+    state, params = layer(STEADY[name]), AttentionParams(0.125)
+    assert state._in_place == (name != "kept")
     for pool in state.store.host:
         pool.reserve(6000)
     assert state.index is not None
@@ -192,6 +200,8 @@ def test_no_memory_grows_over_five_thousand_steps(name: str) -> None:
     assert torch.cuda.memory_allocated() - before < 64 * 5000 * 2 * 2
     assert [[held.data_ptr() for _, held in pool.segments()] for pool in state.store.host] == host
     assert state.store.zones(0).total == 5600 and all(pool.length > 5500 for pool in state.store.host)
+    if name == "balanced":  # its maps were fitted anew meanwhile, again and again
+        assert isinstance(state.index, SphereIndex) and min(state.index.maps.tokens) > 4000
 
 
 def test_the_host_waits_for_nothing_in_a_step() -> None:

@@ -11,7 +11,7 @@ from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.structs import Budget
 from tests.index.sphere.build import index_of, synthetic_keys
-from tests.strategies import gaussian
+from tests.strategies import DTYPES, gaussian
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 
@@ -57,6 +57,17 @@ def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str
     index = index_of(keys, group, **config | kind)
     index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
     search_both(index, gaussian(3, 2, 2 * group, dim), 15)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [
+    ("fp16", {"gqa": "mean_q", "weight_dtype": "float16"}),
+    ("fp16", {"gqa": "max", "stage1": "product", "center": True, **EIGHT}),
+    ("bf16", {"gqa": "max", "stage1": "product", "center": True, **EIGHT}),
+], ids=["fp16-collisions", "fp16-balanced", "bf16-balanced"])  # fmt: skip
+def test_keys_and_queries_of_sixteen_bits(dtype: str, kind: dict[str, Any]) -> None:
+    keys = [3 * gaussian(4 + b, 2, 1, 80) + gaussian(b, 2, n, 80) for b, n in enumerate((230, 61))]
+    index = index_of([one.to(DTYPES[dtype]) for one in keys], 3, schedule=STEP, min_candidates_per_k=1, **kind)
+    search_both(index, gaussian(3, 2, 6, 80).to(DTYPES[dtype]), 15)
 
 
 @pytest.mark.parametrize(("rows", "tiles"), [(32, 1024), (128, 2)])

@@ -148,10 +148,10 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     encode(rows[:, :, 0], torch.eye(dim))
     tables = [torch.zeros(2, 300, width, dtype=torch.uint8) for width in (dim // 8, dim // 8 * 3, dim // 8, 1)]
     into, maps, zero_norms = Codes(*(x[:, 7:157] for x in tables)), torch.eye(dim).repeat(2, 1, 1), torch.zeros(2).int()
-    for keys in (rows[:, :, 0], torch.zeros(2, 150, dim)):
+    for keys in (rows[:, :, 0], rows.half()[:, :, 0], torch.zeros(2, 150, dim)):
         encode(keys, maps, centre=torch.zeros(2, dim), into=into, zero_norms=zero_norms)
     count_signs(into.signs, torch.zeros(2, dim // 8, 256, dtype=torch.int32), -1)
-    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["encode_kernel"] * 3 + ["count_kernel"]
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == ["encode_kernel"] * 4 + ["count_kernel"]
     compile_all(launches, capability)
 
 

@@ -18,8 +18,9 @@ _MATH_QUERIES = 256
 """Queries at a time on the fp32 path: bounds its logits to H_q * 256 * N * 4 bytes."""
 
 
-def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float = 0.0) -> Partial:
-    """All queries attend to all rows. queries: `[H_q, T_q, D]`; block: `[H_kv, n, 2, D]` on the same device.
+def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float = 0.0, among: int = 0) -> Partial:
+    """All queries attend to all rows. queries: `[H_q, T_q, D]`; block: `[H_kv, n, 2, D]` on the same device; among: how many
+    rows they attend to in this and other blocks, where that is known.
 
     Returns a Partial with batch 1: out `[1, H_q, T_q, D]`.
     """
@@ -30,18 +31,20 @@ def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float 
     if softcap or not _has_flash(queries):
         return _math(queries, block[:, :, 0], block[:, :, 1], scaling, softcap, causal=False)
     keys, values = block[None, :, :, 0], block[None, :, :, 1]
-    if cudnn.is_faster(queries, block.shape[1]):
+    if cudnn.is_faster(queries, block.shape[1], among):
         return cudnn.attend(queries.unsqueeze(0), keys, values, scaling, causal=False)
     folded = queries.reshape(1, kv_heads, heads // kv_heads * count, dim)
     out, lse = _flash(folded, keys, values, scaling, causal=False)
     return Partial(out.float().reshape(1, heads, count, dim), lse.float().reshape(1, heads, count))
 
 
-def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float = 0.0) -> Partial:
-    """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`."""
+def attend_causal(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float = 0.0, among: int = 0
+) -> Partial:
+    """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`; among: as above."""
     if softcap or not _has_flash(queries):
         return _math(queries, keys, values, scaling, softcap, causal=True)
-    if cudnn.is_faster(queries, keys.shape[1]):
+    if cudnn.is_faster(queries, keys.shape[1], among):
         return cudnn.attend(queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scaling, causal=True)
     group = queries.shape[0] // keys.shape[0]
     keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (keys, values))

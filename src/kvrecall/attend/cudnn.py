@@ -11,15 +11,18 @@ from kvrecall.attend.reference import softmax_rows
 from kvrecall.launch import capability
 from kvrecall.structs import Partial
 
-_WORK = 1 << 26
-"""Queries times rows from which on it pays: cuDNN plans anew for every size, which takes longer than a small attention."""
+_WORK = 1 << 28
+"""Queries times rows from which on it pays, 8,192 times 32,768: for a size that is new to the process a kernel is planned for
+60 ms, and the first ones for a second each, which is what they save a model of 32 layers by 64K tokens."""
+_LEAST_ROWS = 1024
+"""Of one call, as few rows are soon done by either kernel."""
 _CAPABILITY = (9, 0)
 """From which on it is the faster one."""
 
 
-def is_faster(queries: Tensor, rows: int) -> bool:
-    """Whether queries `[H_q, T, D]` are better answered by cuDNN, about so many rows."""
-    if queries.shape[1] * rows < _WORK or capability(queries.device) < _CAPABILITY:
+def is_faster(queries: Tensor, rows: int, among: int) -> bool:
+    """Whether queries `[H_q, T, D]` that attend to these and other rows, `among` in all, are better answered by cuDNN."""
+    if rows < _LEAST_ROWS or queries.shape[1] * among < _WORK or capability(queries.device) < _CAPABILITY:
         return False
     return queries.dtype in (torch.bfloat16, torch.float16) and _is_right(queries.device, queries.dtype, queries.shape[2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,17 +29,15 @@ def merge(parts: list[Partial]) -> Partial:
     return Partial(out, total)
 
 
-def merge_in_turn(parts: Iterable[Partial]) -> Partial:
-    """As `merge`, for parts of one sequence with many queries, `[1, H_q, T, D]`. On a GPU each is taken into the first one's
-    memory as it comes, so that two parts are there at a time and a merge is one pass over both."""
-    coming = iter(parts)
-    so_far = next(coming)
-    if not kernels_available(so_far.out.device):
-        return merge([so_far, *coming])
+def merge_in_turn(parts: list[Partial], coming: Iterable[Partial]) -> Partial:
+    """As `merge`, for parts of one sequence with many queries, `[1, H_q, T, D]`, some of which are still to come. On a GPU each
+    is taken into the first one's memory at once, so that few are there at a time and a merge is one pass over two."""
+    if not kernels_available(parts[0].out.device):
+        return merge([*parts, *coming])
     from kvrecall.merge.cuda import take_in
 
-    so_far = Partial(so_far.out, so_far.lse.contiguous())
-    for part in coming:
+    so_far = Partial(parts[0].out, parts[0].lse.contiguous())
+    for part in chain(parts[1:], coming):
         take_in(so_far, part)
     return so_far
 

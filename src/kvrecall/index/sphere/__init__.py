@@ -135,10 +135,11 @@ class SphereIndex(Index):
             with pieces_ahead(source, 0, length, size, device) as pieces:
                 yield from pieces
 
+        # Before keys come: beside a kernel that reads the host, small ones take many times as long.
+        if not self.maps.fitted[sequence]:
+            self.maps.fit(sequence, length, every_key())
+        self.reserve(length)
         with pieces_ahead(source, self._signs.lengths[sequence], length, size, device) as pieces:
-            if not self.maps.fitted[sequence]:
-                self.maps.fit(sequence, length, every_key())
-            self.reserve(length)
             for keys in pieces:
                 self.append_codes(sequence, keys)
                 self._waiting[sequence] -= keys.shape[1]
