@@ -320,18 +320,19 @@ def test_memory_is_given_back_with_the_cache() -> None:
     runtime, live = torch.cuda.cudart(), set()
 
     class Watched:
-        @staticmethod
-        def cudaHostRegister(address: int, count: int, flags: int) -> object:
+        def cudaHostRegister(self, address: int, count: int, flags: int) -> object:
             live.add(address)
             return runtime.cudaHostRegister(address, count, flags)
 
-        @staticmethod
-        def cudaHostUnregister(address: int) -> object:
+        def cudaHostUnregister(self, address: int) -> object:
             live.remove(address)
             return runtime.cudaHostUnregister(address)
 
+        def __getattr__(self, name: str) -> object:
+            return getattr(runtime, name)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "cudart", lambda: Watched)
+        patch.setattr(torch.cuda, "cudart", Watched)
         cache: Any = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=24, **ZONES))
         prompt = torch.randint(5, 500, (1, 300), generator=generator(2)).cuda()
         engine.generate(model, None, prompt, cache, max_new_tokens=20, eos_token_id=511, capture=False)
