@@ -121,7 +121,7 @@ def run_share(
     before = 0
     for folder, plan in runs_of(found, stage):
         suite = Suite(plan, asker, made, batch_tokens, stop=lambda: time.time() > until)
-        settings = configuration(plan, model, *place, made, asker.chunk_tokens, batch_tokens)
+        settings = configuration(plan, model, *place, made, asker.chunk_tokens, batch_tokens, asker.capture is None)
         own = Shard(1 + (shard.number - 1 - before) % shard.count, shard.count)
         held = RunFolder(path / folder, settings, own)
         turns.append((0.0, len(turns), suite.pieces(held, *reporting(held))))

@@ -18,6 +18,7 @@ from kvrecall.bench import first_step, full_decode, gpu_decode, gpu_prefill, mod
 from kvrecall.bench.bandwidth import Bandwidths
 from kvrecall.bench.first_step import COMPILED_TOLERANCE, check_compiled
 from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
+from kvrecall.bench.given import Gaussian, Turning
 from kvrecall.bench.gpu_decode import Retrieval
 from kvrecall.bench.moved import weight_bytes
 from kvrecall.errors import HostMemoryError
@@ -162,12 +163,13 @@ def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_decode, "retrieval", retrieval)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 30, 4 << 30))
     assert gpu_decode.measure("tiny", None, 1000, 2, "product+compiled", 30).config == "product+compiled"
-    assert asked == [(True,), ("product", 30, True, False)]
+    assert asked[0] == (True,) and asked[1][:3] == ("product", 30, True) and type(asked[1][3]) is Gaussian
     assert gpu_decode.measure("tiny", None, 1000, 2, "full+compiled", 30, "full").config == "full+compiled"
     assert gpu_decode.measure("tiny", None, 1000, 2, "product", 30, "retrieval").config == "product"
-    assert asked[-1] == ("product", 30, False, False)
+    assert asked[-1][:3] == ("product", 30, False)
     row = gpu_decode.measure("tiny", None, 1000, 2, "product-reuse+turning+compiled", 30, "retrieval")
-    assert row.config == "product-reuse+turning+compiled" and asked[-1] == ("product-reuse", 30, True, True)
+    assert row.config == "product-reuse+turning+compiled" and asked[-1][:3] == ("product-reuse", 30, True)
+    assert type(asked[-1][3]) is Turning
     assert row.reused_share == 0.25
 
 

@@ -34,6 +34,10 @@ def test_eval_report_and_resumption(cli: Cli, tiny: Path, tmp_path: Path) -> Non
     assert "goes on from there" in plain.stderr
     refused = cli.error("eval", "-m", tiny, *SMALL, "--out", out, "--seed", 1)
     assert "expected the folder's seed = 0, got 1. Give --out a new folder" in refused
+    refused = cli.error("eval", "-m", tiny, *SMALL, "--out", out, "--capture")
+    assert "expected the folder's captured = None, got True" in refused
+    captured = cli.json("eval", "-m", tiny, *SMALL, "--out", tmp_path / "captured", "--capture")  # a CPU replays no graph
+    assert captured["rows"][0]["score"] == told["rows"][0]["score"]
 
     page = cli.json("report", out)
     assert page["file"] == str(out / "report.html") and page["rows"] == 6 and page["samples"] == 6

@@ -14,7 +14,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.bench import first_step
 from kvrecall.bench.first_step import TOLERANCE, Watched, agree, check_step
-from kvrecall.bench.gpu_decode import Turning
+from kvrecall.bench.given import Asking, Turning
 from kvrecall.bench.gpu_layer import COSINE
 from tests.integrations.models import tiny
 
@@ -109,13 +109,13 @@ def test_a_layer_that_attends_to_something_else_is_refused(monkeypatch: pytest.M
         check_step("product", model, cache, ids, 16, decoder=OnCpu)
 
 
-class TurningOnCpu(Turning, OnCpu):
-    """Turning queries, and what the layers were asked."""
+class AskingOnCpu(Asking, OnCpu):
+    """Queries of a source, and what the layers were asked."""
 
 
 def test_layers_are_asked_queries_that_turn() -> None:
     model, cache, ids = prefilled(METHODS["louiskv"])
-    decoder = TurningOnCpu(model, cache, 16)
+    decoder = AskingOnCpu(model, cache, 16, source=Turning(cache.signature, "cpu", torch.float32))
     decoder.input_ids.copy_(ids)
     asked = []
     for _ in range(3):

@@ -1,11 +1,12 @@
 """A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
 
-    kvrecall bench decode --context 64k,128k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--turning] [--out FILE]
+    kvrecall bench decode --context 64k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--turning | --trace FILE]
 
 Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Every step is fed random
 tokens, so that no query of a layer is like the one before and two steps select hardly a row alike, unlike those of a text.
 With `--turning` ("+turning") each layer searches and attends with queries that turn from step to step to the cosine that those
 of real models have, 0.93 (`gpu_layer.COSINE`), instead of those that the model made, in one small launch for all layers.
+With `--trace` ("+traced") keys, values and queries are those of a real model that `kvrecall trace` wrote down (`given.Traced`).
 `reused_share` says how many of the selected rows the step before had selected too, where a configuration ("…-reuse") looks.
 
 Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN
@@ -27,26 +28,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import cycle
 from math import isnan, nan
+from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kvrecall.bench import moved
 from kvrecall.bench.bandwidth import bandwidths
 from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
-from kvrecall.bench.gpu_layer import turn
-from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TURNING, let_go, model_of
-from kvrecall.engine.captured.base import CapturedState
-from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.bench.given import Gaussian, Traced, Turning
+from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.integrations.transformers.cache import ModelSignature
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.integrations.transformers.memory import free_device_bytes, layer_bytes
 from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams
 
 SIDES = ("both", "retrieval", "full")
 _SPARE_STEPS = 64
@@ -115,22 +114,25 @@ class Retrieval:
 DOES_NOT_FIT = Retrieval([nan], nan, nan)
 
 
-def measure(shape: str, layers: int | None, context: int, batch: int, name: str, steps: int, side: str = "both") -> Row:
+def measure(
+    shape: str, layers: int | None, context: int, batch: int, name: str, steps: int, side: str = "both",
+    trace: Path | None = None,
+) -> Row:  # fmt: skip
     """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
 
-    name: of `models.CONFIGS`, or "full"; "+turning" behind it gives the layers queries that turn, "+compiled" behind that
-    compiles the modules of both sides. Raises CheckError where a captured step does not agree with an uncaptured one,
-    CaptureError where it cannot be captured or compiled.
+    name: of `models.CONFIGS`, or "full"; "+turning" behind it gives the layers queries that turn, "+traced" those of the trace,
+    and its keys; "+compiled" behind that compiles the modules of both sides. Raises CheckError where a captured step does not
+    agree with an uncaptured one, CaptureError where it cannot be captured or compiled.
     """
     plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
-    config, turning = plain.removesuffix(TURNING), plain.endswith(TURNING)
+    config = plain.removesuffix(TURNING).removesuffix(TRACED)
     full = NOT_MEASURED if side == "retrieval" else full_step(shape, layers, context, batch, compiled)
     let_go()
     model = model_of(shape, layers, context)
     found, steps = DOES_NOT_FIT, 0 if side == FULL else steps
     if side != FULL:
         try:
-            found = retrieval(model, context, batch, config, steps, compiled, turning)
+            found = retrieval(model, context, batch, config, steps, compiled, _source(model, plain, trace))
         except (HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError) as error:
             print(f"  {name}: {' '.join(str(error).split())}")
     let_go()
@@ -156,22 +158,24 @@ def measure(shape: str, layers: int | None, context: int, batch: int, name: str,
 
 
 def retrieval(
-    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False, turning: bool = False
+    model: LlamaForCausalLM, context: int, batch: int, name: str, steps: int, compiled: bool = False,
+    source: Gaussian | None = None,
 ) -> Retrieval:  # fmt: skip
     """Raises HostMemoryError or DeviceMemoryError, before anything is allocated, where keys or summaries do not fit, and
     CheckError, before anything is timed, where the first captured step is not an uncaptured one (`first_step`).
 
-    turning: the layers' queries turn from step to step, as those of a text do.
+    source: of what the layers hold and are asked; None: Gaussian keys, and queries that the model makes.
     """
     before = torch.cuda.memory_allocated()
     cache = RetrievalCache(model.config, CONFIGS[name](context))
     room = steps + _SPARE_STEPS
-    fill(cache, context, batch, room)
+    source = source or Gaussian(cache.signature)
+    fill(cache, context, batch, room, source)
     first = torch.randint(0, model.config.vocab_size, (1, 1), device="cuda").expand(batch, 1)
     if compiled:
         check_compiled(model)
     check_step(name, model, cache, first, room, compiled)
-    decoder = (Turning if turning else CapturedDecoder)(model, cache, room, compiled=compiled)
+    decoder = source.decoder(model, cache, room, compiled=compiled)
     fed = cycle(torch.randint(0, model.config.vocab_size, (steps + 8, batch, 1), device="cuda"))
 
     def step() -> None:
@@ -192,46 +196,33 @@ def retrieval(
     return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share, total.counters.bytes_fetched / made)
 
 
-class Turning(CapturedDecoder):
-    """Asks every layer standard normal queries of its own, which turn from step to step. What the model makes of a token is
-    computed all the same, and left."""
-
-    _queries: Tensor
-
-    def step(self) -> Tensor:
-        logits = super().step()
-        turn(self._queries)
-        return logits
-
-    def _capture(self) -> None:
-        shape = self._states[0].shape
-        size = (len(self._states), shape.sequences, shape.query_heads, 1, shape.head_dim)
-        self._queries = torch.randn(size, device=shape.device, dtype=shape.dtype)
-        super()._capture()
-
-    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-        return super()._attend(layer, self._queries[self._layers.all.index(layer)], keys, values, params)
+def _source(model: LlamaForCausalLM, name: str, trace: Path | None) -> Gaussian:
+    """What a configuration's name says that its layers hold and are asked."""
+    made = ModelSignature.of(model.config)
+    if name.endswith(TRACED):
+        assert trace is not None
+        return Traced.of(made, trace)
+    return (Turning if name.endswith(TURNING) else Gaussian)(made)
 
 
-def fill(cache: RetrievalCache, tokens: int, batch: int, room: int) -> None:
-    """Gaussian keys and values for every layer, stored and indexed as a prompt is. room: steps to make room for."""
+def fill(cache: RetrievalCache, tokens: int, batch: int, room: int, source: Gaussian) -> None:
+    """A source's keys and values for every layer, stored and indexed as a prompt is. room: steps to make room for."""
     _check_device(cache, tokens + room, batch)
     cache.reserve(tokens + room, batch)
     for layer in cache.retrieval_layers:
         for b in range(batch):
-            _add(cache, layer, tokens, batch, b)
+            _add(layer, tokens, batch, b, source)
         layer._logical = tokens
 
 
-def _add(cache: RetrievalCache, layer: RetrievalLayer, tokens: int, batch: int, b: int) -> None:
+def _add(layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussian) -> None:
     """One sequence; a function of its own, so that its keys are gone before the next one's are made."""
-    made = cache.signature
-    keys, values = (torch.randn(made.kv_heads, tokens, made.head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    keys, values = source.rows(layer.number, b, tokens)
     if layer.state is None:
         layer.lazy_initialization(keys[None, :, :1].expand(batch, -1, -1, -1), values[None, :, :1])
     assert layer.state is not None
     layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
-    _observe(layer.state, b, tokens)
+    _observe(layer.state, b, tokens, source)
 
 
 def _check_device(cache: RetrievalCache, tokens: int, batch: int) -> None:
@@ -244,8 +235,8 @@ def _check_device(cache: RetrievalCache, tokens: int, batch: int) -> None:
         raise DeviceMemoryError(None, need, free, tokens, device)
 
 
-def _observe(state: LayerState, b: int, tokens: int) -> None:
+def _observe(state: LayerState, b: int, tokens: int, source: Gaussian) -> None:
     """Ends the prompt as if its last queries had been seen: some methods judge keys by them."""
     shape, count = state.shape, 1 if state.log is None else min(state.log.window, tokens)
-    queries = torch.randn(shape.query_heads, count, shape.head_dim, device=shape.device, dtype=shape.dtype)
+    queries = source.asked(state.layer, b, count)
     state.saw_prompt(b, queries, torch.zeros(shape.query_heads, count, device=shape.device), tokens - count)

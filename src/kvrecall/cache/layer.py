@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from kvrecall.cache.device_pool import DevicePool
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.rows_ahead import pieces_ahead
+from kvrecall.rows_ahead import Taken, pieces_ahead
 from kvrecall.structs import Rows
-
-Taken = TypeVar("Taken")
 
 _PIECE_BYTES = 64 << 20
 """Of rows that a GPU is brought at a time: few enough for a small GPU, and enough that an attention to them takes longer than

@@ -66,6 +66,7 @@ def decode(
     steps: Annotated[int, typer.Option(min=10, help="Decode steps to time.")] = 600,
     compiled: Annotated[bool, typer.Option("--compiled", help="On both sides, norms, MLPs and RoPE by torch.compile.")] = False,
     turning: Annotated[bool, typer.Option("--turning", help="Queries turn from step to step as those of a text do.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Keys, values and queries out of this file of `kvrecall trace`.")] = None,
     out: Out = None,
     as_json: options.AsJson = False,
 ) -> Result:
@@ -76,9 +77,12 @@ def decode(
     if side not in gpu_decode.SIDES:
         raise UnknownNameError("side", side, gpu_decode.SIDES)
     names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
-    names = [name + gpu_decode.TURNING for name in names] if turning and side != gpu_decode.FULL else names
+    if turning and trace is not None:
+        raise ParameterError("--turning", "no --trace beside it", str(trace), "A trace has queries of its own.")
+    given = gpu_decode.TRACED if trace else gpu_decode.TURNING if turning else ""
+    names = [name if name == gpu_decode.FULL else name + given for name in names]
     names = [name + gpu_decode.COMPILED for name in names] if compiled else names
-    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
+    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side], [trace])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
     return _rows(gpu_decode.measure, asked, columns, out, as_json)

@@ -56,6 +56,9 @@ def evaluate(
     batch_tokens: Annotated[
         int, typer.Option(min=0, help="Samples whose contexts add up to so many tokens are answered together; pays on a GPU.")
     ] = 0,
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Replay a CUDA graph per step where methods can; pays on a GPU for long answers.")
+    ] = False,
     shard: Annotated[
         str, typer.Option(help="Share of this process, i/n: n processes with the same options and i from 1 to n make one run.")
     ] = "1/1",
@@ -85,9 +88,10 @@ def evaluate(
 
     session = open_session(model, dtype, device, quiet=as_json)
     found = conditions(specs, counts, session.model.config.get_text_config(decoder=True).num_hidden_layers)
-    suite = Suite(plan, Asker(session.model, session.tokenizer, chunk_tokens), found, batch_tokens)
+    asker = Asker(session.model, session.tokenizer, chunk_tokens, capture=None if capture else False)
+    suite = Suite(plan, asker, found, batch_tokens)
     place = str(session.model.dtype), session.model.device.type
-    folder = RunFolder(out, configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens), share)
+    folder = RunFolder(out, configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens, capture), share)
     said = suite.notes()
     for note in said:
         notes().print(f"note: {note}", markup=False, soft_wrap=True)

@@ -66,14 +66,15 @@ def _digest(spec: str) -> str:
 
 
 def configuration(
-    plan: Plan, model: str, dtype: str, device: str, conditions: list[Condition], chunk_tokens: int, batch_tokens: int
-) -> dict[str, Any]:
-    """Everything that decides the answers of a run, for its folder."""
+    plan: Plan, model: str, dtype: str, device: str, conditions: list[Condition], chunk_tokens: int, batch_tokens: int,
+    captured: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that decides the answers of a run, for its folder; captured steps round in another order."""
     from kvrecall import __version__
 
     own = {"kvrecall": __version__, "model": model, "dtype": dtype.removeprefix("torch."), "device": device}
     own |= {"chunk_tokens": chunk_tokens, "batch_tokens": batch_tokens, "conditions": described(conditions)}
-    return own | plan.to_dict()
+    return own | ({"captured": True} if captured else {}) | plan.to_dict()
 
 
 @dataclass(frozen=True)

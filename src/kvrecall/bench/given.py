@@ -1,0 +1,150 @@
+"""What the layers of `bench decode` hold and are asked: Gaussian numbers, or a real model's rows and queries out of a trace.
+
+Weights are random, so what a layer makes of a token says nothing; a source of queries takes their place in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.bench.gpu_layer import turn
+from kvrecall.engine.captured.base import CapturedState
+from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.errors import ParameterError
+from kvrecall.evaluate.trace import LayerTrace, Trace
+from kvrecall.integrations.transformers.cache import ModelSignature
+from kvrecall.structs import AttentionParams
+
+NOISE = 0.1
+"""Standard deviation of what is added to keys that come again, as a share of the keys' own: no two of them tie."""
+
+
+class Gaussian:
+    """Standard normal keys and values, and the queries that the model makes."""
+
+    def __init__(self, made: ModelSignature, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
+        self.made, self._like = made, {"device": device, "dtype": dtype}
+
+    def rows(self, layer: int, sequence: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prompt, `[H_kv, tokens, D]` each."""
+        keys, values = (torch.randn(self.made.kv_heads, tokens, self.made.head_dim, **self._like) for _ in range(2))
+        return keys, values
+
+    def asked(self, layer: int, sequence: int, number: int) -> Tensor:
+        """The prompt's last queries, `[H_q, number, D]`: some methods judge keys by them."""
+        return torch.randn(self.made.query_heads, number, self.made.head_dim, **self._like)
+
+    def decoder(self, *arguments: Any, **options: Any) -> CapturedDecoder:
+        """A captured decoder whose layers are asked what this says."""
+        return CapturedDecoder(*arguments, **options)
+
+
+class Turning(Gaussian):
+    """Standard normal queries that turn from step to step to the cosine that those of real models have."""
+
+    def queries(self, layers: int, sequences: int) -> Tensor:
+        """Of the next step, `[layers, B, H_q, 1, D]`."""
+        return torch.randn(layers, sequences, self.made.query_heads, 1, self.made.head_dim, **self._like)
+
+    def move(self, queries: Tensor) -> None:
+        """Makes them those of the step after, in place."""
+        turn(queries)
+
+    def decoder(self, *arguments: Any, **options: Any) -> CapturedDecoder:
+        return Asking(*arguments, source=self, **options)
+
+
+class Traced(Turning):
+    """Rows and queries of a traced model. KV heads of all layers and sequences take the trace's in turn, with the query heads
+    of their group; a prompt longer than the trace's is that one several times, its end last, the others with `NOISE`; steps
+    beyond the trace's begin with its first again."""
+
+    def __init__(self, made: ModelSignature, trace: Trace, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
+        """Raises ParameterError for a trace of other head sizes, or without decode steps."""
+        super().__init__(made, device, dtype)
+        self._layers, self._tokens = [trace.layers[n] for n in sorted(trace.layers)], trace.info.prompt_tokens
+        dim = self._layers[0].keys.shape[2]
+        if dim != made.head_dim:
+            raise ParameterError(
+                "trace", f"heads of {made.head_dim} numbers", dim, "Trace another model, or name another shape."
+            )
+        if not trace.info.steps:
+            raise ParameterError("trace", "at least one decode step", 0, "Make one with `kvrecall trace --steps`.")
+
+    @staticmethod
+    def of(made: ModelSignature, path: Path) -> Traced:
+        """Reads a file of `kvrecall trace`; InputFileError for anything else."""
+        return Traced(made, Trace.load(path))
+
+    def rows(self, layer: int, sequence: int, tokens: int) -> tuple[Tensor, Tensor]:
+        at = (torch.arange(tokens) - tokens) % self._tokens
+        pairs = [(source.keys[head, at], source.values[head, at]) for source, head in self._heads(layer, sequence)]
+        keys, values = (torch.stack(side).to(**self._like) for side in zip(*pairs, strict=True))
+        again = keys[:, : max(0, tokens - self._tokens)]
+        again += NOISE * keys.float().std((1, 2), keepdim=True).to(again.dtype) * torch.randn_like(again)
+        return keys, values
+
+    def asked(self, layer: int, sequence: int, number: int) -> Tensor:
+        def last(x: LayerTrace) -> Tensor:
+            return x.prompt_queries[:, torch.arange(-number, 0) % x.prompt_queries.shape[1]]
+
+        return self._of_groups(layer, sequence, last)
+
+    def queries(self, layers: int, sequences: int) -> Tensor:
+        # All steps at once: what is timed must not wait for copies from the host.
+        every = [
+            [torch.stack([self._of_groups(n, b, partial(_asked, step)) for b in range(sequences)]) for n in range(layers)]
+            for step in range(len(self._layers[0].queries))
+        ]
+        self._steps = cycle([torch.stack(step) for step in every])
+        return next(self._steps).clone()
+
+    def move(self, queries: Tensor) -> None:
+        queries.copy_(next(self._steps))
+
+    def _of_groups(self, layer: int, sequence: int, of: Callable[[LayerTrace], Tensor]) -> Tensor:
+        """What `of` makes of a layer's trace, `[H_q', n, D]`, for the query heads of ours, `[H_q, n, D]`."""
+        group, found = self.made.query_heads // self.made.kv_heads, []
+        for source, head in self._heads(layer, sequence):
+            theirs = source.queries.shape[1] // source.keys.shape[0]
+            found.append(of(source)[head * theirs + torch.arange(group) % theirs])
+        return torch.cat(found).to(**self._like)
+
+    def _heads(self, layer: int, sequence: int) -> list[tuple[LayerTrace, int]]:
+        """(layer of the trace, its KV head) for each KV head of ours."""
+        each = self._layers[0].keys.shape[0]
+        first = (sequence * self.made.layers + layer) * self.made.kv_heads
+        numbers = [(first + h) % (each * len(self._layers)) for h in range(self.made.kv_heads)]
+        return [(self._layers[number // each], number % each) for number in numbers]
+
+
+def _asked(step: int, layer: LayerTrace) -> Tensor:
+    """Queries of a decode step, `[H_q, 1, D]`."""
+    return layer.queries[step].unsqueeze(1)
+
+
+class Asking(CapturedDecoder):
+    """Asks every layer what a source says. What the model makes of a token is computed all the same, and left."""
+
+    def __init__(self, *arguments: Any, source: Turning, **options: Any) -> None:
+        self._source = source
+        super().__init__(*arguments, **options)
+
+    def step(self) -> Tensor:
+        logits = super().step()
+        self._source.move(self._queries)
+        return logits
+
+    def _capture(self) -> None:
+        self._queries = self._source.queries(len(self._states), self._states[0].shape.sequences)
+        super()._capture()
+
+    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        return super()._attend(layer, self._queries[self._layers.all.index(layer)], keys, values, params)
