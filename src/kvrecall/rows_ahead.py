@@ -55,7 +55,7 @@ def pieces_ahead(
     """
     starts = range(start, stop, size)
     if device.type != "cuda":
-        yield (take(zone_rows(source, at, min(at + size, stop))) for at in starts)
+        yield (take(zone_rows(source, at, min(at + size, stop)).to(device)) for at in starts)
         return
     pieces = _Pieces(source, starts, device, take)
     try:

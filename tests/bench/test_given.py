@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,14 @@ def test_queries_are_those_of_the_group_step_by_step(trace: Trace) -> None:
 def test_what_does_not_fit_is_said(trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="expected heads of 128 numbers, got 64"):
         Traced(ModelSignature("llama", 4, 8, 2, 128), trace, "cpu")
-    with pytest.raises(ParameterError, match="at least one decode step"):
+    with pytest.raises(ParameterError, match="expected decode steps and queries of the prompt, got '0 and 5'"):
         Traced(MADE, Trace(TraceInfo("m", PROMPT, 0, 0.125, (0, 7, 9)), trace.layers), "cpu")
+    unseen = {n: replace(x, prompt_queries=x.prompt_queries[:, :0]) for n, x in trace.layers.items()}
+    with pytest.raises(ParameterError, match="got '3 and 0'"):
+        Traced(MADE, Trace(trace.info, unseen), "cpu")
     (tmp_path / "x").write_text("no")
     with pytest.raises(InputFileError, match="not a trace"):
-        Traced.of(MADE, tmp_path / "x")
+        Trace.load(tmp_path / "x")
 
 
 def test_without_a_trace_numbers_are_normal() -> None:

@@ -18,10 +18,11 @@ from kvrecall.bench import first_step, full_decode, gpu_decode, gpu_prefill, mod
 from kvrecall.bench.bandwidth import Bandwidths
 from kvrecall.bench.first_step import COMPILED_TOLERANCE, check_compiled
 from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
-from kvrecall.bench.given import Gaussian, Turning
+from kvrecall.bench.given import Gaussian, Traced, Turning
 from kvrecall.bench.gpu_decode import Retrieval
 from kvrecall.bench.moved import weight_bytes
-from kvrecall.errors import HostMemoryError
+from kvrecall.errors import HostMemoryError, ParameterError
+from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 
 TINY = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -170,6 +171,14 @@ def test_a_compiled_row_says_so_and_both_sides_are(monkeypatch: pytest.MonkeyPat
     row = gpu_decode.measure("tiny", None, 1000, 2, "product-reuse+turning+compiled", 30, "retrieval")
     assert row.config == "product-reuse+turning+compiled" and asked[-1][:3] == ("product-reuse", 30, True)
     assert type(asked[-1][3]) is Turning
+    layer = LayerTrace(*(torch.zeros(shape) for shape in ((1, 42, 128), (1, 42, 128), (2, 2, 128), (2, 4, 128))))
+    trace = Trace(TraceInfo("model", 40, 2, 0.1, (0,)), {0: layer})
+    row = gpu_decode.measure("tiny", None, 1000, 2, "product+traced+compiled", 30, "retrieval", trace)
+    assert row.config == "product+traced model 40+compiled" and type(asked[-1][3]) is Traced
+    sizes = ((1, 42, 64), (1, 42, 64), (2, 2, 64), (2, 4, 64))
+    small = Trace(trace.info, {0: LayerTrace(*(torch.zeros(size) for size in sizes))})
+    with pytest.raises(ParameterError, match="expected heads of 128 numbers, got 64"):
+        gpu_decode.measure("tiny", None, 1000, 2, "product+traced", 30, "both", small)
     assert row.reused_share == 0.25
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall import engine, errors
+from kvrecall.engine.prefill import chunk_size
 from tests.integrations.models import tiny
 from tests.integrations.test_transformers import METHODS, ZONES, prompt, ragged, run
 
@@ -140,3 +142,11 @@ def test_refusals_store_nothing(change: dict[str, Any], error: type[Exception], 
     with pytest.raises(error, match=match):
         engine.prefill(model, given.pop("input_ids"), cache, **given)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("device", "sequences", "asked", "found"), [
+    ("cpu", 1, None, 1024), ("cuda", 1, None, 8192), ("cuda", 4, None, 2048), ("cuda", 28, None, 1024), ("cuda", 4, 300, 300),
+])  # fmt: skip
+def test_chunks_suit_the_device_and_the_batch(device: str, sequences: int, asked: int | None, found: int) -> None:
+    model: Any = SimpleNamespace(device=torch.device(device))
+    assert chunk_size(model, asked, sequences) == found

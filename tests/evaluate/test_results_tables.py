@@ -147,6 +147,8 @@ def test_a_run_grows_with_equal_settings_and_is_replaced_otherwise(tmp_path: Pat
     assert rows.runs[CONFIG["model"], "small"]["batch_tokens"] == 4096
     told = rows.add(packed(tmp_path / "c.gz", ("small", more | {"batch_tokens": 512}, [record("m/two@8", 1, 0.25)])))
     assert len(rows.answers) == 4 and rows.runs[CONFIG["model"], "small"]["batch_tokens"] == 4096
+    told = rows.add(packed(tmp_path / "d.gz", ("small", more | {"captured": True}, [record("full", 0, 0.5)])))
+    assert len(rows.answers) == 1 and "other settings" in told[0]
     told = rows.add(packed(tmp_path / "c.gz", ("small", more | {"seed": 1}, [record("full", 0, 0.5)])))
     assert "in place of a run with other settings" in told[0] and [a.score for a in rows.answers] == [0.5]
     assert (rows.drop("other"), rows.drop("small")) == (0, 1) and not rows.answers and not rows.runs

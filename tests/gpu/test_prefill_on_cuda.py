@@ -28,6 +28,23 @@ ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8}
 kernels = pytest.mark.parametrize("asked", [False, True], ids=["flash", "cudnn"])
 
 
+def cudnn_takes(dtype: str, dim: int) -> bool:
+    return dtype != "fp32" and torch.cuda.get_device_capability() >= (9, 0) and cudnn._is_right(CUDA, DTYPES[dtype], dim)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One for each attention by cuDNN: whether it is causal."""
+    made, plain = [], cudnn.attend
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Any:
+        made.append(causal)
+        return plain(queries, keys, values, scaling, causal)
+
+    monkeypatch.setattr(cudnn, "attend", attend)
+    return made
+
+
 def near(made: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(made.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
@@ -35,7 +52,9 @@ def near(made: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 3), (128, 7), (192, 2), (256, 4)])
 @kernels
-def test_blocks_and_chunks(asked: bool, dim: int, group: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_chunks(
+    asked: bool, dim: int, group: int, dtype: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of a segment with room behind, and queries whose heads lie side by side within a token, as models make them."""
     monkeypatch.setattr(cudnn, "_WORK", 1 if asked else 1 << 60)
     monkeypatch.setattr(cudnn, "_LEAST_ROWS", 1)
@@ -50,25 +69,28 @@ def test_blocks_and_chunks(asked: bool, dim: int, group: int, dtype: str, monkey
     out, lse = dense(queries.transpose(0, 1), rows[:, :300, 0], rows[:, :300, 1], dim**-0.5, causal=True)
     near(part.out[0], out, TOLERANCE[dtype])
     near(part.lse[0], lse, 1e-3)
+    assert calls[-2:] == ([False, True] if asked and cudnn_takes(dtype, dim) else [])
 
 
-def test_cudnn_is_asked_where_it_is_faster() -> None:
+def test_cudnn_is_asked_where_it_is_better() -> None:
     capable = torch.cuda.get_device_capability() >= (9, 0)
     long = torch.zeros(8, 8192, 128, dtype=torch.bfloat16, device=CUDA)
-    assert cudnn.is_faster(long, 8192, 1 << 17) == capable
+    assert cudnn.is_better(long, 8192, 1 << 17) == capable
     for other, rows, among in (
         (long, 8192, 8192),
         (long, 320, 1 << 17),
         (long.float(), 8192, 1 << 17),
         (long[:, :1], 4096, 1 << 17),
     ):
-        assert not cudnn.is_faster(other, rows, among)
+        assert not cudnn.is_better(other, rows, among)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("piece_bytes", [0, 30_000, 64 << 20], ids=["rows", "pieces", "whole"])
 @kernels
-def test_a_prompt_in_chunks(asked: bool, piece_bytes: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks(
+    asked: bool, piece_bytes: int, dtype: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged chunks of two sequences, learned sinks: whatever the pieces are, all that was stored is attended once."""
     monkeypatch.setattr(cudnn, "_WORK", 1 if asked else 1 << 60)
     monkeypatch.setattr(cudnn, "_LEAST_ROWS", 1)
@@ -95,7 +117,7 @@ def test_a_prompt_in_chunks(asked: bool, piece_bytes: int, dtype: str, monkeypat
             near(made[b][:, real.cuda()], out, TOLERANCE[dtype])
             assert (made[b][:, ~real.cuda()] == 0).all()
         done += size
-    assert layer.stats.bytes_to_device > 0
+    assert layer.stats.bytes_to_device > 0 and bool(calls) == (asked and cudnn_takes(dtype, 64))
 
 
 def test_places_for_pieces_do_not_grow_with_the_context() -> None:

@@ -10,7 +10,7 @@ from kvrecall.host_keys import copy_keys
 from tests.strategies import gaussian
 
 
-@pytest.mark.parametrize("programs", [1, 5, 128])
+@pytest.mark.parametrize("programs", [1, 6, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_keys_of_a_part_of_a_segment(dim: int, dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ class Rows:
         held = self.runs.get(key)
         said = ""
         if held is not None:
-            agree = all(held[n] == config.get(n) for n in held if n not in _GROWS)
+            agree = all(held.get(n) == config.get(n) for n in held.keys() | config.keys() if n not in _GROWS)
             agree &= all(held["conditions"].get(n, c) == c for n, c in config["conditions"].items())
             if agree:
                 config = config | {"conditions": held["conditions"] | config["conditions"]}

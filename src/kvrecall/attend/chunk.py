@@ -31,7 +31,7 @@ def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float 
     if softcap or not _has_flash(queries):
         return _math(queries, block[:, :, 0], block[:, :, 1], scaling, softcap, causal=False)
     keys, values = block[None, :, :, 0], block[None, :, :, 1]
-    if cudnn.is_faster(queries, block.shape[1], among):
+    if cudnn.is_better(queries, block.shape[1], among):
         return cudnn.attend(queries.unsqueeze(0), keys, values, scaling, causal=False)
     folded = queries.reshape(1, kv_heads, heads // kv_heads * count, dim)
     out, lse = _flash(folded, keys, values, scaling, causal=False)
@@ -44,7 +44,7 @@ def attend_causal(
     """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`; among: as above."""
     if softcap or not _has_flash(queries):
         return _math(queries, keys, values, scaling, softcap, causal=True)
-    if cudnn.is_faster(queries, keys.shape[1], among):
+    if cudnn.is_better(queries, keys.shape[1], among):
         return cudnn.attend(queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scaling, causal=True)
     group = queries.shape[0] // keys.shape[0]
     keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (keys, values))

@@ -1,6 +1,7 @@
 """What the layers of `bench decode` hold and are asked: Gaussian numbers, or a real model's rows and queries out of a trace.
 
-Weights are random, so what a layer makes of a token says nothing; a source of queries takes their place in the step.
+Weights are random, so what a layer makes of a token says nothing; a source of queries takes their place in the step. Keys and
+values of the tokens that are decoded remain the model's.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Gaussian:
         self.made, self._like = made, {"device": device, "dtype": dtype}
 
     def rows(self, layer: int, sequence: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a prompt, `[H_kv, tokens, D]` each."""
+        """Keys and values of a prompt in one of the model's layers, `[H_kv, tokens, D]` each."""
         keys, values = (torch.randn(self.made.kv_heads, tokens, self.made.head_dim, **self._like) for _ in range(2))
         return keys, values
 
@@ -50,7 +50,7 @@ class Turning(Gaussian):
     """Standard normal queries that turn from step to step to the cosine that those of real models have."""
 
     def queries(self, layers: int, sequences: int) -> Tensor:
-        """Of the next step, `[layers, B, H_q, 1, D]`."""
+        """Of the next step, `[layers, B, H_q, 1, D]`, for the model's first so many layers."""
         return torch.randn(layers, sequences, self.made.query_heads, 1, self.made.head_dim, **self._like)
 
     def move(self, queries: Tensor) -> None:
@@ -67,7 +67,7 @@ class Traced(Turning):
     beyond the trace's begin with its first again."""
 
     def __init__(self, made: ModelSignature, trace: Trace, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
-        """Raises ParameterError for a trace of other head sizes, or without decode steps."""
+        """Raises ParameterError for a trace of other head sizes, or one that lacks queries."""
         super().__init__(made, device, dtype)
         self._layers, self._tokens = [trace.layers[n] for n in sorted(trace.layers)], trace.info.prompt_tokens
         dim = self._layers[0].keys.shape[2]
@@ -75,13 +75,9 @@ class Traced(Turning):
             raise ParameterError(
                 "trace", f"heads of {made.head_dim} numbers", dim, "Trace another model, or name another shape."
             )
-        if not trace.info.steps:
-            raise ParameterError("trace", "at least one decode step", 0, "Make one with `kvrecall trace --steps`.")
-
-    @staticmethod
-    def of(made: ModelSignature, path: Path) -> Traced:
-        """Reads a file of `kvrecall trace`; InputFileError for anything else."""
-        return Traced(made, Trace.load(path))
+        if not trace.info.steps or not self._layers[0].prompt_queries.shape[1]:
+            got = f"{trace.info.steps} and {self._layers[0].prompt_queries.shape[1]}"
+            raise ParameterError("trace", "decode steps and queries of the prompt", got, "Make one with `kvrecall trace`.")
 
     def rows(self, layer: int, sequence: int, tokens: int) -> tuple[Tensor, Tensor]:
         at = (torch.arange(tokens) - tokens) % self._tokens

@@ -6,7 +6,8 @@ Weights are random and the cache is filled with Gaussian keys and values: only s
 tokens, so that no query of a layer is like the one before and two steps select hardly a row alike, unlike those of a text.
 With `--turning` ("+turning") each layer searches and attends with queries that turn from step to step to the cosine that those
 of real models have, 0.93 (`gpu_layer.COSINE`), instead of those that the model made, in one small launch for all layers.
-With `--trace` ("+traced") keys, values and queries are those of a real model that `kvrecall trace` wrote down (`given.Traced`).
+With `--trace` ("+traced") keys, values and queries are those of a real model that `kvrecall trace` wrote down (`given.Traced`);
+rows name the model and the length of its prompt.
 `reused_share` says how many of the selected rows the step before had selected too, where a configuration ("…-reuse") looks.
 
 Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN
@@ -28,7 +29,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import cycle
 from math import isnan, nan
-from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
@@ -40,6 +40,7 @@ from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, tim
 from kvrecall.bench.given import Gaussian, Traced, Turning
 from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
+from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape
 from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.integrations.transformers.cache import ModelSignature
@@ -116,7 +117,7 @@ DOES_NOT_FIT = Retrieval([nan], nan, nan)
 
 def measure(
     shape: str, layers: int | None, context: int, batch: int, name: str, steps: int, side: str = "both",
-    trace: Path | None = None,
+    trace: Trace | None = None,
 ) -> Row:  # fmt: skip
     """Both sides in one process, one after the other, or one of them. Neither holds memory while the other runs.
 
@@ -125,14 +126,14 @@ def measure(
     agree with an uncaptured one, CaptureError where it cannot be captured or compiled.
     """
     plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
-    config = plain.removesuffix(TURNING).removesuffix(TRACED)
+    config, source = plain.removesuffix(TURNING).removesuffix(TRACED), _source(shape, layers, plain, trace)
     full = NOT_MEASURED if side == "retrieval" else full_step(shape, layers, context, batch, compiled)
     let_go()
     model = model_of(shape, layers, context)
     found, steps = DOES_NOT_FIT, 0 if side == FULL else steps
     if side != FULL:
         try:
-            found = retrieval(model, context, batch, config, steps, compiled, _source(model, plain, trace))
+            found = retrieval(model, context, batch, config, steps, compiled, source)
         except (HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError) as error:
             print(f"  {name}: {' '.join(str(error).split())}")
     let_go()
@@ -148,6 +149,8 @@ def measure(
     theirs = nan if isnan(full.p50_ms) else moved.step_of_model(sizes, context, batch, None).device
     band = bandwidths()
     row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
+    if trace is not None:
+        row_config = row_config.replace(TRACED, f"{TRACED} {trace.info.model} {trace.info.prompt_tokens}")
     return Row(
         shape, count, context, batch, row_config, found.at(0.2), p50, found.at(0.8), found.times[-1], steps,
         full.p20_ms, full.p50_ms, full.p80_ms, full.backend, full.p50_ms / p50, found.device_gib, full.device_gib,
@@ -196,12 +199,14 @@ def retrieval(
     return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share, total.counters.bytes_fetched / made)
 
 
-def _source(model: LlamaForCausalLM, name: str, trace: Path | None) -> Gaussian:
-    """What a configuration's name says that its layers hold and are asked."""
-    made = ModelSignature.of(model.config)
+def _source(shape: str, layers: int | None, name: str, trace: Trace | None) -> Gaussian:
+    """What a configuration's name says that the layers of a shape hold and are asked; ParameterError for a trace of others."""
+    sizes = SHAPES[shape]
+    heads = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+    made = ModelSignature("llama", layers or sizes["num_hidden_layers"], *heads)
     if name.endswith(TRACED):
         assert trace is not None
-        return Traced.of(made, trace)
+        return Traced(made, trace)
     return (Turning if name.endswith(TURNING) else Gaussian)(made)
 
 

@@ -41,14 +41,18 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     with lasting_tensors():
         tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
     if pin:
-        _fault_in(tensor)
+        if not _warned:  # where pinning is refused once, pages are given as they are used
+            _fault_in(tensor)
         _register(tensor, pages)
     return tensor
 
 
 def _fault_in(tensor: Tensor) -> None:
-    """Has the system give the pages now, for all cores at a time; registering them would ask for one after another."""
-    tensor.view(torch.uint8).view(-1)[:: mmap.PAGESIZE].zero_()
+    """Has the system give the pages now, for all cores at a time; registering them would ask for one after another.
+
+    torch divides work among cores by its elements, so that each page has several.
+    """
+    tensor.view(torch.uint8).view(-1)[:: mmap.PAGESIZE // 8].zero_()
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -69,6 +73,8 @@ def _register(tensor: Tensor, pages: mmap.mmap) -> None:
     status = int(cudart.cudaHostRegister(address, len(pages), _PORTABLE_AND_MAPPED))
     if status != 0:
         _warn(len(pages), f"CUDA error {status}")
+        if hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)  # nothing is in them yet
         if torch.cuda.is_available():
             with suppress(RuntimeError):  # a refused call leaves its error behind, which the next launch would take for its own
                 torch.zeros(1, device="cuda")

@@ -125,7 +125,7 @@ class LayerStore:
         near, host = self.resident.view(sequence), self.host[sequence]
         first = (take(rows) for rows in (near,) if rows.shape[1])
         if near.device.type != "cuda" or not host.length:
-            yield chain(first, map(take, host.blocks()))
+            yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
             return
         heads, _, _, dim = near.shape
         tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))

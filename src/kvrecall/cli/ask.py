@@ -25,7 +25,7 @@ def ask(
     dtype: options.Dtype = None,
     device: options.Device = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    chunk_tokens: options.AnyChunkTokens = None,
+    chunk_tokens: options.SuitedChunkTokens = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     as_json: options.AsJson = False,

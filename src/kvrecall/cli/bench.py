@@ -73,16 +73,18 @@ def decode(
     """A whole model on a GPU: one captured decode step, in milliseconds; its layers must answer as uncaptured ones do."""
     names = _of_models(shape, configs)
     from kvrecall.bench import gpu_decode
+    from kvrecall.evaluate.trace import Trace
 
     if side not in gpu_decode.SIDES:
         raise UnknownNameError("side", side, gpu_decode.SIDES)
     names = [gpu_decode.FULL] if side == gpu_decode.FULL else names
     if turning and trace is not None:
         raise ParameterError("--turning", "no --trace beside it", str(trace), "A trace has queries of its own.")
+    read = None if trace is None else Trace.load(trace)
     given = gpu_decode.TRACED if trace else gpu_decode.TURNING if turning else ""
     names = [name if name == gpu_decode.FULL else name + given for name in names]
     names = [name + gpu_decode.COMPILED for name in names] if compiled else names
-    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side], [trace])
+    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side], [read])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
     return _rows(gpu_decode.measure, asked, columns, out, as_json)

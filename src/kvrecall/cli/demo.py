@@ -33,7 +33,7 @@ def demo(
     dtype: options.Dtype = None,
     device: options.Device = None,
     max_new_tokens: options.MaxNewTokens = 48,
-    chunk_tokens: options.AnyChunkTokens = None,
+    chunk_tokens: options.SuitedChunkTokens = None,
     as_json: options.AsJson = False,
 ) -> Result:
     """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, side by side."""

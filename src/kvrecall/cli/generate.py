@@ -27,7 +27,7 @@ def generate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     max_new_tokens: options.MaxNewTokens = 256,
-    chunk_tokens: options.AnyChunkTokens = None,
+    chunk_tokens: options.SuitedChunkTokens = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     as_json: options.AsJson = False,

@@ -20,7 +20,9 @@ Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; t
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; the best if left out.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per piece of prefill.")]
-AnyChunkTokens = Annotated[int | None, typer.Option(min=1, help="Tokens per piece of prefill; 8192 on a GPU, else 1024.")]
+SuitedChunkTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per piece of prefill; 8192 on a GPU, else 1024, if left out.")
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -64,10 +64,9 @@ def generate(
     (`engine.captured`); None: where that is possible, True raises CaptureError where it is not. compiled: capture the model's
     norms, feed-forward layers and rotary embedding as torch.compile makes them, which may round otherwise; the first time takes
     some seconds. It has no effect where steps are not captured, such as on a CPU, and with capture=False it is refused. Raises
-    before storing anything if prompt and answer exceed
-    the model's context.
+    before storing anything if prompt and answer exceed the model's context.
     """
-    chunk_tokens = chunk_size(model, chunk_tokens)
+    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     _check(model, input_ids, max_new_tokens, chunk_tokens, attention_mask, temperature, top_p)
     if isinstance(cache, Method):
         cache = RetrievalCache(model.config, cache)

@@ -14,8 +14,10 @@ from kvrecall.integrations.transformers import RetrievalCache, attach
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in total)."""
 
+_LEAST_CHUNK = 1024
 _CHUNK_TOKENS = {"cuda": 8192}
-"""Of a GPU, which reads all that is stored anew for every chunk: so many that attention to a row takes longer than its way."""
+"""Of all sequences together on a GPU, which reads all that is stored anew for every chunk: so many that attention to a row
+takes longer than its way."""
 
 
 @torch.inference_mode()
@@ -36,7 +38,7 @@ def prefill(
     Checks the context length and the host's memory before anything is stored. After Ctrl-C or an error, every layer holds
     the same whole chunks, so prefill can be called again with the same arguments and goes on from there.
     """
-    chunk_tokens = chunk_size(model, chunk_tokens)
+    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     total = input_ids.shape[1]
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
@@ -64,9 +66,11 @@ def prefill(
         on_progress(total, total)
 
 
-def chunk_size(model: PreTrainedModel, chunk_tokens: int | None) -> int:
-    """Tokens per piece of a prompt: what was asked for, or what suits the model's device."""
-    return _CHUNK_TOKENS.get(model.device.type, 1024) if chunk_tokens is None else chunk_tokens
+def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int) -> int:
+    """Tokens per piece of each prompt: what was asked for, or what suits the model's device, less for many at a time."""
+    if chunk_tokens is not None:
+        return chunk_tokens
+    return max(_LEAST_CHUNK, _CHUNK_TOKENS.get(model.device.type, 0) // max(1, sequences))
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:

@@ -26,7 +26,8 @@ _LEFT = 2
 
 @dataclass(frozen=True)
 class Asker:
-    """A model that answers. chunk_tokens: tokens per piece of prefill. capture: see `engine.generate`."""
+    """A model that answers. chunk_tokens: tokens per piece of prefill. capture: see `engine.generate`; of answers to generated
+    tasks, since solutions of problems are long enough to be captured wherever they can be."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -93,7 +94,7 @@ class Asker:
         return Conversation(texts, len(ids) - new, new, prefill, decode)
 
     def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
-        # Answers are short: capturing a graph for each may take longer than they do.
+        # Answers are short: capturing a graph for each may take longer than they do, so that is asked for.
         return engine.generate(
             self.model, self.tokenizer, ids, cache, max_new_tokens=answer_tokens, chunk_tokens=self.chunk_tokens,
             attention_mask=mask, capture=self.capture,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvrecall.errors import ParameterError
 from kvrecall.parts import Part
+from kvrecall.rows_ahead import Zone
 from kvrecall.select.gqa import GQA_MODES, check_mode
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection
@@ -29,21 +30,13 @@ class LayerShape:
     device: torch.device
 
 
-class RowSource(Protocol):
-    """The retrieval-zone rows of one sequence on the host."""
+class RowSource(Zone, Protocol):
+    """The retrieval-zone rows of one sequence on the host, also by their ids."""
 
     length: int
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows `[H_kv, n, 2, D]` of ids int `[H_kv, n]`, both on the CPU."""
-        ...
-
-    def blocks(self, start: int = 0) -> Iterator[Tensor]:
-        """Views of rows start..length in order, each `[H_kv, n, 2, D]` on the CPU."""
-        ...
-
-    def segments(self) -> list[tuple[int, Tensor]]:
-        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may hold rows that are not written yet."""
         ...
 
 
