@@ -105,6 +105,25 @@ def test_a_refusal_warns_once_and_gives_pageable_memory(runtime: Runtime) -> Non
     assert not runtime.released  # what was never registered is not released
 
 
+def resident_pages(tensor: torch.Tensor) -> int:
+    """Pages of a tensor that the system has given memory."""
+    count = tensor.nbytes // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * count)()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), found)
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for resident pages")
+@pytest.mark.filterwarnings("ignore")
+def test_pages_are_given_before_they_are_locked_and_not_where_that_is_refused(runtime: Runtime) -> None:
+    size = (50 * mmap.PAGESIZE,)
+    assert resident_pages(allocate(size, torch.uint8, pin=True)) == 50
+    assert resident_pages(allocate(size, torch.uint8, pin=False)) == 0
+    runtime.status = 2
+    for _ in range(2):  # given back, then not asked for
+        assert resident_pages(allocate(size, torch.uint8, pin=True)) == 0
+
+
 @pytest.mark.filterwarnings("always")
 def test_staging_falls_back_to_pageable_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty

@@ -73,8 +73,9 @@ def _register(tensor: Tensor, pages: mmap.mmap) -> None:
     status = int(cudart.cudaHostRegister(address, len(pages), _PORTABLE_AND_MAPPED))
     if status != 0:
         _warn(len(pages), f"CUDA error {status}")
-        if hasattr(mmap, "MADV_DONTNEED"):
-            pages.madvise(mmap.MADV_DONTNEED)  # nothing is in them yet
+        if hasattr(mmap, "MADV_REMOVE"):
+            with suppress(OSError):  # they stay, then
+                pages.madvise(mmap.MADV_REMOVE)  # nothing is in them yet
         if torch.cuda.is_available():
             with suppress(RuntimeError):  # a refused call leaves its error behind, which the next launch would take for its own
                 torch.zeros(1, device="cuda")
