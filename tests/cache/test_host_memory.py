@@ -8,6 +8,7 @@ import mmap
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,29 @@ def test_pages_are_given_before_they_are_locked_and_not_where_that_is_refused(ru
         assert resident_pages(allocate(size, torch.uint8, pin=True)) == 0
 
 
+def mapping_flags(tensor: torch.Tensor) -> set[str]:
+    """What Linux says of the mapping that a tensor lies in, two letters each."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, end = (int(edge, 16) for edge in words[0].split("-"))
+            inside = start <= tensor.data_ptr() < end
+        elif inside and words[0] == "VmFlags:":
+            return set(words[1:])
+    raise AssertionError("no mapping holds the tensor")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux about a mapping")
+def test_pages_may_be_huge_and_no_child_gets_those_that_are_locked(runtime: Runtime) -> None:
+    """hg: huge pages are asked for, which sh (shared) mappings would not be given; dc: not copied when the process forks."""
+    size = (4 << 20,)
+    locked, plain = allocate(size, torch.uint8, pin=True), allocate(size, torch.uint8, pin=False)
+    assert {"hg", "dc"} <= mapping_flags(locked)
+    assert not {"hg", "dc"} & mapping_flags(plain)
+    assert "sh" not in mapping_flags(locked) | mapping_flags(plain)
+
+
 @pytest.mark.filterwarnings("always")
 def test_staging_falls_back_to_pageable_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
@@ -160,7 +184,7 @@ def test_a_host_without_memory_says_how_much_was_needed_and_stores_nothing(monke
     rows = torch.randn(2, 10, 2, 8)
     pool.append(rows[:, :3])
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:

@@ -68,7 +68,7 @@ def compare(
 
 EXACT: dict[str, Any] = ZONES | {"top_k": 6, "weight_dtype": "float32"}  # the interpreter rounds to bf16 in a way of its own
 METHODS = {
-    "collisions": kvrecall.ParisKV(**EXACT),
+    "collisions": kvrecall.ParisKV(fetch="direct:reuse=false", **EXACT),
     "products": kvrecall.ParisKV(stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **EXACT),
     "stride": kvrecall.ParisKV(stage1="product", trigger="fixed-stride:steps=3", **EXACT),
     "semantic": kvrecall.ParisKV(stage1="product", gqa="max", trigger="semantic-boundary:threshold=0.0", **EXACT),
@@ -108,8 +108,12 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
         assert torch.equal(other.held[b].ids, plain.held[b].ids)
     for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens"):
         assert getattr(other.stats, name) == getattr(plain.stats, name), name
-    if method.fetch is None and method.trigger is None:  # else rows are kept, but not those of before the capture
-        assert other.stats.bytes_fetched == plain.stats.bytes_fetched
+    bytes_selected = [x.stats.bytes_fetched + x.stats.bytes_saved for x in (other, plain)]
+    assert bytes_selected[0] == bytes_selected[1] > 0
+    reuse = method.fetch_config().reuse
+    assert (other.stats.reused_rows > 0) == (method.trigger is not None or reuse is not False)
+    if method.trigger is None and not reuse:  # only captured steps keep rows unasked
+        assert plain.stats.reused_rows == 0
     for number in range(3):  # and the pipeline can go on with it
         new = tokens(3000 + number, 2, 1)
         torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))

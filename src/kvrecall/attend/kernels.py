@@ -85,10 +85,13 @@ def selected_rows(
         parity = tl.load(p_parity)
         o_now = (parity * PAIRS + i_bh) * K
         o_then = ((1 - parity) * PAIRS + i_bh) * K
-        o_all = tl.arange(0, BK)
-        b_then = tl.load(p_kept_ids + o_then + o_all, mask=o_all < K, other=-1)
-        m_same = (b_id[:, None] == b_then[None, :]) & m_r[:, None]
-        b_slot = tl.max(tl.where(m_same, o_all[None, :], -1), 1)
+        b_slot = tl.full(b_id.shape, -1, tl.int32)
+        KEPT: tl.constexpr = min(BK, 256)  # ids that are compared at a time: all would be too many registers
+        for i_k in tl.static_range(0, BK, KEPT):
+            o_all = i_k + tl.arange(0, KEPT)
+            b_then = tl.load(p_kept_ids + o_then + o_all, mask=o_all < K, other=-1)
+            m_same = (b_id[:, None] == b_then[None, :]) & m_r[:, None]
+            b_slot = tl.maximum(b_slot, tl.max(tl.where(m_same, o_all[None, :], -1), 1))
         m_kept = (b_slot >= 0)[:, None] & m_d
         m_host = m_r & (b_slot < 0)
         p_then = p_kept + (o_then + b_slot)[:, None] * (2 * D) + o_d[None, :]

@@ -48,6 +48,7 @@ STAGES = ("tables_us", "scan_us", "compact_us", "rerank_us", "top_us", "attend_u
 def _method(n: int, **changes: object) -> ParisKV:
     beta = 0.02 if n >= 1_000_000 else 0.05
     own = {"top_k": 100, "full_attention_threshold": 0, "min_candidates_per_k": 4, "candidate_ratio": beta}
+    own["fetch"] = "direct:reuse=false"
     return ParisKV(**own | {"stage1": "product", "gqa": "mean_softmax"} | changes)  # type: ignore[arg-type]
 
 
@@ -56,6 +57,7 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product": _method,
     "product-reuse": lambda n: _method(n, fetch="direct:reuse=true"),
     "balanced": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8"),
+    "balanced-reuse": lambda n: replace(CONFIGS["balanced"](n), fetch="direct:reuse=true"),
     "balanced-2%": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8", candidate_ratio=0.02),
     "balanced-512": lambda n: replace(CONFIGS["balanced"](n), top_k=512),
     "balanced-512-reuse": lambda n: replace(CONFIGS["balanced-512"](n), fetch="direct:reuse=true"),
@@ -67,7 +69,7 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
 """beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query.
 "balanced" is what `pariskv-balanced` is, "balanced-2%" the same with fewer candidates at any length, "balanced-512" with 512
 tokens per KV head instead of 100, "balanced-plain" without norms and with 16-bit weights. "…-reuse" reads no row again that
-the step before selected too."""
+the step before selected too, as captured steps do where a method does not say otherwise; all others read every row."""
 
 
 @dataclass(frozen=True)

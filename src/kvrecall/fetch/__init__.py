@@ -1,7 +1,8 @@
 """Selected rows become resident on the compute device, unless they still are.
 
 Between two searches a selection stays, and so do its rows. With `reuse` the rows that the next search selects again stay too
-(consecutive steps share about half of them), and only the others are read from the host.
+(consecutive steps share about half of them), and only the others are read from the host. Steps of a captured decode do that
+unless they are told not to: there it takes no more launches, and what is attended is the same.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Direct(Part):
-    """The GPU reads each row where it lies in page-locked host memory. reuse: keep rows that are selected again."""
+    """The GPU reads each row where it lies in page-locked host memory. reuse: keep rows that are selected again; None: where
+    that is free, in captured steps."""
 
     role: ClassVar[str] = "fetch"
     name: ClassVar[str] = "direct"
 
-    reuse: bool = False
+    reuse: bool | None = None
     staged: ClassVar[bool] = False
 
 
@@ -45,7 +47,7 @@ class Staged(Part):
     role: ClassVar[str] = "fetch"
     name: ClassVar[str] = "staged"
 
-    reuse: bool = False
+    reuse: bool | None = None
     staged: ClassVar[bool] = True
 
 

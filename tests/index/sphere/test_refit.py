@@ -109,7 +109,7 @@ def test_only_the_sequence_that_has_outgrown_its_maps() -> None:
 def test_a_second_prompt_is_fitted_to_once_with_its_own_queries(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, first, second = uneven(1, 2, 500, 64), observed(8, 2, 64), observed(9, 2, 64, 90)
     index, fits = settled(keys[:, :100], first, **EIGHT), []
-    monkeypatch.setattr(Maps, "fit", lambda self, *args, fit=Maps.fit: (fits.append(args[1]), fit(self, *args))[1])
+    monkeypatch.setattr(Maps, "unfitted", lambda self, *args, of=Maps.unfitted: (fits.append(args[1]), of(self, *args))[1])
     for piece in keys[:, 100:].split(chunk, 1):
         add(index, 0, piece)
     index.end_of_prompt(0, second, 4)

@@ -61,6 +61,11 @@ class CapturedState(ABC):
         """A step was made."""
 
 
+def keeps_rows(state: LayerState) -> bool:
+    """Whether captured steps keep selected rows for the next one."""
+    return state.keeps_rows or state.method.fetch_config().reuse is None
+
+
 def adopt_held(state: LayerState, ids: Tensor, counts: Tensor) -> None:
     """Writes the selections that uncaptured steps held into ids `[B, H_kv, K]` and counts `[B, H_kv]`."""
     for b, held in state.held.items():

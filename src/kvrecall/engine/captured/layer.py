@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
+from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps, keeps_rows
 from kvrecall.engine.captured.branches import beside, branches, divided
 from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
@@ -108,7 +108,7 @@ class CapturedLayer(CapturedState):
         self._part_out = zeros(b, shape.query_heads, every_part, dim, dtype=torch.float32)
         self._part_lse = zeros(b, shape.query_heads, every_part, dtype=torch.float32)
         # The kept rows matter where a selection outlives a step, or where rows that are selected again are not read again.
-        self._reuse = state.keeps_rows
+        self._reuse = keeps_rows(state)
         self._kept = zeros(2, b, heads, k if self._reuse else 0, 2, dim, dtype=shape.dtype)
         self._kept_ids = torch.full((2, b, heads, k), -1, dtype=torch.int32, device=device)
         self.read = zeros(b, dtype=torch.int64)

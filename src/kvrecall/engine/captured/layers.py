@@ -9,6 +9,7 @@ from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer, searched
 from kvrecall.engine.captured.plan import ROW, StepPlan, pack
 from kvrecall.engine.captured.units import UnitLayer
+from kvrecall.index.sphere import settle_together
 from kvrecall.index.table import WIDE
 from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
@@ -22,6 +23,8 @@ class Layers:
         every = range(states[0].shape.sequences)
         for state in states:
             state.end_prompts(list(every), coming=1)
+        searching = [(index, b) for state in states if (index := searched(state)) is not None for b in every]
+        settle_together(searching)
         self._plans: list[StepPlan] = []
         numbers = [self._plan_of(state) for state in states]
         device = states[0].shape.device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.step import StepAttention
-from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
+from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps, keeps_rows
 from kvrecall.engine.captured.trigger import DeviceTrigger, Marks
 from kvrecall.engine.captured.unit_tables import UnitTables
 from kvrecall.engine.captured.window import QueryRing, places
@@ -50,7 +50,7 @@ class UnitLayer(CapturedState):
         pools = [pool.consolidate(tokens) for pool in state.store.host]
         ring = sizes.local_tokens + sizes.update_interval
         like = torch.empty(0, dtype=shape.dtype, device=device)
-        self.attention = StepAttention(pools, shape.query_heads, self._front, ring, top_k, state.keeps_rows, like)
+        self.attention = StepAttention(pools, shape.query_heads, self._front, ring, top_k, keeps_rows(state), like)
         self.bad, self._pools = self.attention.bad, pools
         self.zone = torch.zeros(self._pairs, ZONE_FIELDS.value, dtype=torch.int32, device=device)
         self._marks = torch.zeros(b, tokens + 1, dtype=torch.uint8, device=device)

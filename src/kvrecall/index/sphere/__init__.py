@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
-from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.maps import Maps, Unfitted, fit_together
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.table import TokenTable
@@ -26,7 +27,7 @@ from kvrecall.structs import Budget, Selection, lasting_tensors
 if TYPE_CHECKING:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 
-__all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
+__all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex", "settle_together"]
 
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
@@ -125,24 +126,29 @@ class SphereIndex(Index):
         self._waiting[sequence] = tokens
 
     def settle(self, sequence: int) -> None:
-        """Fits the maps of a sequence that needs some and codes the tokens that waited; may be called again after an error."""
-        if not self._waiting[sequence]:
-            return
-        source, length, device = self._sources[sequence], self.lengths[sequence], self._signs.rows.device
-        size = _AHEAD_TOKENS if self._kernels and not self._compiled else _ENCODE_TOKENS
+        """As `settle_together`, for one sequence alone."""
+        settle_together([(self, sequence)])
+
+    def _unfitted(self, sequence: int) -> Unfitted:
+        length = self.lengths[sequence]
 
         def every_key() -> Iterator[Tensor]:
-            with pieces_ahead(source, 0, length, size, device) as pieces:
+            with self._keys_ahead(sequence, 0, length) as pieces:
                 yield from pieces
 
-        # Before keys come: beside a kernel that reads the host, small ones take many times as long.
-        if not self.maps.fitted[sequence]:
-            self.maps.fit(sequence, length, every_key())
+        return self.maps.unfitted(sequence, length, every_key())
+
+    def _code_waiting(self, sequence: int) -> None:
+        length = self.lengths[sequence]
         self.reserve(length)
-        with pieces_ahead(source, self._signs.lengths[sequence], length, size, device) as pieces:
+        with self._keys_ahead(sequence, self._signs.lengths[sequence], length) as pieces:
             for keys in pieces:
                 self.append_codes(sequence, keys)
                 self._waiting[sequence] -= keys.shape[1]
+
+    def _keys_ahead(self, sequence: int, start: int, stop: int) -> AbstractContextManager[Iterator[Tensor]]:
+        size = _AHEAD_TOKENS if self._kernels and not self._compiled else _ENCODE_TOKENS
+        return pieces_ahead(self._sources[sequence], start, stop, size, self._signs.rows.device)
 
     def append_codes(self, sequence: int, keys: Tensor) -> None:
         """Codes keys `[H_kv, n, D]` by the sequence's maps, behind those that are coded."""
@@ -360,6 +366,18 @@ class SphereIndex(Index):
         ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
         ones = torch.full_like(ids, sign, dtype=torch.int32)
         counts.scatter_add_(-1, ids, ones)
+
+
+def settle_together(indexes: Iterable[tuple[SphereIndex, int]]) -> None:
+    """Fits the maps of sequences (index, number) that need some, all of them in one batch, and codes the tokens that waited;
+    may be called again after an error.
+
+    All maps come before the keys that are read back: beside a kernel that reads the host, small ones take many times as long.
+    """
+    waiting = [(index, b) for index, b in indexes if index._waiting[b]]
+    fit_together([index._unfitted(b) for index, b in waiting if not index.maps.fitted[b]])
+    for index, b in waiting:
+        index._code_waiting(b)
 
 
 def _compiled_available(device: torch.device) -> bool:

@@ -53,12 +53,12 @@ class Asked(NamedTuple):
 def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
     """The balanced transform, before the shared rotation: `keys.T @ queries` is the identity, and E|keys @ k|^2 = 1.
 
-    keys: second moments of `count` keys as they will be coded, fp64 `[H_kv, D, D]`. Fewer than 2 D keys know little of them, so
+    keys: second moments of `count` keys as they will be coded, fp64 `[H_kv, D, D]`. Few of them know little, so
     that they are then drawn towards a multiple of the identity; a few queries likewise. asked: the queries that will come; None
     takes all directions as equally likely.
     """
     dim = keys.shape[-1]
-    known = min(1.0, count / (2 * dim))
+    known = min(1.0, count / enough_keys(dim))
     of_keys = _even(keys, known, 1 - known + LEAST_VARIANCE)
     if asked is None:
         mean, _ = roots(of_keys)
@@ -68,6 +68,11 @@ def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
     size = ((back.mT @ back) * keys).sum((-1, -2)).sqrt()[..., None, None]
     scale = torch.where(size > 0, size.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), 1.0)
     return Fitted(back / scale, forward * scale)
+
+
+def enough_keys(dim: int) -> int:
+    """Keys from which on their second moments are taken as they are."""
+    return 2 * dim
 
 
 def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,18 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere.balance import Asked, fit
+from kvrecall.index.sphere.balance import Asked, Fitted, enough_keys, fit
 from kvrecall.index.sphere.moments import Moments
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import lasting_tensors
 
 OBSERVED_QUERIES = 256
 """Last queries of a prompt that a balanced transform is fitted to, with the keys."""
+
+
+_TOGETHER = 1 << 22
+"""Numbers of the matrices that are fitted at a time, of which some ten are held in fp64: 256 KV heads at D = 128."""
 
 
 class Maps:
@@ -97,23 +102,26 @@ class Maps:
             self._moments[sequence].add(keys)
 
     def fit(self, sequence: int, length: int, pieces: Iterable[Tensor]) -> None:
-        """Fits a sequence's maps to its `length` keys as `watch` has seen them, else to pieces `[H_kv, n, D]` of all.
+        """As `fit_together`, for one sequence alone."""
+        fit_together([self.unfitted(sequence, length, pieces)])
 
-        Nothing is changed if one of them fails. On a GPU nothing is waited for.
-        """
+    def unfitted(self, sequence: int, length: int, pieces: Iterable[Tensor]) -> Unfitted:
+        """A sequence whose maps are to be fitted to its `length` keys as `watch` has seen them, else to pieces `[H_kv, n, D]`
+        of all."""
         moments = self._moments[sequence]
         if moments.until != length:
             moments = Moments(self._balance)
             for keys in pieces:
                 moments.add(keys)
-        if not moments.count:
-            return
-        if self._balance:
-            made = fit(moments.second(self.centres is not None), moments.count, self._asked[sequence])
+        return Unfitted(self, sequence, length, moments)
+
+    def _take(self, fitted: Unfitted, made: Fitted | None) -> None:
+        sequence, length = fitted.sequence, fitted.length
+        if made is not None:
             turn = self.rotation.double()
             self.keys[sequence], self.queries[sequence] = turn @ made.keys, turn @ made.queries
         if self.centres is not None:
-            self.centres[sequence] = moments.mean
+            self.centres[sequence] = fitted.moments.mean
         self.fitted[sequence], self._moments[sequence], self.tokens[sequence] = True, Moments(self._balance), length
         if self._growth is None:
             self._asked[sequence] = None
@@ -180,3 +188,53 @@ class Maps:
         if self.centres is None:
             return None
         return torch.stack([(q * self.centres[b].unsqueeze(1)).sum(-1) for q, b in zip(queries, sequences, strict=True)])
+
+
+class Unfitted(NamedTuple):
+    """A sequence whose maps are to be fitted to `length` keys, of these moments."""
+
+    maps: Maps
+    sequence: int
+    length: int
+    moments: Moments
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for those that are fitted in one batch."""
+        maps, asked = self.maps, self.maps._asked[self.sequence]
+        dim = maps.rotation.shape[0]
+        few = min(self.moments.count, enough_keys(dim))
+        return dim, maps.rotation.device, maps._balance, maps.centres is None, few, None if asked is None else asked.count
+
+
+def fit_together(unfitted: Iterable[Unfitted]) -> None:
+    """Fits the maps of many sequences, of any layers, as if each were fitted alone; one without keys stays as it is.
+
+    Nothing of a sequence is changed if it fails. On a GPU nothing is waited for, and a batch takes hardly longer than one of
+    its sequences: it is 200 launches of small kernels, of which the host's part is what takes the time.
+    """
+    alike: dict[tuple[object, ...], list[Unfitted]] = {}
+    for one in unfitted:
+        if one.moments.count:
+            alike.setdefault(one.kind, []).append(one)
+    for group in alike.values():
+        heads, dim = group[0].moments.mean.shape
+        most = max(1, _TOGETHER // (heads * dim * dim))
+        for start in range(0, len(group), most):
+            _fit_batch(group[start : start + most])
+
+
+def _fit_batch(batch: list[Unfitted]) -> None:
+    first = batch[0]
+    if not first.maps._balance:
+        for one in batch:
+            one.maps._take(one, None)
+        return
+    moments = torch.cat([one.moments.second(one.maps.centres is not None) for one in batch])
+    known = [asked for one in batch if (asked := one.maps._asked[one.sequence]) is not None]
+    asked = Asked(torch.cat([one.moments for one in known]), known[0].count) if known else None
+    made = fit(moments, first.moments.count, asked)
+    heads = first.moments.mean.shape[0]
+    for i, one in enumerate(batch):
+        own = slice(i * heads, (i + 1) * heads)
+        one.maps._take(one, Fitted(made.keys[own], made.queries[own]))
