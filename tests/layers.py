@@ -28,7 +28,9 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
     for mode in ("mean_q", "max_softmax"):
         found[f"pariskv-balanced-{mode}"] = get("pariskv-balanced", top_k=top_k, gqa=mode, **zones)
     found |= {f"exact-{mode}": kvrecall.Exact(top_k=top_k, gqa=mode, **zones) for mode in MODES}
-    found["prkv"] = kvrecall.PRKV(top_k=top_k, page_tokens=2, window_tokens=8, refresh_interval=5, **zones)
+    found["prkv"] = kvrecall.PRKV(
+        top_k=top_k, page_tokens=2, window_tokens=8, refresh_interval=5, refresh_lead_tokens=2, **zones
+    )
     found["ctkvr"] = kvrecall.CTKVR(top_k=top_k, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **zones)
     small = {"cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": min(8, zones["update_interval"])}
     return found | {"louiskv": kvrecall.LouisKV(top_k=top_k, dense_layers=(), **small, **zones)}

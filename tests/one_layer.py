@@ -29,7 +29,14 @@ def methods(top_k: int) -> dict[str, kvrecall.Method]:
             top_k=top_k, gqa=mode, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **ZONES
         )
         found[f"prkv-{mode}"] = kvrecall.PRKV(
-            top_k=top_k, gqa=mode, page_tokens=4, window_tokens=8, refresh_interval=6, static_ratio=0.6, **ZONES
+            top_k=top_k,
+            gqa=mode,
+            page_tokens=4,
+            window_tokens=8,
+            refresh_interval=6,
+            refresh_lead_tokens=3,
+            static_ratio=0.6,
+            **ZONES,
         )
         if mode != "mean_q":
             found[f"ctkvr-{mode}"] = kvrecall.CTKVR(
@@ -46,8 +53,8 @@ CHOICES = {
         "query-centroids:tokens_per_centroid=3,pool_tokens=5,rerank=device",
     ],
     "trigger": ["every-step", "fixed-stride:steps=3", "semantic-boundary:threshold=0.2", "semantic-boundary:compare=retrieval"],
-    "static": [None, "observation-window:ratio=0.6,window_tokens=8,interval=6,page_tokens=2",
-               "observation-window:ratio=online,window_tokens=8,interval=6,page_tokens=1"],
+    "static": [None, "observation-window:ratio=0.6,window_tokens=8,interval=6,page_tokens=2,lead_tokens=3",
+               "observation-window:ratio=online,window_tokens=8,interval=6,page_tokens=1,lead_tokens=1"],
     "gqa": [None, *GQA_MODES],
     "fetch": [None, "direct:reuse=true", "staged", "staged:reuse=true"],
     "attend": [None, "device", "host"],

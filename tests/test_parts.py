@@ -42,7 +42,7 @@ PARTS: dict[str, parts.Part] = {
     "semantic-boundary": SemanticBoundary(),
     "semantic-boundary:threshold=-0.25,compare=retrieval,max_stride=9": SemanticBoundary(-0.25, "retrieval", 9),
     "observation-window:ratio=online": ObservationWindow("online"),
-    "observation-window:ratio=0.5,interval=3": ObservationWindow(0.5, interval=3),
+    "observation-window:ratio=0.5,interval=3,lead_tokens=2": ObservationWindow(0.5, interval=3, lead_tokens=2),
     "speculative:threshold=0.5": Speculative(0.5),
     "outlier-pages:pages=3": OutlierPages(3),
     "nothing": NothingConfig(),
@@ -203,6 +203,7 @@ def test_parts_that_do_not_fit_are_refused_with_the_reason(name: str, changes: d
     ("LouisKV", {"cluster_tokens": 0}, "cluster_tokens"), ("LouisKV", {"max_stride": 0}, "max_stride"),
     ("LouisKV", {"stretch_tokens": 8}, "stretch_tokens"), ("Full", {"top_k": 5}, "top_k"),
     ("PRKV", {"static_ratio": 1.5}, "ratio"), ("PRKV", {"refresh_interval": 0}, "interval"),
+    ("PRKV", {"refresh_interval": 8}, "lead_tokens"), ("PRKV", {"refresh_lead_tokens": 128}, "lead_tokens"),
 ])  # fmt: skip
 def test_impossible_parameters_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ParameterError, match=says):

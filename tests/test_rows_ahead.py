@@ -8,7 +8,7 @@ import torch
 from kvrecall import rows_ahead
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.transfer import bring_keys
-from kvrecall.rows_ahead import pieces_ahead
+from kvrecall.rows_ahead import pieces_ahead, read_keys
 from tests.strategies import gaussian
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -38,6 +38,17 @@ def test_all_keys_in_order(
         found = list(pieces)
     assert [piece.shape[1] for piece in found[:-1]] == [size] * (len(found) - 1)
     assert torch.equal(torch.cat(found, 1).cpu(), rows[:, start:stop, 0])
+
+
+@devices
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize(("start", "stop"), [(0, 170), (7, 169), (39, 41), (120, 121)])
+def test_keys_into_a_place_among_others(start: int, stop: int, pinned: bool, device: str) -> None:
+    rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).bfloat16()
+    near = torch.full((2, 200, 64), float("nan"), dtype=rows.dtype, device=device)
+    read_keys(pool_of(rows, pinned and device == "cuda"), start, near[:, 20 : 20 + stop - start])
+    assert torch.equal(near[:, 20 : 20 + stop - start].cpu(), rows[:, start:stop, 0])
+    assert near[:, :20].isnan().all() and near[:, 20 + stop - start :].isnan().all()
 
 
 @devices

@@ -23,6 +23,7 @@ COMMON = {
     "host_keys",
     "host_keys_kernel",
     "rows_ahead",
+    "pieces",
 }
 STAGES = {
     "cache": set(),
@@ -36,8 +37,8 @@ STAGES = {
 
 
 DRIVERS = {
-    "pipeline.py", "layer_state.py", "stats.py", "non_finite.py", "methods", "engine", "integrations", "models", "cli", "bench",
-    "evaluate",
+    "pipeline.py", "layer_state.py", "static_sets.py", "stats.py", "non_finite.py", "methods", "engine", "integrations",
+    "models", "cli", "bench", "evaluate",
 }  # fmt: skip
 """What may see several stages."""
 

@@ -20,7 +20,8 @@ from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
 from kvrecall.non_finite import NonFinite
 from kvrecall.select.queries import ObservedQueries, QueryLog
-from kvrecall.select.static import StaticChoice, StaticSet, first_age, rows_of
+from kvrecall.select.static import Sight, StaticSet
+from kvrecall.static_sets import StaticRefresh, StaticSets
 from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.trigger.segments import SegmentLog
 
@@ -59,8 +60,7 @@ class LayerState:
         self._in_place = in_place and kernels_available(self.shape.device)
         self._tables = SegmentTables()
         self.static_config = None if self.index is None else method.static_config()
-        self.static: list[StaticSet | None] = [None] * sequences
-        self._static_counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
+        self.statics = StaticSets(self.static_config, sequences)
         self.held: dict[int, Held] = {}
         self.fetched: dict[int, Fetched] = {}
         self.in_prompt = [False] * sequences
@@ -73,6 +73,11 @@ class LayerState:
         self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
         if self.index is not None:
             self.index.bind(self.store.host)
+
+    @property
+    def static(self) -> list[StaticSet | None]:
+        """The static set of each sequence."""
+        return self.statics.sets
 
     @property
     def stats(self) -> StepStats:
@@ -106,14 +111,13 @@ class LayerState:
     def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
         """Looks at the queries `[len(sequences), H_q, D]` of a decode step; their tokens are the last ones stored.
 
-        Ends prompts, chooses static sets that are due, and drops the held selections of sequences whose trigger fires.
+        Ends prompts, works on static sets that are soon due, and drops the held selections of sequences whose trigger fires.
         """
         if self.index is None:
             return
         self.end_prompts(sequences)
         for b in sequences:
-            if self.static_config is not None:
-                self._refresh_static(b, self.static_config)
+            self.begin_static(b)
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
             if self._outgrown(b):
                 self.held.pop(b)
@@ -180,9 +184,7 @@ class LayerState:
 
     def static_rows(self, sequences: list[int]) -> Rows:
         """The static sets of the sequences."""
-        shape = self.shape
-        nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        return rows_of([self.static[b] for b in sequences], nothing)
+        return self.statics.rows(sequences, self.shape)
 
     def learn(self, sequences: list[int]) -> None:
         """Lets the index take over what the searches of this step found out."""
@@ -260,7 +262,7 @@ class LayerState:
             self.index.truncate(sequence, self.store.host[sequence].length)
             if self.static[sequence] is not None:
                 self.index.exclude(sequence, None)
-        self.static[sequence] = None
+        self.statics.forget(sequence)
         self.trigger.forget(sequence)
         for log in (self.log, self.segments):
             if log is not None:
@@ -343,8 +345,6 @@ class LayerState:
         other.counters, other._tables = self.counters.fresh(), SegmentTables()
         other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
-        other.static = [self.static[b] for b in sequences]
-        other._static_counts = [self._static_counts[b] for b in sequences]
         other.in_prompt = [self.in_prompt[b] for b in sequences]
         other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
         other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
@@ -353,6 +353,7 @@ class LayerState:
         if self.index is not None:
             other.index = self.index.select(sequences)
             other.index.bind(other.store.host)
+        other.statics = self.statics.select(sequences, other.store.host, other.index)
         return other
 
     def end_prompts(self, sequences: list[int], coming: int = 0) -> None:
@@ -371,29 +372,28 @@ class LayerState:
         zones = self.store.zones(sequence)
         with self.clock("build"), self._building_index():
             self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
-        self.static[sequence] = self._static_counts[sequence] = None  # chosen anew, by this prompt's last queries
+        self.statics.forget(sequence, count=True)  # chosen anew, by this prompt's last queries
         if self.log is not None:
             self.log.shrink(sequence, self._decode_window)
         if self.segments is not None:
             self.segments.cut(sequence, zones.sink + zones.retrieval, end)
 
-    def _refresh_static(self, sequence: int, config: StaticChoice) -> None:
-        """Chooses the static set if there is none or it is `interval` steps old, and nothing else attends to everything."""
-        before = self.static[sequence]
-        if before is not None and (config.interval is None or before.age + 1 < config.interval):
-            self.static[sequence] = replace(before, age=before.age + 1)
+    def begin_static(self, sequence: int) -> None:
+        """What a step begins with: its share of the work for the next static set, which takes its place when it is due."""
+        if self.static_config is None:
             return
-        seen = None if self.log is None else self.log.seen(sequence)
-        if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
-            return
-        assert self.index is not None
+        tokens, resident = self.store.zones(sequence).retrieval, self.store.resident_keys(sequence)
         with self.clock("static"):
-            zones, pool, device = self.store.zones(sequence), self.store.host[sequence], self.shape.device
-            zone = torch.cat([bring_keys(block, device) for block in pool.blocks(on_device=True)], 1)
-            others = self.store.resident_keys(sequence)
-            ids = config.choose(seen, zone, others, zones.sink, self.top_k, self.scaling, self._static_counts[sequence])
-            self._static_counts[sequence] = ids.shape[1]
-            self.index.exclude(sequence, ids if ids.shape[1] else None)
-            age = first_age(self.layer, config.interval) if before is None else 0
-            self.static[sequence] = StaticSet(ids, pool.gather(ids.cpu()).to(device), age)
-        self.held.pop(sequence, None)
+            if self.statics.begin_step(sequence, self.layer, lambda: self.refresh(sequence, resident, tokens)):
+                self.held.pop(sequence, None)
+
+    def refresh(self, sequence: int, others: list[tuple[Tensor, int]], tokens: int) -> StaticRefresh | None:
+        """A refresh of the static set by the queries that are remembered, over the first `tokens` of the zone; None while
+        nobody can judge, or all is attended. others: keys `[H_kv, n, D]` outside the zone with the position of their first."""
+        config, index, seen = self.static_config, self.index, None if self.log is None else self.log.seen(sequence)
+        assert config is not None and index is not None
+        if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
+            return None
+        offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
+        sight = Sight(seen, others, offset, self.top_k, self.scaling, count).kept()
+        return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)

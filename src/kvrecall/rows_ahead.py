@@ -44,6 +44,31 @@ def zone_rows(source: Zone, start: int, stop: int) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def read_keys(source: Zone, start: int, keys: Tensor) -> None:
+    """Fills keys `[H_kv, n, D]`, whose heads may lie apart, with those of the tokens start .. start + n - 1 of the zone.
+
+    On a GPU its current stream does so, and where a kernel can read the host, nobody else waits and values stay behind.
+    """
+    for rows, place in _parts(source, start, keys):
+        if readable(rows, keys.device):
+            copy_keys(rows, place)
+        elif rows.device == keys.device:
+            place.copy_(rows[:, :, 0])
+        else:  # a head's rows are one run of bytes: half of it would have to be picked out by the CPU first
+            for near, own in zip(place, rows, strict=True):
+                near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
+
+
+def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of the tokens from `start` on, last segment first, each with its part of the place `[H_kv, n, …]` for all."""
+    for first, rows in reversed(source.segments()):  # a segment may have room behind its last row
+        begin = max(first - start, 0)
+        if begin < place.shape[1]:
+            at = start + begin - first
+            yield rows[:, at : at + place.shape[1] - begin], place[:, begin:]
+            place = place[:, :begin]
+
+
 @contextmanager
 def pieces_ahead(
     source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken] = keys_of
@@ -105,13 +130,8 @@ class _Pieces(Generic[Taken]):
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for who still reads what was there
         with torch.cuda.stream(self._stream):
-            start, place = self._starts[number], self._place(number)
-            for first, rows in reversed(self._source.segments()):  # a segment may have room behind its last row
-                begin = max(first - start, 0)
-                if begin < place.shape[1]:
-                    at = start + begin - first
-                    self._copy(rows[:, at : at + place.shape[1] - begin], place[:, begin:])
-                    place = place[:, :begin]
+            for rows, place in _parts(self._source, self._starts[number], self._place(number)):
+                self._copy(rows, place)
             sent = torch.cuda.Event()
             sent.record()
             self._sent.append(sent)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.cache.host_pool import HostPool
-from kvrecall.fetch import Direct, Fetched, Moved, Staged, fetch_rows
+from kvrecall.fetch import Direct, Fetched, Moved, Staged, fetch_rows, rows_at
 from kvrecall.index.base import stack_selections
 from tests.strategies import SEEDS, examples, gaussian, generator
 
@@ -81,6 +82,18 @@ def test_fetched_rows_are_copies() -> None:
     fetched, _ = fetch_rows(torch.tensor([[0, 4], [1, 2]], dtype=torch.int32), pool, None, Direct(), CPU)
     fetched.rows.zero_()
     assert torch.equal(next(pool.blocks()), torch.ones(2, 5, 2, 4))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 30])
+def test_rows_of_ids_without_padding(count: int, pinned: bool, device: str) -> None:
+    pool = HostPool(2, 64, torch.bfloat16, pin=pinned and device == "cuda", segment_tokens=20)
+    for part in gaussian(3, 2, 100, 64).unflatten(1, (50, 2)).bfloat16().split(20, 1):
+        pool.append(part)
+    ids = torch.stack([torch.randperm(50, generator=generator(h))[:count] for h in range(2)]).int()
+    found = rows_at(ids.to(device), pool, torch.device(device))
+    assert found.device.type == device and torch.equal(found.cpu(), pool.gather(ids))
 
 
 class Counting:

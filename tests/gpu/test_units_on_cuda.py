@@ -141,7 +141,14 @@ METHODS = {
     for mode in MODES
     for name, made in {
         "prkv": lambda mode: kvrecall.PRKV(
-            top_k=20, gqa=mode, page_tokens=4, window_tokens=8, refresh_interval=6, static_ratio=0.6, **ZONES
+            top_k=20,
+            gqa=mode,
+            page_tokens=4,
+            window_tokens=8,
+            refresh_interval=6,
+            refresh_lead_tokens=2,
+            static_ratio=0.6,
+            **ZONES,
         ),
         "louiskv": lambda mode: kvrecall.LouisKV(
             top_k=20, gqa=mode, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **ZONES

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvrecall
+from kvrecall import pieces
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import LayerShape
 from kvrecall.index.pages import PageConfig, PageIndex, volume_scores, volumes
 from kvrecall.layer_state import LayerState
+from kvrecall.pieces import finished
 from kvrecall.structs import Budget
 from tests.one_layer import index_keys, layer
 from tests.strategies import DTYPES, SEEDS, examples, gaussian, generator, whole_numbers
@@ -183,6 +185,33 @@ def test_demoted_tokens_return_to_their_place(seed: int, out: int, again: int) -
     check(pages(state), 0, keys_of(21), second.tolist(), "min-max")
     pages(state).exclude(0, None)
     same(pages(state), pages(state_of([21])))
+
+
+@examples(20)
+@given(
+    seed=SEEDS, count=st.integers(1, 50), share=st.floats(0, 1), late=st.integers(0, 9), piece=st.integers(1, 20),
+    before=st.booleans(),
+)  # fmt: skip
+def test_pages_made_in_pieces_and_tokens_that_came_meanwhile(
+    seed: int, count: int, share: float, late: int, piece: int, before: bool
+) -> None:
+    """What is made ahead changes nothing until it is put in its place, and is then what `exclude` makes."""
+    state, ids = state_of([count]), drawn_ids(seed, count, int(share * count))
+    if before:
+        pages(state).exclude(0, drawn_ids(seed + 7, count, count // 2))
+    was = pages(state).units(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_TOKENS", piece)
+        made = finished(pages(state).restructured(ids if share else None, keys_of(count)))
+    assert pages(state).units(0) is was
+    index_keys(state, 0, keys_of(count + late)[:, count:])
+    pages(state).restructure(0, ids if share else None, made)
+    other = state_of([count + late])
+    pages(other).exclude(0, ids if share else None)
+    same(pages(state), pages(other))
+    for one in (state, other):  # the tail, too
+        index_keys(one, 0, keys_of(count + late + 7)[:, count + late :])
+    same(pages(state), pages(other))
 
 
 @pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 22, 23, 50])

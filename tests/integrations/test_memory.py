@@ -25,7 +25,10 @@ ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_
 METHODS = {
     "sphere": (kvrecall.ParisKV(top_k=6, **ZONES), SphereIndex),
     "exact": (kvrecall.Exact(top_k=6, **ZONES), ExactIndex),
-    "pages": (kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, **ZONES), PageIndex),
+    "pages": (
+        kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, refresh_lead_tokens=2, **ZONES),
+        PageIndex,
+    ),
 }
 
 

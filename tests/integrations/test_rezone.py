@@ -21,7 +21,7 @@ OTHER: dict[str, Any] = {"sink_tokens": 3, "local_tokens": 9, "update_interval":
 RESIDENT = kvrecall.Full(sink_tokens=0, local_tokens=400, update_interval=1)
 METHODS: dict[str, Method] = {
     "pariskv": kvrecall.ParisKV(top_k=5, **OTHER),
-    "prkv": kvrecall.PRKV(top_k=5, page_tokens=2, window_tokens=8, refresh_interval=5, **OTHER),
+    "prkv": kvrecall.PRKV(top_k=5, page_tokens=2, window_tokens=8, refresh_interval=5, refresh_lead_tokens=2, **OTHER),
     "ctkvr": kvrecall.CTKVR(top_k=5, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **OTHER),
     "louiskv": kvrecall.LouisKV(top_k=5, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **OTHER),
     "h2o": kvrecall.methods.H2O(top_k=5, **OTHER),

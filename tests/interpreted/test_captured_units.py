@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall import pieces, static_sets
+from kvrecall.index import pages as page_index
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.rows_ahead import Zone, read_keys
 from kvrecall.structs import AttentionParams
 from tests.layers import DIM, ZONES, start, state, tokens
 
@@ -19,12 +22,19 @@ from kvrecall.engine.captured.layers import Layers
 PARAMS = AttentionParams(DIM**-0.5)
 CLUSTERS: dict[str, Any] = {"dense_layers": (), "cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": 6}
 CLUSTERED = "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=6"
-PAGES: dict[str, Any] = {"page_tokens": 4, "window_tokens": 6, "refresh_interval": 5, "static_ratio": 0.5}
+PAGES: dict[str, Any] = {
+    "page_tokens": 4,
+    "window_tokens": 6,
+    "refresh_interval": 5,
+    "refresh_lead_tokens": 3,
+    "static_ratio": 0.5,
+}
 METHODS = {
     "louiskv": kvrecall.LouisKV(top_k=9, threshold=0.0, **CLUSTERS, **ZONES),
     "louiskv-retrieval": kvrecall.LouisKV(top_k=9, threshold=0.0, compare="retrieval", max_stride=3, **CLUSTERS, **ZONES),
     "stride": kvrecall.LouisKV(top_k=9, trigger="fixed-stride:steps=3", gqa="max", **CLUSTERS, **ZONES),
     "prkv": kvrecall.PRKV(top_k=16, **PAGES, **ZONES),
+    "prkv-at-once": kvrecall.PRKV(top_k=16, **PAGES | {"refresh_lead_tokens": 0}, **ZONES),
     "landmarks": kvrecall.Method(
         top_k=10, index="pages:page_tokens=4,bounds=mean", static="outlier-pages:pages=1,page_tokens=2", **ZONES
     ),
@@ -33,7 +43,7 @@ METHODS = {
     ),
     "mixed": kvrecall.Method(
         top_k=12, index=CLUSTERED, trigger="semantic-boundary:threshold=0.0",
-        static="observation-window:ratio=online,window_tokens=5,interval=4,page_tokens=1", **ZONES,
+        static="observation-window:ratio=online,window_tokens=5,interval=4,page_tokens=1,lead_tokens=2", **ZONES,
     ),
 }  # fmt: skip
 
@@ -114,6 +124,63 @@ def test_a_prompt_that_has_just_ended_and_a_second_turn(name: str) -> None:
     chunk = tokens(70, 2, 13)
     prefill_layer(other, *chunk, None, PARAMS), prefill_layer(plain, *chunk, None, PARAMS)
     go_on(plain, other, 4, 2000, AttentionParams(DIM**-0.5, softcap=5.0, sink_logits=torch.tensor([0.3, -1.0, 2.0, 0.0])))
+    same(plain, other)
+
+
+@pytest.mark.parametrize("name", ["prkv", "mixed"])
+def test_a_decode_that_ends_in_the_middle_of_a_refresh(name: str) -> None:
+    """Captured and uncaptured steps, in turn, go on with what is under way."""
+    plain, other = both(METHODS[name], 2, [74, 55])
+    under_way = 0
+    for number, steps in enumerate([1, 2, 1, 3]):
+        go_on(plain, other, steps, 1000 + 100 * number)
+        same(plain, other)
+        refreshes = [[r and r._spent for r in one.statics._refreshes] for one in (plain, other)]
+        assert refreshes[0] == refreshes[1]
+        under_way += any(refreshes[0])
+        new = tokens(5000 + 10 * number, 2, 1)
+        torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+    same(plain, other)
+    assert under_way >= 2
+
+
+def failing(*_: object) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("name", "interval", "lead"), [("prkv", 5, 3), ("mixed", 4, 2)])
+def test_no_captured_step_waits_for_all_keys(
+    name: str, interval: int, lead: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is read once, in the steps of the lead; where that fails, the next call makes up for it."""
+    plain, other = both(METHODS[name], 1, [74])
+    layers, read, by_step = Layers([other], interval), [], []
+
+    def spy(source: Zone, start: int, keys: torch.Tensor) -> None:
+        read.append(keys.shape[1])
+        read_keys(source, start, keys)
+
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 4)
+    zone, chosen = other.store.zones(0).retrieval, other.static[0]
+    for number in range(interval):
+        if fails and number == interval - lead:  # the second share of the work
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(static_sets, "read_keys", failing)
+                layers.prepare()
+        with monkeypatch.context() as patch:
+            for module in (static_sets, page_index):
+                patch.setattr(module, "read_keys", spy)
+            layers.prepare()
+        by_step.append(sum(read))
+        read.clear()
+        new = tokens(1000 + 3 * number, 1, 1)
+        out = layers.all[0].step(*new, torch.tensor([number % 2]), PARAMS)
+        layers.advance()
+        torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
+    assert other.static[0] is not chosen and not by_step[0] and not by_step[-1]
+    assert fails or (sum(by_step) == zone and max(by_step) <= zone * 8 / 5 / lead + 4)
+    layers.all[0].finish()
     same(plain, other)
 
 

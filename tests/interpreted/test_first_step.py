@@ -26,7 +26,7 @@ EARLY = "speculative:threshold=0.0"
 SMALL: dict[str, Any] = {"cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": 8}
 METHODS = {
     "early": kvrecall.ParisKV(stage1="product", trigger=EARLY, weight_dtype="float32", **ZONES),
-    "prkv": kvrecall.PRKV(page_tokens=2, window_tokens=8, refresh_interval=5, **ZONES),
+    "prkv": kvrecall.PRKV(page_tokens=2, window_tokens=8, refresh_interval=5, refresh_lead_tokens=2, **ZONES),
     "louiskv": kvrecall.LouisKV(dense_layers=(0,), threshold=-1.0, max_stride=3, **SMALL, **ZONES),
 }
 LENGTH = 60

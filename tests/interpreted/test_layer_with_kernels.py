@@ -17,7 +17,9 @@ METHODS = {
     "sphere": kvrecall.ParisKV(top_k=6, **ZONES),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, **ZONES),
     "per-head": kvrecall.Exact(top_k=6, gqa="per_head", **ZONES),
-    "static": kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, fetch="direct", **ZONES),
+    "static": kvrecall.PRKV(
+        top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, refresh_lead_tokens=2, fetch="direct", **ZONES
+    ),
     "kept": kvrecall.ParisKV(top_k=6, trigger="fixed-stride:steps=3", **ZONES),
 }
 BASELINES = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvrecall import methods
 from kvrecall.errors import ParameterError
 from kvrecall.methods import ArkVale, FreeKV, Quest, ShadowKV
+from kvrecall.select.static import Sight
 from tests.methods.baselines import Course, best, shared, small, taken
 from tests.one_layer import normal
 from tests.strategies import HEAD_DIMS
@@ -139,9 +140,9 @@ def test_equal_pages_are_outliers_from_the_lowest() -> None:
     from kvrecall.select.outliers import OutlierPages
 
     keys = normal(2, 2, 64, seed=4).repeat(1, 6, 1)
-    assert OutlierPages(3, 2).choose(None, keys, [], 0, 100, 0.1).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    assert OutlierPages(3, 5).choose(None, keys, [], 0, 100, 0.1).shape == (2, 10)  # two whole pages of five
-    assert OutlierPages(3, 2).choose(None, keys, [], 0, 5, 0.1).shape == (2, 4)  # what fits into the budget
+    assert OutlierPages(3, 2).choose(keys, Sight(None, [], 0, 100, 0.1)).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert OutlierPages(3, 5).choose(keys, Sight(None, [], 0, 100, 0.1)).shape == (2, 10)  # two whole pages of five
+    assert OutlierPages(3, 2).choose(keys, Sight(None, [], 0, 5, 0.1)).shape == (2, 4)  # what fits into the budget
 
 
 def test_defaults() -> None:

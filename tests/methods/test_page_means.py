@@ -109,7 +109,7 @@ def test_chunks_make_no_difference_and_nothing_is_read_back(
 @pytest.mark.parametrize("parts", [
     {"index": "sphere"}, {"index": "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=8"},
     {"index": "milestones:page_tokens=3"}, {"prune": "top-p:p=0.5"}, {"trigger": "fixed-stride:steps=3"},
-    {"static": "observation-window:ratio=0.5,window_tokens=8,interval=6,page_tokens=2"},
+    {"static": "observation-window:ratio=0.5,window_tokens=8,interval=6,page_tokens=2,lead_tokens=3"},
 ], ids=lambda parts: "-".join(parts.values()).split(":")[0])  # fmt: skip
 def test_nothing_is_read_back_while_decoding_either(parts: dict[str, Any]) -> None:
     """Two sequences of different lengths, two turns, each followed by steps in which pages become whole."""

@@ -23,7 +23,8 @@ U, V, W = 40 * torch.eye(64)[:3]
 
 def prkv(**changes: Any) -> kvrecall.PRKV:
     usual: dict[str, Any] = {
-        "page_tokens": PAGE, "window_tokens": WINDOW, "refresh_interval": 5, "static_ratio": 0.5, "top_k": 16,
+        "page_tokens": PAGE, "window_tokens": WINDOW, "refresh_interval": 5, "refresh_lead_tokens": 2, "static_ratio": 0.5,
+        "top_k": 16,
         "sink_tokens": SINK, "local_tokens": LOCAL, "update_interval": 6, "full_attention_threshold": 0,
     }  # fmt: skip
     return kvrecall.PRKV(**{**usual, **changes})
@@ -109,20 +110,44 @@ def test_a_budget_below_one_page_is_refused() -> None:
         kvrecall.PRKV(top_k=31)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5])
-def test_the_static_set_is_chosen_every_interval_by_the_last_queries(interval: int) -> None:
-    course, before = random_course(refresh_interval=interval, local_tokens=3), None  # the window reaches into the zone
-    for number in range(14):
-        queries, zone = course.queries, course.zone
+@pytest.mark.parametrize(("interval", "lead"), [(1, 0), (2, 0), (5, 0), (2, 1), (5, 2), (5, 4), (9, 8)])
+def test_the_static_set_is_chosen_every_interval_by_the_last_queries(interval: int, lead: int) -> None:
+    """Those up to `lead` steps before, over the zone as it was then; what came since is in the pages."""
+    changes = {"refresh_interval": interval, "refresh_lead_tokens": lead}
+    course, before, was = random_course(**changes, local_tokens=3), None, []  # the window reaches into the zone
+    for number in range(19):
+        was.append((course.queries, course.zone))
         course.step()
         chosen = course.state.static[0]
         assert chosen is not None
         if number % interval == 0:
             assert before is None or chosen.ids is not before.ids
-            assert course.static == naive_static(course, queries, zone, 8)
+            assert course.static == naive_static(course, *was[max(0, number - lead)], 8)
+            index = course.state.index
+            assert isinstance(index, PageIndex)
+            everything = torch.cat([chosen.ids, index.units(0).members], 1).sort(1).values
+            assert everything.tolist() == [list(range(course.zone))] * 2
+            assert torch.equal(chosen.rows, course.state.store.host[0].gather(chosen.ids))
         else:
             assert before is not None and chosen.ids is before.ids and chosen.rows is before.rows
         before = chosen
+
+
+@pytest.mark.parametrize("lead", [0, 4])
+def test_the_first_set_after_a_prompt_is_chosen_at_once_whatever_the_lead(lead: int) -> None:
+    course = random_course(refresh_lead_tokens=lead)
+    queries, zone = course.queries, course.zone
+    course.step()
+    assert course.static == naive_static(course, queries, zone, 8)
+
+
+def test_a_lead_of_a_whole_interval_is_refused() -> None:
+    with pytest.raises(ParameterError, match="lead_tokens: expected less than the 8 steps between two choices, got 8"):
+        kvrecall.PRKV(refresh_interval=8)
+    with pytest.raises(ParameterError, match="lead_tokens: expected an integer >= 0, got -1"):
+        kvrecall.PRKV(refresh_lead_tokens=-1)
+    assert kvrecall.PRKV(refresh_interval=8, refresh_lead_tokens=7).static_config().lead_tokens == 7
+    assert ObservationWindow(interval=None).lead_tokens == 8  # chosen once, so it means nothing
 
 
 def test_layers_choose_anew_at_different_steps_but_each_every_interval() -> None:

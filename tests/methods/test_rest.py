@@ -56,7 +56,7 @@ def test_pages_stand_for_their_tokens_that_were_not_found(index: str, page: int)
 
 
 @pytest.mark.parametrize("changes", [
-    {"static": "observation-window:ratio=0.5,window_tokens=8,interval=6,page_tokens=2"}, {"gqa": "per_head"},
+    {"static": "observation-window:ratio=0.5,window_tokens=8,interval=6,page_tokens=2,lead_tokens=3"}, {"gqa": "per_head"},
     {"prune": "top-p:p=0.5"}, {"fetch": "staged:reuse=true"}, {"attend": "host"},
 ])  # fmt: skip
 def test_beside_every_other_part(changes: dict[str, Any]) -> None:

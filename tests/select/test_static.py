@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvrecall import pieces
 from kvrecall.errors import ParameterError
+from kvrecall.select import static
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import ObservationWindow, choose, first_age, window_shares
+from kvrecall.select.static import ObservationWindow, Sight, first_age, window_shares
 from tests.strategies import DTYPES, SEEDS, examples, gaussian
 
 DIM, SCALING = 8, 0.5
@@ -53,7 +55,14 @@ def others_of(keys: Tensor, sink: int, zone: int) -> list[tuple[Tensor, int]]:
 
 
 def config(ratio: float | str, **more: Any) -> ObservationWindow:
-    return ObservationWindow(**{"ratio": ratio, "window_tokens": 64, "interval": 4, "page_tokens": 1, **more})
+    return ObservationWindow(**{"ratio": ratio, "window_tokens": 64, "interval": 4, "page_tokens": 1, "lead_tokens": 0, **more})
+
+
+def choose(
+    config: ObservationWindow, seen: ObservedQueries, zone: Tensor, others: list[tuple[Tensor, int]], offset: int, top_k: int,
+    scaling: float,
+) -> Tensor:  # fmt: skip
+    return config.choose(zone, Sight(seen, others, offset, top_k, scaling))
 
 
 @examples(40)
@@ -207,6 +216,30 @@ def test_online_choice_equals_the_naive_one(seed: int, zone: int, window: int, t
     assert chosen.tolist() == naive_choice(shares, 2, range(1, 1 + zone), count)
 
 
+@examples(25)
+@given(
+    seed=SEEDS, zone=st.integers(1, 60), window=st.integers(1, 6), piece=st.integers(1, 20), radius=st.integers(0, 2),
+    ratio=st.sampled_from([0.4, "online"]),
+)  # fmt: skip
+def test_pieces_choose_what_the_whole_chooses(
+    seed: int, zone: int, window: int, piece: int, radius: int, ratio: float | str
+) -> None:
+    keys, queries = gaussian(seed, 2, zone + 5, DIM), gaussian(seed + 1, 6, window, DIM)
+    sight = Sight(observed(queries, zone + 5 - window), others_of(keys, 2, zone), 2, 20, SCALING)
+    whole = config(ratio, pool_radius=radius).choose(keys[:, 2 : 2 + zone], sight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_TOKENS", piece)
+        assert torch.equal(config(ratio, pool_radius=radius).choose(keys[:, 2 : 2 + zone], sight), whole)
+
+
+def test_no_logits_of_more_than_a_piece_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, logits = [], static._logits
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(static, "_logits", lambda *given: made.append(logits(*given)) or made[-1])
+    choose(config(0.5), observed(gaussian(1, 4, 5, DIM), 195), gaussian(2, 2, 200, DIM), [], 0, 8, SCALING)
+    assert [x.shape[-1] for x in made] == 2 * (12 * [16] + [8])
+
+
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, 25, "auto", None, float("nan")])
 def test_impossible_shares(ratio: Any) -> None:
     with pytest.raises(ParameterError, match=r'ratio: expected a share in \[0, 1\] or "online"'):
@@ -227,4 +260,6 @@ def test_impossible_counts(name: str, value: Any) -> None:
 def test_no_two_layers_begin_at_the_same_age(layers: int) -> None:
     ages = [first_age(number, 128) for number in range(layers)]
     assert len(set(ages)) == layers and ages[0] == 0 and all(0 <= age < 128 for age in ages)
+    early = [first_age(number, 128, 8) for number in range(layers)]  # every set is looked for after the first one
+    assert len(set(early)) == layers and early[0] == 0 and all(0 <= age < 120 for age in early)
     assert first_age(5, None) == 0

@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvrecall.launch import kernels_available
 from kvrecall.parts import Part
 
 
@@ -93,6 +94,16 @@ def fetch_rows(
     return Fetched(ids, rows), Moved(wanted - int(known.sum()), int(known.sum()))
 
 
+def rows_at(ids: Tensor, source: RowSource, device: torch.device) -> Tensor:
+    """Rows `[H_kv, n, 2, D]` of ids int32 `[H_kv, n]`, none of which is padding, on the device. A GPU reads page-locked ones
+    where they lie, and the host waits for nothing."""
+    heads = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
+    if device.type != "cuda" or not kernels_available(device) or not _pinned(source):
+        taken = source.take(heads.cpu(), ids.flatten().long().cpu())
+        return taken.view(*ids.shape, *taken.shape[1:]).to(device)
+    return _read(source, heads, ids, torch.arange(ids.numel(), device=device))
+
+
 def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Where each id stands in the ascending, padded rows of `known`: (place int64, found bool)."""
     last = torch.iinfo(torch.int32).max
@@ -116,14 +127,17 @@ def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, devic
 
 def _direct(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
     """Rows `[H_kv, K, 2, D]` on the device, read one by one; zero where nothing is wanted."""
+    return _read(source, heads.to(device).flatten(), ids.to(device), wanted.to(device).flatten().nonzero().squeeze(1))
+
+
+def _read(source: RowSource, heads: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
+    """Rows `[H_kv, K, 2, D]` of those ids `[H_kv, K]` that stand in the slots, with heads `[H_kv K]`; zero elsewhere."""
     from kvrecall.fetch.kernels import gather_rows
 
     segments = source.segments()
-    ids, heads, wanted = ids.to(device), heads.to(device), wanted.to(device)
     row = segments[0][1].shape[2:]
-    rows = torch.zeros(*ids.shape, *row, dtype=segments[0][1].dtype, device=device)
-    slots = wanted.flatten().nonzero().squeeze(1)
-    gather_rows(segments, heads.flatten()[slots].long(), ids.flatten()[slots].long(), slots, rows.view(-1, *row))
+    rows = torch.zeros(*ids.shape, *row, dtype=segments[0][1].dtype, device=ids.device)
+    gather_rows(segments, heads[slots].long(), ids.flatten()[slots].long(), slots, rows.view(-1, *row))
     return rows
 
 

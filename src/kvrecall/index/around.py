@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from kvrecall.index.base import Index, RowSource
 from kvrecall.index.table import TokenTable
+from kvrecall.pieces import Work
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection
 
@@ -45,6 +46,12 @@ class IndexAround(Index):
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.base.exclude(sequence, ids)
+
+    def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Any]:
+        return self.base.restructured(ids, keys)
+
+    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
+        self.base.restructure(sequence, ids, made)
 
     @property
     def watches(self) -> bool:  # type: ignore[override]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvrecall.errors import ParameterError
 from kvrecall.parts import Part
+from kvrecall.pieces import Work
 from kvrecall.rows_ahead import Zone
 from kvrecall.select.gqa import GQA_MODES, check_mode
 from kvrecall.select.queries import ObservedQueries
@@ -123,6 +124,16 @@ class Index(ABC):
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         """Ascending ids int32 `[H_kv, m]` that searches must not return (they are attended anyway); replaces earlier ones."""
         raise NotImplementedError(type(self).__name__)
+
+    def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Any]:
+        """Makes what `restructure` needs, in pieces worth their tokens, and changes nothing. keys: those of the first n tokens,
+        `[H_kv, n, D]` on the layer's device; they are read as long as the work lasts."""
+        return
+        yield
+
+    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
+        """As `exclude`, with what `restructured` made for the same ids; tokens may have come since then."""
+        self.exclude(sequence, ids)
 
     watches: bool = False
     """Whether it wants to be told by `watch`."""

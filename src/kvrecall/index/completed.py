@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,10 @@ class CompletedIndex(IndexAround):
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         super().exclude(sequence, ids)
+        self._excluded[sequence] = ids
+
+    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
+        super().restructure(sequence, ids, made)
         self._excluded[sequence] = ids
 
     def reserve(self, tokens: int) -> None:

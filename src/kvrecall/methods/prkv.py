@@ -17,7 +17,8 @@ class PRKV(Method):
     """A static set of single tokens beside dynamic pages.
 
     1. At the end of the prompt and every `refresh_interval` (T) steps, the last `window_tokens` queries judge all keys: causal
-       softmax per query head, mean over window and group. The best `static_ratio` (S) of the budget become the static set.
+       softmax per query head, mean over window and group. The best `static_ratio` (S) of the budget become the static set. They
+       judge `refresh_lead_tokens` steps before the set is due, and these steps share the work (0: the paper, at once).
     2. The other tokens close up to pages of `page_tokens`, represented by bounding volumes.
     3. Every step ranks the pages by the largest product their volume allows (mean over the group of softmaxed scores) and
        fetches pages for the other 1 - S of the budget, in one staged bulk copy.
@@ -34,6 +35,7 @@ class PRKV(Method):
     static_ratio: float | str = 0.25
     window_tokens: int = 64
     refresh_interval: int = 128
+    refresh_lead_tokens: int = 8
 
     top_k: int | None = 1024
     sink_tokens: int = 0
@@ -51,7 +53,9 @@ class PRKV(Method):
         return PageConfig(page_tokens=self.page_tokens, bounds=self.bounds)  # type: ignore[arg-type]
 
     def own_static(self) -> ObservationWindow:
-        return ObservationWindow(self.static_ratio, self.window_tokens, self.refresh_interval, self.page_tokens)
+        return ObservationWindow(
+            self.static_ratio, self.window_tokens, self.refresh_interval, self.page_tokens, lead_tokens=self.refresh_lead_tokens
+        )
 
     def own_fetch(self) -> Staged:
         return Staged()

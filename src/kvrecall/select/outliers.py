@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.errors import ParameterError
-from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import StaticChoice
+from kvrecall.pieces import Work
+from kvrecall.select.static import LOOKED, Sight, StaticChoice
 from kvrecall.select.topk import top_k_positions
 
 
@@ -36,13 +36,12 @@ class OutlierPages(StaticChoice):
     def observed_queries(self) -> int:
         return 0
 
-    def choose(
-        self, observed: ObservedQueries | None, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, top_k: int,
-        scaling: float, count: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """count: tokens to choose, None: as configured. Equal pages: the lower one."""
+    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+        """Equal pages: the lower one."""
+        for part in arrivals:
+            yield LOOKED * (part.stop - part.start)
         size = self.page_tokens
-        tokens = min(self.pages * size, top_k) if count is None else count
+        tokens = min(self.pages * size, sight.top_k) if sight.count is None else sight.count
         worst = top_k_positions(-least_cosines(zone, size), tokens // size)
         ids = worst.unsqueeze(-1) * size + torch.arange(size, device=zone.device)
         return ids.flatten(1).to(torch.int32)

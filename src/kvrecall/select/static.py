@@ -1,13 +1,17 @@
 """Static sets: tokens that stay attended at every step until they are chosen anew.
 
 The observation window of PRKV (section 4.1, Algorithm 1, Appendix G) and of SnapKV, which pools the scores and may choose once.
+
+All keys of a zone are judged, piece by piece: whoever asks may do some of it before each of several steps. The keys come from
+the host once and are seen twice: first for every query's log-sum-exp, then for the shares.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -15,28 +19,63 @@ from torch import Tensor
 
 from kvrecall.errors import ParameterError
 from kvrecall.parts import Part
+from kvrecall.pieces import Work, finished, stretches
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions
-from kvrecall.structs import Rows, stack_rows
+from kvrecall.structs import lasting_tensors
+
+LOOKED, WEIGHED = 5, 2
+"""What a token's work is worth that is read and looked at, and weighed, where its page's volume is worth 1: about their shares
+of the time on a GPU with 50 GB/s to the host."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the keys of a retrieval zone are judged by, as it was at one moment.
+
+    observed: the last queries; None if nobody looked at them. others: keys `[H_kv, n, D]` outside the zone with the position of
+    their first; they take part in the softmax only. offset: position of the zone's first token. top_k: the whole budget.
+    scaling: factor of the logits. count: how many tokens to choose; None takes the configured share.
+    """
+
+    observed: ObservedQueries | None
+    others: list[tuple[Tensor, int]]
+    offset: int
+    top_k: int
+    scaling: float
+    count: int | None = None
+
+    def kept(self) -> Sight:
+        """The same for later: a copy of the keys, less those that no query has seen, and nothing that remembers gradients."""
+        seen = self.observed
+        if seen is None:
+            return replace(self, others=[])
+        end = seen.start + seen.queries.shape[1]
+        others = [(keys[:, : max(0, end - start)].detach().clone(), start) for keys, start in self.others]
+        return replace(self, observed=replace(seen, queries=seen.queries.detach()), others=others)
 
 
 class StaticChoice(Part):
     """What every static set is made with. observed_queries: how many of the last queries judge the keys; 0: none are needed.
-    interval: decode steps between two choices; None: chosen once after a prompt."""
+    interval: decode steps between two choices; None: chosen once after a prompt. lead_tokens: by how many steps what judges the
+    keys is older than the set that it chooses, but for the first after a prompt; the work is spread over them."""
 
     role: ClassVar[str] = "static"
     interval: int | None = None
+    lead_tokens: int = 0
 
     @property
     @abstractmethod
     def observed_queries(self) -> int: ...
 
     @abstractmethod
-    def choose(
-        self, observed: ObservedQueries | None, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, top_k: int,
-        scaling: float, count: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Ids int32 `[H_kv, m]` of the static tokens, ascending; arguments as those of `choose`."""
+    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+        """Ids int32 `[H_kv, m]` of the static tokens, ascending. zone: keys `[H_kv, n, D]`; arrivals: all of it in order, in
+        pieces that are there from the moment at which they are asked for."""
+
+    def choose(self, zone: Tensor, sight: Sight) -> Tensor:
+        """As `choosing`, at once."""
+        return finished(self.choosing(sight, zone, stretches(zone.shape[1])))
 
 
 @dataclass(frozen=True)
@@ -45,7 +84,8 @@ class ObservationWindow(StaticChoice):
 
     window_tokens: last queries that judge the keys. interval (T): decode steps between two choices, None: chosen once. The
     static share is rounded down to a multiple of `page_tokens`. pool_radius: neighbours on each side with which the score of a
-    token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone).
+    token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone). lead_tokens: queries and keys that decide on a set are
+    those of so many steps before it is due, which share the work; 0: of that very step (the paper), which does all of it.
     """
 
     name: ClassVar[str] = "observation-window"
@@ -55,6 +95,7 @@ class ObservationWindow(StaticChoice):
     interval: int | None = 128
     page_tokens: int = 32
     pool_radius: int = 0
+    lead_tokens: int = 8
 
     def __post_init__(self) -> None:
         if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
@@ -65,17 +106,37 @@ class ObservationWindow(StaticChoice):
                 raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
         if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
             raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
+        if not isinstance(self.lead_tokens, int) or self.lead_tokens < 0:
+            raise ParameterError("lead_tokens", "an integer >= 0", self.lead_tokens, "0 is the paper's rule.")
+        if self.interval is not None and self.lead_tokens >= self.interval:
+            below = f"less than the {self.interval} steps between two choices"
+            raise ParameterError("lead_tokens", below, self.lead_tokens, "0 is the paper's rule; or choose more rarely.")
 
     @property
     def observed_queries(self) -> int:
         return self.window_tokens
 
-    def choose(
-        self, observed: ObservedQueries | None, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, top_k: int,
-        scaling: float, count: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        assert observed is not None
-        return choose(self, observed, zone, others, offset, top_k, scaling, count)
+    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+        """Algorithm 1, lines 6-9: scores are per query head, causal, then averaged over window and group."""
+        assert sight.observed is not None
+        observed, offset, scaling = sight.observed.last(self.window_tokens), sight.offset, sight.scaling
+        sums = []
+        for part in arrivals:
+            sums.append(_mass(observed, zone[:, part], offset + part.start, scaling))
+            yield LOOKED * (part.stop - part.start)
+        total = _total(sums, observed, sight.others, scaling)
+        with lasting_tensors():  # steps in between may write to it in another mode
+            scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
+        ends = []
+        for part in stretches(zone.shape[1]):
+            shares = _shares(observed, zone[:, part], offset + part.start, scaling, total)
+            scores[:, part] = shares.mean((1, 2))
+            if sight.count is None and self.ratio == "online":
+                ends.append(shares[:, :, [0, -1]])
+            yield WEIGHED * (part.stop - part.start)
+        count = self.tokens(sight.top_k, _overlap(torch.cat(ends, -1), sight.top_k) if ends else 0.0)
+        count = count if sight.count is None else sight.count
+        return top_k_positions(pooled(scores, self.pool_radius), count).to(torch.int32)
 
     def tokens(self, top_k: int, overlap: float) -> int:
         """Static tokens of a budget. overlap: mean size of the intersection that Appendix G measures (Eq. 4)."""
@@ -97,36 +158,11 @@ class StaticSet:
     age: int = 0
 
 
-def first_age(layer: int, interval: int | None) -> int:
+def first_age(layer: int, interval: int | None, lead_tokens: int = 0) -> int:
     """Age that a layer's first set begins with: layers whose sets were chosen at the same step, the end of a prompt, choose
-    anew at different ones. Multiples of the golden ratio lie apart however many layers there are."""
-    return 0 if interval is None else int(layer * 0.6180339887 % 1 * interval)
-
-
-def rows_of(sets: list[StaticSet | None], nothing: Tensor) -> Rows:
-    """The rows of several sequences as one batch. nothing: rows `[H_kv, 0, 2, D]`, for a sequence that has no set."""
-    rows = [nothing if chosen is None else chosen.rows for chosen in sets]
-    counts = [torch.full((r.shape[0],), r.shape[1], dtype=torch.int32, device=r.device) for r in rows]
-    return stack_rows(list(zip(rows, counts, strict=True)))
-
-
-def choose(
-    config: ObservationWindow, observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int,
-    top_k: int, scaling: float, count: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Ids int32 `[H_kv, m]` of the static tokens, ascending (Algorithm 1, lines 6-9).
-
-    count: how many; None takes the configured share, which "online" measures on these queries.
-
-    zone: keys `[H_kv, n, D]` of the retrieval zone, at the positions offset .. offset + n - 1. others: keys outside it with the
-    position of their first; they take part in the softmax only. Scores are per query head, causal, then averaged over window
-    and group.
-    """
-    observed = observed.last(config.window_tokens)
-    shares = window_shares(observed, zone, others, offset, scaling)  # [H_kv, G, W, n]
-    if count is None:
-        count = config.tokens(top_k, _overlap(shares, top_k) if config.ratio == "online" else 0.0)
-    return top_k_positions(pooled(shares.mean((1, 2)), config.pool_radius), count).to(torch.int32)
+    anew at different ones, none of them sooner than what judges the next set may be seen. Multiples of the golden ratio lie
+    apart however many layers there are."""
+    return 0 if interval is None else int(layer * 0.6180339887 % 1 * (interval - lead_tokens))
 
 
 def pooled(scores: Tensor, radius: int) -> Tensor:
@@ -141,20 +177,32 @@ def pooled(scores: Tensor, radius: int) -> Tensor:
 def window_shares(
     observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, scaling: float
 ) -> Tensor:
-    """Attention shares fp32 `[H_kv, G, W, n]` of the zone's keys for the observed queries."""
-    logits = _logits(observed, zone, offset, scaling)
-    total = logits.logsumexp(-1)
-    for keys, start in others:
-        if keys.shape[1]:
-            total = torch.logaddexp(total, _logits(observed, keys, start, scaling).logsumexp(-1))
-    return torch.exp(logits - total.unsqueeze(-1))
+    """Attention shares fp32 `[H_kv, G, W, n]` of the keys of a short zone for the observed queries; arguments as in `Sight`."""
+    total = _total([_mass(observed, zone, offset, scaling)], observed, others, scaling)
+    return _shares(observed, zone, offset, scaling, total)
+
+
+def _shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor) -> Tensor:
+    return _logits(observed, keys, start, scaling).sub_(total.unsqueeze(-1)).exp_()
+
+
+def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
+    """Log-sum-exp fp32 `[H_kv, G, W]` of the observed queries' logits over keys `[H_kv, n, D]` from position `start` on."""
+    return _logits(observed, keys, start, scaling).logsumexp(-1)
+
+
+def _total(sums: list[Tensor], observed: ObservedQueries, others: Iterable[tuple[Tensor, int]], scaling: float) -> Tensor:
+    """Log-sum-exp over everything, given those of the zone's pieces."""
+    return reduce(torch.logaddexp, [*sums, *(_mass(observed, keys, at, scaling) for keys, at in others if keys.shape[1])])
 
 
 def _logits(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
     grouped = observed.queries.float().unflatten(0, (keys.shape[0], -1))
-    logits = torch.einsum("hgwd,hnd->hgwn", grouped, keys.float()) * scaling
+    logits = torch.einsum("hgwd,hnd->hgwn", grouped, keys.float()).mul_(scaling)
+    if start + keys.shape[1] - 1 <= observed.start:  # everybody sees all of them
+        return logits
     seen_by = torch.arange(observed.start, observed.start + grouped.shape[2], device=keys.device).unsqueeze(1)
-    return logits.masked_fill(torch.arange(start, start + keys.shape[1], device=keys.device) > seen_by, float("-inf"))
+    return logits.masked_fill_(torch.arange(start, start + keys.shape[1], device=keys.device) > seen_by, float("-inf"))
 
 
 def _overlap(shares: Tensor, top_k: int) -> float:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -20,14 +18,15 @@ from kvrecall.errors import CaptureError
 from kvrecall.index.unit_kernels.search import GpuUnitSearch
 from kvrecall.index.units import UnitIndex
 from kvrecall.layer_state import LayerState
+from kvrecall.static_sets import StaticRefresh
 from kvrecall.structs import AttentionParams, Held
 
 
 class UnitLayer(CapturedState):
     """Zones and segments live in device memory: where a segment ends depends on the queries, which the host never sees.
 
-    The window is a ring: a token stays in its row until it leaves. A static set that is due is chosen between two steps, in
-    the ordinary state, which is given back for that and taken over again.
+    The window is a ring: a token stays in its row until it leaves. The work for the next static set is done between steps, a
+    share of it at a time; when the set is due, the ordinary state is given back, gets the set, and is taken over again.
     """
 
     def __init__(self, state: LayerState, tokens: int) -> None:
@@ -39,7 +38,7 @@ class UnitLayer(CapturedState):
         b, heads, dim, device = shape.sequences, shape.kv_heads, shape.head_dim, shape.device
         self._index, self._sizes, self._pairs = index, sizes, b * heads
         self._steps = 0
-        self._choose_static()
+        self._begin_static()
         chosen = [0 if s is None else s.ids.shape[1] for s in state.static]
         top_k = state.top_k - min(chosen)
         if top_k < 1:
@@ -88,12 +87,17 @@ class UnitLayer(CapturedState):
         self._steps += 1
 
     def renew(self) -> bool:
-        """Chooses static sets anew if one of them is due."""
-        if self._steps < self._allowed:
+        """Works on static sets that are soon due. What is long is done before the state is given back, so that it may fail."""
+        statics, every = self.state.statics, range(self.state.shape.sequences) if self._steps else ()
+        soon = [(b, left) for b in every if (left := statics.due(b, self._steps)) is not None]
+        if not soon:
             return False
-        self.finish()
-        self._choose_static()
-        self._load()
+        with self.state.clock("static"):
+            done = [statics.work(b, left, lambda b=b: self._look(b)) for b, left in soon]
+        if any(done):
+            self.finish()
+            self._begin_static()
+            self._load()
         return True
 
     def begin_trial(self) -> None:
@@ -139,22 +143,23 @@ class UnitLayer(CapturedState):
     def _launch_search(self, queries: Tensor, fire: Tensor, scaling: float) -> None:
         self.search.launch(queries, self.tables.plan, fire.view(-1), scaling, self.search.top_k)
 
-    def _choose_static(self) -> None:
-        """What `LayerState.begin_step` does for the coming step; `_allowed`: steps until it is due again."""
-        state, config = self.state, self.state.static_config
-        self._allowed = 2**62
-        if config is None:
-            return
-        for b in range(state.shape.sequences):
-            state._refresh_static(b, config)
-            chosen = state.static[b]
-            if chosen is None:  # nobody to judge yet; it is tried again at the next step
-                self._allowed = 1
-            elif config.interval is not None:
-                self._allowed = min(self._allowed, config.interval - chosen.age)
+    def _begin_static(self) -> None:
+        """What `LayerState.begin_step` does for the coming step."""
+        for b in range(self.state.shape.sequences):
+            self.state.begin_static(b)
+
+    def _look(self, b: int) -> StaticRefresh | None:
+        """As `LayerState.begin_static` would see sequence b before the coming step; synchronises."""
+        first, coming = self.zone.view(self.state.shape.sequences, self.state.shape.kv_heads, -1)[b, 0, 4:6].tolist()
+        sink, keys = self._sizes.sink_tokens, self.attention.rows[b, :, :, 0]
+        if self._log is not None:
+            self._log.give_back(b, self._steps, coming, sink)
+        window = keys[:, self._front + places(first, coming - first, self.attention.ring, keys.device)]
+        return self.state.refresh(b, [(keys[:, :sink], 0), (window, sink + first)], first)
 
     def _age_static(self, steps: int) -> None:
-        self.state.static = [None if s is None else replace(s, age=s.age + steps) for s in self.state.static]
+        for b in range(self.state.shape.sequences):
+            self.state.statics.grow_older(b, steps)
 
     def _load(self) -> None:
         """Takes over the state for the coming step; nothing of it is counted yet."""

@@ -25,9 +25,12 @@ class QueryRing:
         self.lse = torch.zeros(size, dtype=torch.float32, device=shape.device)
 
     def give_back(self, sequence: int, steps: int, coming: int, sink: int) -> None:
-        """Adds the last `steps` queries of a sequence, the next of which belongs to token number `coming`, to the log."""
-        count = min(steps, self.window)
-        if not count:
+        """Adds those of the last `steps` queries of a sequence, the next of which belongs to token number `coming`, to the log
+        that it does not know yet."""
+        known = self._log.seen(sequence)
+        missing = steps if known is None else sink + coming - (known.start + known.queries.shape[1])
+        count = min(missing, steps, self.window)
+        if count <= 0:
             return
         at = places(coming - count, count, self.window, self.lse.device)
         queries = self.queries[sequence][:, at].transpose(1, 2).flatten(0, 1)  # [H_q, count, D]

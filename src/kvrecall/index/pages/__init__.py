@@ -21,6 +21,8 @@ from torch import Tensor
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.units import UnitIndex, Units, inner_products
+from kvrecall.pieces import Work, finished, stretches
+from kvrecall.rows_ahead import read_keys
 
 if TYPE_CHECKING:
     from kvrecall.index.unit_kernels.search import UnitKind
@@ -58,14 +60,22 @@ class PageConfig(IndexConfig):
         return shape.kv_heads * (self.points * shape.head_dim * shape.dtype.itemsize * pages + 4 * (tokens + pages + 1))
 
 
+@dataclass(frozen=True)
+class Pages:
+    """Pages of the first `tokens` tokens of a sequence. tail: keys `[H_kv, n, D]` of the last page if it is partial."""
+
+    units: Units
+    tail: Tensor
+    tokens: int
+
+
 class PageIndex(UnitIndex):
     """Volumes in the cache's dtype, rounded outwards by nothing: they rank, they do not prove."""
 
     def __init__(self, shape: LayerShape, config: PageConfig) -> None:
         super().__init__(shape, config)
         self._shape, self._config = shape, config
-        empty = Units.none(shape.kv_heads, config.points * shape.head_dim, shape.dtype, shape.device)
-        self._units = [empty] * shape.sequences
+        self._units = [self._units_of_none()] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._counts = [0] * shape.sequences
         self._tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
@@ -101,16 +111,32 @@ class PageIndex(UnitIndex):
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         """Makes all pages of the sequence anew from the host's rows."""
-        self._excluded[sequence] = ids
-        keys = _keys(self._sources[sequence], self._counts[sequence], self._shape)
-        everything = torch.arange(self._counts[sequence], dtype=torch.int32, device=keys.device)
-        members = everything.expand(self._kv_heads, -1)
-        if ids is not None:
-            kept = torch.ones_like(members, dtype=torch.bool).scatter(1, ids.long(), False)
-            members = members[kept].view(self._kv_heads, members.shape[1] - ids.shape[1])
-            keys = keys[kept].view(self._kv_heads, members.shape[1], keys.shape[2])
-        reps = volumes(keys, self._config.page_tokens, self._config.bounds)
-        self._replace(sequence, Units(reps, members, self._offsets(members.shape[1], reps.shape[1])), keys)
+        self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0, self._counts[sequence]))))
+
+    def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
+        tokens, size = keys.shape[1], self._config.page_tokens
+        members = _others(ids, tokens) if ids is not None else _every(tokens, keys).expand(self._kv_heads, -1)
+        count = members.shape[1]
+
+        def keys_of(part: slice) -> Tensor:
+            if ids is None:
+                return keys[:, part]
+            return keys.gather(1, members[:, part].long().unsqueeze(-1).expand(-1, -1, keys.shape[2]))
+
+        reps = [self._units_of_none().reps]
+        for part in stretches(count, size):
+            reps.append(volumes(keys_of(part), size, self._config.bounds))
+            yield part.stop - part.start
+        units = Units(torch.cat(reps, 1), members, self._offsets(count, -(-count // size)))
+        return Pages(units, keys_of(slice(count - count % size, count)).clone(), tokens)
+
+    def restructure(self, sequence: int, ids: Tensor | None, made: Pages) -> None:
+        arrived = self._counts[sequence]
+        late = self._keys(sequence, made.tokens, arrived)
+        self._excluded[sequence], self._counts[sequence] = ids, made.tokens
+        self._units[sequence], self._tails[sequence] = made.units, made.tail
+        if late.shape[1]:
+            self.append(sequence, late)
 
     def select(self, sequences: list[int]) -> PageIndex:
         chosen = self._without_scratch()
@@ -133,6 +159,18 @@ class PageIndex(UnitIndex):
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
         return inner_products(queries, units.reps) if self._config.points == 1 else volume_scores(queries, units.reps)
+
+    def _units_of_none(self) -> Units:
+        shape = self._shape
+        return Units.none(shape.kv_heads, self._config.points * shape.head_dim, shape.dtype, shape.device)
+
+    def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
+        """Keys `[H_kv, stop - start, D]` from the host."""
+        shape = self._shape
+        keys = torch.empty(shape.kv_heads, stop - start, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        if start < stop:
+            read_keys(self._sources[sequence], start, keys)
+        return keys
 
     def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
         """keys: at least those of the last, partial page, in order."""
@@ -176,10 +214,15 @@ def volume_scores(queries: Tensor, reps: Tensor) -> Tensor:
     return inner_products(torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1), reps)
 
 
-def _keys(source: RowSource, count: int, shape: LayerShape) -> Tensor:
-    blocks = list(source.blocks())
-    if shape.device.type == "cuda":  # one run of bytes per head: half of it would have to be picked out by the CPU first
-        blocks = [torch.stack([head.to(shape.device, non_blocking=True) for head in block]) for block in blocks]
-    if not blocks:
-        return torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)
-    return torch.cat([block[:, :, 0] for block in blocks], 1)[:, :count]
+def _every(tokens: int, like: Tensor) -> Tensor:
+    return torch.arange(tokens, dtype=torch.int32, device=like.device)
+
+
+def _others(ids: Tensor, tokens: int) -> Tensor:
+    """The tokens 0 .. tokens - 1 less ids int `[H_kv, m]`: int32 `[H_kv, tokens - m]`, ascending. Asks nothing of a GPU."""
+    heads, chosen = ids.shape
+    gone = torch.zeros(heads, tokens, dtype=torch.int32, device=ids.device).scatter_(1, ids.long(), 1)
+    before = gone.cumsum(1)
+    every = _every(tokens, ids)
+    place = torch.where(gone.bool(), tokens - chosen - 1 + before, every - before)  # those left out come last
+    return torch.empty_like(gone).scatter_(1, place, every.expand(heads, -1))[:, : tokens - chosen].contiguous()
