@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 
 import kvrecall
 from kvrecall import engine
@@ -18,12 +20,12 @@ from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import prefill_layer
 from kvrecall.structs import AttentionParams
-from tests.integrations.models import tiny
+from tests.integrations.models import SMALL, tiny
 from tests.layers import DIM, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured.check import check_methods
+from kvrecall.engine.captured.check import check_layers, check_methods
 from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.plan import StepPlan, pack
 
@@ -135,19 +137,17 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         captured.check_capture(model, kvrecall.RetrievalCache(model.config, RETRIEVES))
 
 
-HYBRID = "sliding-window or linear layers, whose caches grow by copying.*Decode with model\\.generate"
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma2", {}, HYBRID),
-        ("gemma3", {}, HYBRID),
-        ("gpt_oss", {}, HYBRID),
+        ("llama", {"rope_parameters": DYNAMIC}, "rotary embedding 'dynamic'"),
         (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rotary embedding 'dynamic'",
+            "gemma3",
+            {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rotary embedding 'dynamic'.*Decode with model\\.generate",
         ),
     ],
 )
@@ -168,9 +168,100 @@ def test_a_model_that_no_graph_can_hold_is_refused_or_decoded_uncaptured(
     uncaptured.__exit__(None, None, None)
 
 
-def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("gemma2", {}), ("gemma3", {}), ("gpt_oss", {}), ("cohere2", {}), ("qwen2", WINDOWS)]
+)
+def test_sliding_windows_are_captured(family: str, changes: dict[str, Any]) -> None:
+    config = tiny(family, **changes).config
+    cache = kvrecall.RetrievalCache(config, RETRIEVES)
+    assert len(cache.retrieval_layers) == 1
+    check_layers(config, cache)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            transformers.Llama4TextConfig(
+                **SMALL, attention_chunk_size=8, layer_types=["chunked_attention", "full_attention", "chunked_attention"]
+            ),
+            "layer 0 attends within chunks, which are no sliding window",
+        ),
+        (
+            transformers.Qwen3NextConfig(**SMALL, layer_types=["full_attention", "linear_attention", "linear_attention"]),
+            "layer 1 is linear attention or a convolution, whose state a trial run would change",
+        ),
+        (
+            transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
+            "layer 0 is linear attention or a convolution",
+        ),
+        (
+            transformers.Gemma3nTextConfig(**SMALL, num_kv_shared_layers=1, layer_types=[*WINDOWED[:2], "full_attention"]),
+            "some layers attend to keys and values of others|layer 2 has no keys and values of its own",
+        ),
+    ],
+    ids=["chunks", "linear", "convolution", "shared"],
+)
+def test_layers_of_other_kinds_are_refused_by_name(config: Any, reason: str) -> None:
+    with pytest.raises(CaptureError, match=f"({reason}).*Decode with model\\.generate"):
+        check_layers(config, kvrecall.RetrievalCache(config, RETRIEVES))
+
+
+def test_windows_that_are_not_the_mask_s_or_keep_their_past_are_refused() -> None:
+    config = tiny("gemma2").config
+    cache = kvrecall.RetrievalCache(config, RETRIEVES)
+    cache.activate_past_recording()
+    with pytest.raises(CaptureError, match="layer 0 keeps more than its window"):
+        check_layers(config, cache)
+    layer: Any = cache.layers[0]
+    layer.sliding_window = 5
+    with pytest.raises(CaptureError, match="layer 0 has a window of 5 tokens, which its mask has not"):
+        check_layers(config, cache)
+
+
+def test_padding_between_tokens_that_are_still_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second turn is padded on the left, so behind the first; it is no matter where only padding is before it in a window."""
+    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(captured.CapturedDecoder, "_capture", lambda _: None)
+    model = tiny("gemma2", sliding_window=8)
+    prompt = torch.randint(5, 90, (2, 60), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(prompt)
+    mask[1, 40:43] = 0
+    cache = kvrecall.RetrievalCache(model.config, RETRIEVES)
+    for end, refused in ((40, False), (44, True), (46, True), (47, False), (52, False)):
+        engine.prefill(model, prompt[:, :end], cache, attention_mask=mask[:, :end])
+        before = list(cache.layers)
+        if refused:
+            with pytest.raises(CaptureError, match="the window of layer 0 holds padding between tokens"):
+                captured.CapturedDecoder(model, cache, 8)
+        else:
+            decoder = captured.CapturedDecoder(model, cache, 8)
+            assert [type(x).__name__ for x in cache.layers] == ["SlidingWindow", "RetrievalLayer", "SlidingWindow"]
+            monkeypatch.setattr(torch.cuda, "current_stream", Mock)
+            decoder.close()
+        assert cache.layers == before
+
+
+def test_a_window_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    model = tiny("gemma2")
+    cache = prefilled(model)[0]
+    before = list(cache.layers)
+    monkeypatch.setattr("kvrecall.engine.captured.sliding.WholeAttention", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(CaptureError, match="layer 0's window of 32,768 bytes must fit"):
+        captured.CapturedDecoder(model, cache, 8)
+    assert cache.layers == before and all(layer.captured is None for layer in cache.retrieval_layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_recording_that_fails_leaves_the_cache_as_it_was(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(family)
     cache, prompt = prefilled(model)
+    prompt = torch.cat([prompt, prompt[:, :1]], 1)  # windows take no token back
     expected = engine.generate(model, None, prompt, prefilled(model)[0], max_new_tokens=6).new_tokens
 
     def fail(self: Any) -> None:

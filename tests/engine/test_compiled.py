@@ -44,9 +44,12 @@ def is_plain(model: Any) -> bool:
     return not any("forward" in vars(x) for x in model.modules()) and not hasattr(rotary(model), "_torchdynamo_orig_callable")
 
 
-@pytest.mark.parametrize(("family", "graphs"), [("llama", 3), ("qwen3", 5), ("mistral", 3), ("gemma2", 3)])
+@pytest.mark.parametrize(
+    ("family", "graphs"), [("llama", 3), ("qwen3", 5), ("mistral", 3), ("gemma2", 3), ("gemma3", 5), ("gpt_oss", 2)]
+)
 def test_a_piece_is_compiled_once_for_all_layers(family: str, graphs: int) -> None:
-    """Norm, feed-forward layer, rotary embedding; Qwen3 also normalises queries and keys, whose shapes differ."""
+    """Norm, feed-forward layer, rotary embedding; Qwen3 and Gemma3 also normalise queries and keys, whose shapes differ, and
+    experts are left alone."""
     model, counting = tiny(family, num_hidden_layers=10), Counting()
     expected = logits(model)
     for _ in range(2):  # the second time nothing is left to do

@@ -33,6 +33,11 @@ def tiny(family: str, **changes: Any) -> Any:
         "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
         "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
         "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 32, "sliding_window_pattern": 2}),
+        "cohere2": (
+            "Cohere2Config",
+            "Cohere2ForCausalLM",
+            {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        ),
         "gpt_oss": (
             "GptOssConfig",
             "GptOssForCausalLM",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.integrations.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured
+from tests.interpreted.launched import Launched, without_gpu
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "top_k": 6, "full_attention_threshold": 0}
 EARLY = "speculative:threshold=0.0"
@@ -32,39 +32,14 @@ METHODS = {
 LENGTH = 60
 
 
-class Idle:
-    """A stream or an event that has nothing to wait for."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
-class OnCpu(Watched):
-    """Launches in place of replays."""
-
-    def _capture(self) -> None:
-        self._branch, self.seen = Idle(), {}  # type: ignore[assignment]
-        self._layers.prepare(trial=True)
-        with kvrecall.attach(self._model), torch.no_grad():
-            self._forward()
-        for layer in self._layers.all:
-            layer.forget_trial()
-        self._graph: Any = self
-
-    def replay(self) -> None:
-        with kvrecall.attach(self._model), torch.no_grad():
-            self._logits = self._forward()
-        self._positions += 1
-        self._parity.copy_(1 - self._parity)
+class OnCpu(Watched, Launched):
+    """Keeps what the launches answer."""
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    without_gpu(monkeypatch)
     monkeypatch.setattr(first_step, "let_go", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", Idle)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", Idle)
 
 
 def prefilled(method: kvrecall.Method) -> tuple[Any, kvrecall.RetrievalCache, Tensor]:

@@ -283,7 +283,8 @@ def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, laun
     ids, zone, parity = torch.zeros(1, 2, attention.top_k).int(), torch.zeros(2, 6).int(), torch.zeros(1, dtype=torch.int64)
     params = AttentionParams(0.1, 30.0 if dim == 80 else 0.0)
     attention.launch(queries, new, new, ids, zone, parity, params, torch.zeros(1, 8) if dim == 256 else None)
-    WholeAttention(torch.zeros(1, 2, 400, 2, dim, dtype=dtype), 8).launch(queries, new, new, params)
+    for capacity in (16, 400):  # a window of one part, and rows of several
+        WholeAttention(torch.zeros(1, 2, capacity, 2, dim, dtype=dtype), 8).launch(queries, new, new, params)
     merging = {"merge_kernel"} | ({"merge_lse_kernel"} if dim == 256 else set())
     assert {kernel.__name__ for kernel, *_ in launches.values()} == {"attend_kernel", "whole_kernel"} | merging
     compile_all(launches, capability)

@@ -1,7 +1,7 @@
 """One decode step's attention to everything, where all rows lie on the device: a fixed number of parts, however long it is.
 
-For the layers of a captured decode that never search. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads
-of a group.
+For the layers of a captured decode that never search, and for sliding windows: where there is no room for a further row, it
+takes the place of the oldest. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads of a group.
 """
 
 # A launch takes what only Triton knows.
@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import capped, flag_odd
-from kvrecall.launch import next_power_of_2, overlapping
+from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.merge.cuda import merge_step
 from kvrecall.overlap import begin, end
 from kvrecall.structs import AttentionParams
 
-_PARTS = 64
+_MOST_PARTS = 64
 _ROW_BYTES = 16384
 """Bytes of keys that one step of a program's loop reads, at most."""
 
@@ -33,14 +33,16 @@ def whole_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, part): a PARTS-th of the rows `[BH, CAPACITY, 2, D]`, R at a time, with a running softmax.
 
-    counts int32 `[B]`: rows that are real before this step, whose token `[BH, D]` is attended from where the model put it and
-    stored behind them; bad[b] becomes 1 if it is not finite. Weights are rounded to the values' dtype, sums are fp32.
+    counts int32 `[B]`: rows stored before this step; row number n lies, or lay, at n % CAPACITY, so that the last CAPACITY of
+    them are there. The step's token `[BH, D]` is attended from where the model put it, and stored as the next row, in place of
+    the oldest if none is free; bad[b] becomes 1 if it is not finite. Weights are rounded to the values' dtype, sums are fp32.
     """
     begin(PDL)
     i_bh, i_p = tl.program_id(0), tl.program_id(1)
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
     count = tl.load(p_counts + i_bh // HEADS)
-    share = tl.cdiv(tl.cdiv(count + 1, PARTS), R) * R
+    place, real = count % CAPACITY, tl.minimum(count + 1, CAPACITY)
+    share = tl.cdiv(tl.cdiv(real, PARTS), R) * R
     o_g, o_d, o_r = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, R)
     m_d = (o_d < D)[None, :]
     m_q = (o_g < G)[:, None] & m_d
@@ -51,11 +53,11 @@ def whole_kernel(
     b_total = tl.zeros([BG], tl.float32)
     b_sum = tl.zeros([BG, BD], tl.float32)
     i_r = i_p * share
-    stop = tl.minimum(i_r + share, count + 1)
+    stop = tl.minimum(i_r + share, real)
     while i_r < stop:
         o_row = i_r + o_r
         m_r = o_row < stop
-        m_old, m_new = (m_r & (o_row < count))[:, None] & m_d, (m_r & (o_row == count))[:, None] & m_d
+        m_old, m_new = (m_r & (o_row != place))[:, None] & m_d, (m_r & (o_row == place))[:, None] & m_d
         p_row = p_own + o_row.to(tl.int64)[:, None] * (2 * D) + o_d[None, :]
         b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
         b_k = tl.where(m_new, b_new_k, tl.load(p_row, mask=m_old, other=0.0))  # [R, BD]
@@ -83,28 +85,29 @@ def whole_kernel(
 
 
 class WholeAttention:
-    """All rows of one layer on the device, `[B, H_kv, capacity, 2, D]`, and the parts of an attention over them."""
+    """The last rows of one layer on the device, `[B, H_kv, capacity, 2, D]`, and the parts of an attention over them."""
 
     def __init__(self, rows: Tensor, query_heads: int) -> None:
-        """rows: with room for those to come."""
-        b, device = rows.shape[0], rows.device
+        """rows: with room for all to come, or for as many as a token sees; then the oldest give way."""
+        (b, _, capacity, _, dim), device = rows.shape, rows.device
         self.rows = rows
         self.counts = torch.zeros(b, dtype=torch.int32, device=device)
-        """int32 `[B]`: rows that are real."""
+        """int32 `[B]`: rows stored so far, below 2^31; number n lies at n % capacity, unless a later one took its place."""
         self.bad = torch.zeros(b, dtype=torch.int32, device=device)
         """Not 0 for sequences that were given a row that is not finite."""
-        self._out = torch.zeros(b, query_heads, _PARTS, rows.shape[4], dtype=torch.float32, device=device)
-        self._lse = torch.zeros(b, query_heads, _PARTS, dtype=torch.float32, device=device)
+        self._rows_at_once = max(16, min(64, _ROW_BYTES // (next_power_of_2(dim) * rows.element_size())))
+        parts = min(_MOST_PARTS, cdiv(capacity, self._rows_at_once))
+        self._out = torch.zeros(b, query_heads, parts, dim, dtype=torch.float32, device=device)
+        self._lse = torch.zeros(b, query_heads, parts, dtype=torch.float32, device=device)
 
     def launch(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-        """Attends for queries `[B, H_q, 1, D]`, and appends keys and values `[B, H_kv, 1, D]`, all contiguous."""
+        """Attends for queries `[B, H_q, 1, D]`, and stores keys and values `[B, H_kv, 1, D]`, all contiguous."""
         b, heads, capacity, _, dim = self.rows.shape
-        padded = next_power_of_2(dim)
-        whole_kernel[(b * heads, _PARTS)](
+        parts = self._lse.shape[2]
+        whole_kernel[(b * heads, parts)](
             queries, keys, values, self.rows, self.counts, self.bad, self._out, self._lse, params.scaling, params.softcap,
-            heads, capacity, D=dim, BD=padded, G=queries.shape[1] // heads,
-            R=max(16, min(64, _ROW_BYTES // (padded * self.rows.element_size()))), PARTS=_PARTS, CAP=params.softcap != 0,
-            num_warps=4, **overlapping(queries.device),
+            heads, capacity, D=dim, BD=next_power_of_2(dim), G=queries.shape[1] // heads, R=self._rows_at_once, PARTS=parts,
+            CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
         )  # fmt: skip
         out = merge_step(queries, self._out, self._lse, params.sink_logits)
         self.counts += 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvrecall.errors import CaptureError
 from kvrecall.index.base import IndexConfig
@@ -12,6 +15,7 @@ from kvrecall.index.pages import PageConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.launch import LEAST_CAPABILITY
 from kvrecall.methods.base import Method
 
@@ -29,12 +33,13 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
         least = ".".join(map(str, LEAST_CAPABILITY))
         raise CaptureError(f"the GPU's compute capability is {capability[0]}.{capability[1]}, below {least}", PLAIN)
     check_methods(cache)
-    if len(cache.retrieval_layers) != len(cache.layers):
-        raise CaptureError("the model has sliding-window or linear layers, whose caches grow by copying", PLAIN)
-    scaling = getattr(model.config.get_text_config(decoder=True), "rope_scaling", None) or {}
-    kind = scaling.get("rope_type", "default")
-    if kind not in _STATIC_ROPE:
-        raise CaptureError(f"rotary embedding {kind!r} changes with the length", PLAIN)
+    text = model.config.get_text_config(decoder=True)
+    check_layers(text, cache)
+    scaling: dict[str, Any] = getattr(text, "rope_scaling", None) or {}
+    each = [own for own in scaling.values() if isinstance(own, dict)] or [scaling]  # some models have one per kind of layer
+    for kind in (own.get("rope_type", "default") for own in each):
+        if kind not in _STATIC_ROPE:
+            raise CaptureError(f"rotary embedding {kind!r} changes with the length", PLAIN)
     for state in (layer.state for layer in cache.retrieval_layers):
         if state is None:
             continue
@@ -42,6 +47,29 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
             raise CaptureError(f"the model is on {state.shape.device}", "Move it to a CUDA device.")
         if not all(block.is_pinned() for pool in state.store.host for _, block in pool.segments()):
             raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
+
+
+def check_layers(text: PretrainedConfig, cache: RetrievalCache) -> None:
+    """Raises CaptureError for layers that neither retrieve nor see a sliding window. text: the decoder's config."""
+    kinds: list[str] = getattr(text, "layer_types", None) or []
+    if len(cache.layers) < cache.signature.layers:  # older versions of transformers give those no place in a cache
+        raise CaptureError("some layers attend to keys and values of others", PLAIN)
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, RetrievalLayer):
+            continue
+        name = f"layer {number}"
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise CaptureError(f"{name} is linear attention or a convolution, whose state a trial run would change", PLAIN)
+        if not isinstance(layer, CacheLayerMixin):
+            raise CaptureError(f"{name} has no keys and values of its own", PLAIN)
+        if type(layer) is not DynamicSlidingWindowLayer:
+            raise CaptureError(f"{name} has a cache of a kind of its own, {type(layer).__name__}", PLAIN)
+        if kinds[number : number + 1] == ["chunked_attention"]:
+            raise CaptureError(f"{name} attends within chunks, which are no sliding window", PLAIN)
+        if layer.sliding_window != getattr(text, "sliding_window", None):
+            raise CaptureError(f"{name} has a window of {layer.sliding_window} tokens, which its mask has not", PLAIN)
+        if layer.record_past:
+            raise CaptureError(f"{name} keeps more than its window, so that tokens can be taken back", PLAIN)
 
 
 def check_methods(cache: RetrievalCache) -> None:

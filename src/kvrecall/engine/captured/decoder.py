@@ -11,11 +11,13 @@ from warnings import warn
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.check import PLAIN, check_capture, long_enough
 from kvrecall.engine.captured.layers import Layers
+from kvrecall.engine.captured.sliding import SlidingWindow
 from kvrecall.errors import CaptureError, NonFiniteError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
@@ -54,6 +56,7 @@ class CapturedDecoder:
         self._positions = torch.tensor([[first.store.zones(i).total] for i in range(b)], device=device)
         self._steps = self._since = 0
         self._found: dict[CapturedState, torch.cuda.Event]
+        self._windows: list[SlidingWindow]
         self._borrow(room_tokens)
 
     def step(self) -> Tensor:
@@ -69,6 +72,8 @@ class CapturedDecoder:
             self._since += 1
             for holder in self._cache.retrieval_layers:
                 holder.count_captured()
+            for window in self._windows:
+                window.moved_on()
         if self._steps % _CHECKED_STEPS == 0:
             self.check()
         return self._logits
@@ -86,18 +91,23 @@ class CapturedDecoder:
         for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
             layer.finish()
             holder.give_back()
+        self._return_windows()
 
     def _borrow(self, room_tokens: int) -> None:
         self._room, self._since = room_tokens, 0
-        self._layers, self._found = Layers(self._states, room_tokens), {}
+        self._layers, self._found, self._windows = Layers(self._states, room_tokens), {}, []
         for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
             holder.captured = lambda q, k, v, p, layer=layer: self._attend(layer, q, k, v, p)
         try:
+            for number, held in enumerate(self._cache.layers):
+                if isinstance(held, DynamicSlidingWindowLayer):
+                    self._windows.append(SlidingWindow(self._cache, number))
             self._capture()
         except BaseException as error:
             for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
                 layer.abandon()  # nothing was decoded: the cache is as it was
                 holder.captured = None
+            self._return_windows()
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 told = str(error).splitlines()[0] if str(error) else type(error).__name__
                 remedy = f"Leave out `compiled`. {PLAIN}" if self._compiled else PLAIN
@@ -120,8 +130,13 @@ class CapturedDecoder:
                 self._logits = self._forward()
                 self._positions += 1
                 self._parity.copy_(1 - self._parity)
-        for layer in self._layers.all:
-            layer.forget_trial()
+        for borrowed in (*self._layers.all, *self._windows):
+            borrowed.forget_trial()
+
+    def _return_windows(self) -> None:
+        while self._windows:
+            self._windows[-1].give_back()
+            self._windows.pop()
 
     def _modules(self) -> AbstractContextManager[None]:
         """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""

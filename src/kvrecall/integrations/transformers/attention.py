@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, flash_attention_mas
 
 from kvrecall.attend.reference import softmax_rows
 from kvrecall.errors import CacheModelError, ParameterError
-from kvrecall.integrations.transformers.layer import LAYER_TAG, RetrievalLayer
+from kvrecall.integrations.transformers.layer import LAYER_TAG, TaggedLayer
 from kvrecall.merge import merge, sink_logits
 from kvrecall.structs import AttentionParams
 
@@ -32,9 +32,10 @@ def retrieval_attention(
 ) -> tuple[Tensor, None]:
     """query `[B, H_q, T, D]`, key and value as the cache's `update` returned them -> (`[B, T, H_q, D]`, None).
 
-    Layers without a RetrievalLayer behind their key (sliding windows, other caches, no cache) get plain attention.
+    Layers without a layer of ours behind their key (sliding windows that no graph holds, other caches, no cache) get plain
+    attention.
     """
-    layer: RetrievalLayer | None = getattr(key, LAYER_TAG, None)
+    layer: TaggedLayer | None = getattr(key, LAYER_TAG, None)
     params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, s_aux)
     if layer is None:
         return _plain_attention(module, query, key, value, attention_mask, params, dropout, **kwargs)
@@ -59,8 +60,12 @@ def retrieval_mask(
 ) -> Tensor | None:
     """Padding as a 2-D mask (None without padding) for plain causal layers: no query-by-key tensor at long contexts.
 
-    Any other pattern (sliding window, chunks, overlays) belongs to layers that are passed through, so it gets sdpa's mask.
+    Any other pattern (sliding window, chunks, overlays) belongs to layers that are passed through, so it gets sdpa's mask. A
+    token that has only itself to see needs none, which is what transformers is told while a graph holds a window: it would
+    record how a mask is made.
     """
+    if q_length == kv_length == 1 and attention_mask is None:
+        return None
     make = flash_attention_mask if mask_function is causal_mask_function and not kwargs.get("local_size") else sdpa_mask
     return make(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,

@@ -50,7 +50,8 @@ class ModelSignature:
 class RetrievalCache(Cache):
     """Drop-in `past_key_values` for `generate` inside `kvrecall.attach(model)`.
 
-    Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers.
+    Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers; a captured decode
+    puts its own in place of sliding ones until it ends.
     """
 
     def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0) -> None:
@@ -99,6 +100,11 @@ class RetrievalCache(Cache):
     def retrieval_layers(self) -> list[RetrievalLayer]:
         """The layers that are ours."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    @property
+    def valid(self) -> Tensor | None:
+        """bool `[B, tokens]` on the CPU, False for padding; None while nothing was padding."""
+        return self.retrieval_layers[0]._valid
 
     def stats(self) -> CacheStats:
         """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""

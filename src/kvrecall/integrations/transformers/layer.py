@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 import torch
@@ -39,6 +39,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 LAYER_TAG = "_kvrecall_layer"
 """Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
+
+
+class TaggedLayer(Protocol):
+    """What the attention function asks of the layer that it finds."""
+
+    @property
+    def cache(self) -> RetrievalCache: ...
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
+        ...
 
 
 class RetrievalLayer(CacheLayerMixin):

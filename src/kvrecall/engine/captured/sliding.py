@@ -1,0 +1,119 @@
+"""A sliding-window layer of a captured decode: a ring at fixed addresses, where transformers' own layer grows by copying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvrecall.attend.whole import WholeAttention
+from kvrecall.engine.captured.window import places
+from kvrecall.errors import CaptureError
+from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.integrations.transformers.layer import LAYER_TAG
+from kvrecall.methods.base import HEAD_DIMS
+from kvrecall.structs import AttentionParams
+
+_REMEDY = "Decode uncaptured (capture=None)."
+
+
+class SlidingWindow(CacheLayerMixin):
+    """Stands in the cache for the layer whose rows it holds, until `give_back`.
+
+    A token sees itself and the window - 1 before it: the rows that the ring holds once it is stored. Their order means nothing,
+    for keys are rotated before they come, and padding is left out. Lengths that transformers sees count padding, as ever.
+    """
+
+    is_sliding = True
+
+    def __init__(self, cache: RetrievalCache, number: int) -> None:
+        """Takes the place of layer `number`. Raises CaptureError, with the cache as it was, for padding between tokens that are
+        still seen, head sizes that the kernel has not, and where the device has no memory for the ring."""
+        super().__init__()
+        layer: Any = cache.layers[number]
+        self.cache, self._number, self._layer, self._window = cache, number, layer, int(layer.sliding_window)
+        self._length, self._steps = layer.get_seq_length(), 0
+        keys, values = layer.keys, layer.values
+        b, heads, _, dim = keys.shape
+        if dim not in HEAD_DIMS or values.shape != keys.shape:
+            sizes = f"{dim} and {values.shape[-1]} numbers"
+            raise CaptureError(f"layer {number} has keys and values of {sizes}, for which there is no kernel", _REMEDY)
+        self._held = min(keys.shape[2], self._window - 1)
+        self._first = self._real_tokens(b)
+        try:
+            rows = torch.zeros(b, heads, self._window, 2, dim, dtype=keys.dtype, device=keys.device)
+            self._attention = WholeAttention(rows, cache.signature.query_heads)
+        except torch.OutOfMemoryError as error:
+            need = 2 * b * heads * self._window * dim * keys.element_size()
+            raise CaptureError(
+                f"layer {number}'s window of {need:,} bytes must fit on the GPU once more, and does not", _REMEDY
+            ) from error
+        for i, count in enumerate(self._first):
+            start = keys.shape[2] - count
+            rows[i, :, :count, 0], rows[i, :, :count, 1] = keys[i, :, start:], values[i, :, start:]
+        self.forget_trial()
+        cache.layers[number] = self
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hands the new token to the attention function; `attend` stores it."""
+        setattr(key_states, LAYER_TAG, self)
+        return key_states, value_states
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: none is needed, any is ignored."""
+        if queries.shape[1] != self.cache.signature.query_heads:
+            raise CaptureError(f"layer {self._number} has {queries.shape[1]} query heads, others have another number", _REMEDY)
+        return self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
+
+    def moved_on(self) -> None:
+        """A step was made. From the first on the ring alone has the rows."""
+        self._length += 1
+        self._steps += 1
+        self._layer.keys = self._layer.values = None
+
+    def forget_trial(self) -> None:
+        """Undoes a step that was a trial: its row went to a place that nothing else was in."""
+        self._attention.counts.copy_(torch.tensor(self._first, dtype=torch.int32))
+
+    def give_back(self) -> None:
+        """Puts transformers' layer back: as it was if no step was made, else as if it had made the steps itself, with zeros for
+        padding."""
+        if self._steps:
+            self._layer.keys, self._layer.values = self._rows_now()
+            self._layer.cumulative_length = self._length
+        self.cache.layers[self._number] = self._layer
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the new token alone, for which no mask is made: a graph would hold the mask of the step that was recorded."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return self._window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: there are rows already."""
+
+    def _rows_now(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H_kv, T, D]` of the last T tokens that the next one sees, oldest first."""
+        rows, width = self._attention.rows, min(self._held + self._steps, self._window - 1)
+        sides = rows.new_zeros(2, *rows.shape[:2], width, rows.shape[4])
+        for i, first in enumerate(self._first):
+            stored = first + self._steps
+            count = min(stored, width)
+            at = places(stored - count, count, self._window, rows.device)
+            sides[:, i, :, width - count :] = rows[i][:, at].permute(2, 0, 1, 3)
+        return sides[0], sides[1]
+
+    def _real_tokens(self, sequences: int) -> list[int]:
+        """Per sequence, how many of the last `held` tokens are no padding; those come last."""
+        if self.cache.valid is None:
+            return [self._held] * sequences
+        valid = self.cache.valid[:, self._length - self._held : self._length]
+        if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+            raise CaptureError(f"the window of layer {self._number} holds padding between tokens", _REMEDY)
+        return valid.sum(1).tolist()

@@ -1,0 +1,181 @@
+"""Whole models with sliding-window layers: captured steps, launched one by one, leave what uncaptured ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import kvrecall
+from kvrecall import engine
+from kvrecall.errors import CaptureError
+from kvrecall.integrations.transformers import attention
+from tests.integrations.models import tiny
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine.captured import decoder as captured
+from tests.interpreted.launched import Launched, without_gpu
+
+SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {},
+    "gemma3": {},
+    "gpt_oss": {},
+    "cohere2": {},
+    "qwen2": {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2},  # full, full, sliding, sliding
+}
+METHOD = kvrecall.LouisKV(
+    top_k=6, sink_tokens=4, local_tokens=8, update_interval=4, full_attention_threshold=0, dense_layers=(0,), threshold=-1.0,
+    max_stride=3, cluster_tokens=4, stretch_tokens=32, max_segment_tokens=4,
+)  # fmt: skip
+
+
+class Counted(Launched):
+    """Counts the steps of all decoders."""
+
+    steps = 0
+
+    def step(self) -> Tensor:
+        Counted.steps += 1
+        return super().step()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(captured, "CapturedDecoder", Counted)
+    monkeypatch.setattr(Counted, "steps", 0)
+
+
+def model_of(family: str, window: int = 8) -> Any:
+    return tiny(family, sliding_window=window, **SMALL, **FAMILIES[family])
+
+
+def prompt(ragged: bool, tokens: int = 40) -> tuple[Tensor, Tensor]:
+    """Tokens of two sequences and their mask; 15 of the second are padding if it is ragged."""
+    ids = torch.randint(5, 90, (2, tokens), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, : 15 if ragged else 0] = 0
+    return ids, mask
+
+
+def answer(
+    model: Any, cache: kvrecall.RetrievalCache, ids: Tensor, mask: Tensor, count: int, room: int | None
+) -> tuple[Tensor, Tensor]:
+    """Greedy tokens behind the prompt, and its mask, grown; captured with so much room, or not at all."""
+
+    def made() -> Tensor:
+        return engine.generate(model, None, ids, cache, max_new_tokens=count, attention_mask=mask).sequences
+
+    if room is None:
+        whole = made()
+    else:
+        with captured.captured_decoding(model, cache, room, required=True):
+            whole = made()
+    return whole, torch.cat([mask, mask.new_ones(2, count)], 1)
+
+
+def windows(cache: kvrecall.RetrievalCache) -> list[Any]:
+    return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
+
+
+def same(made: kvrecall.RetrievalCache, wanted: kvrecall.RetrievalCache, mask: Tensor) -> None:
+    """Both hold the same tokens; padding may hold anything."""
+    assert made.get_seq_length() == wanted.get_seq_length()
+    assert len(windows(made)) == len(windows(wanted)) == 2
+    for ours, theirs in zip(windows(made), windows(wanted), strict=True):
+        assert ours.cumulative_length == theirs.cumulative_length
+        assert ours.keys.shape == theirs.keys.shape and ours.values.shape == theirs.values.shape
+        end = theirs.cumulative_length
+        real = mask[:, end - theirs.keys.shape[2] : end].bool()
+        for side in ("keys", "values"):
+            pair = [getattr(layer, side).transpose(1, 2)[real] for layer in (ours, theirs)]
+            torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
+            assert torch.isfinite(getattr(ours, side)).all()
+    for ours, theirs in zip(made.retrieval_layers, wanted.retrieval_layers, strict=True):
+        assert ours.state is not None and theirs.state is not None and ours.captured is None
+        for b in range(2):
+            assert ours.state.store.zones(b) == theirs.state.store.zones(b)
+            rows = [layer.state.store.resident.view(b) for layer in (ours, theirs)]
+            torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+    for name in ("steps", "searches", "attended_tokens", "retrieved_tokens"):
+        counters = [getattr(cache.stats().total.counters, name) for cache in (made, wanted)]
+        assert counters[0] == counters[1], name
+
+
+@pytest.mark.parametrize(("window", "ragged", "room"), [(8, False, 40), (28, True, 5)], ids=["", "ragged-captured-anew"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_answers_are_the_uncaptured_ones(family: str, window: int, ragged: bool, room: int) -> None:
+    """So many steps that rings go round; then a turn without a graph, and one with it again. The shorter sequence has 25 real
+    tokens, so that it fills the longer ring on the way."""
+    model = model_of(family, window)
+    caches = [kvrecall.RetrievalCache(model.config, METHOD) for _ in range(2)]
+    ids, mask = prompt(ragged)
+    for count, capture in ((13, True), (3, False), (6, True)):
+        (plain, grown), (made, _) = (
+            answer(model, cache, ids, mask, count, room if capture and cache is caches[1] else None) for cache in caches
+        )
+        assert made.tolist() == plain.tolist()
+        same(caches[1], caches[0], grown)
+        ids = torch.cat([plain, plain[:, 5:8]], 1)
+        mask = torch.cat([grown, grown.new_ones(2, 3)], 1)
+    assert Counted.steps == 12 + 5  # the first token of an answer comes with the prompt
+
+
+def test_a_prompt_shorter_than_the_window() -> None:
+    model = model_of("gemma2", 64)
+    caches = [kvrecall.RetrievalCache(model.config, METHOD) for _ in range(2)]
+    (plain, grown), (made, _) = (
+        answer(model, cache, *prompt(True), 6, room) for cache, room in zip(caches, (None, 40), strict=True)
+    )
+    assert made.tolist() == plain.tolist() and Counted.steps == 5
+    same(caches[1], caches[0], grown)
+
+
+def test_captured_steps_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where transformers takes care to make them, as it does while a graph is recorded."""
+    model = model_of("gemma3")
+    cache = kvrecall.RetrievalCache(model.config, METHOD)
+    with torch.no_grad():
+        engine.prefill(model, prompt(False)[0], cache)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mask is made")
+
+    for name in ("sdpa_mask", "flash_attention_mask"):
+        monkeypatch.setattr(attention, name, refuse if name == "sdpa_mask" else lambda *_, **__: None)
+    decoder = Launched(model, cache, 8)
+    for _ in range(3):
+        decoder.step()
+        assert [cache.get_seq_length(number) for number in range(3)] == [cache.get_seq_length()] * 3
+    decoder.close()
+    assert cache.get_seq_length() == 43 and len(windows(cache)) == 2
+
+
+def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the trial run has gone through all layers."""
+    model = model_of("gpt_oss")
+    ids, mask = prompt(True)
+    cache, other = (kvrecall.RetrievalCache(model.config, METHOD) for _ in range(2))
+    for one in (cache, other):
+        engine.prefill(model, ids[:, :-1], one, attention_mask=mask[:, :-1])
+    before = [(layer, layer.keys.clone(), layer.values.clone()) for layer in windows(cache)]
+
+    def fail(self: Any) -> None:
+        self._branch = None
+        self._layers.prepare(trial=True)
+        self._launch()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launched, "_capture", fail)
+        with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
+            Launched(model, cache, 8)
+    for layer, (was, keys, values) in zip(windows(cache), before, strict=True):
+        assert layer is was and torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    made, wanted = (answer(model, one, ids, mask, 5, None)[0] for one in (cache, other))
+    assert made.tolist() == wanted.tolist()
+    same(cache, other, torch.cat([mask, mask.new_ones(2, 5)], 1))
