@@ -11,7 +11,10 @@ from torch import Tensor
 from kvrecall.launch import cdiv, kernels_available, next_power_of_2
 
 _TOKENS = 64
-"""Tokens per program: 16 KB at D = 128 in 16 bits, and programs enough to keep the bus busy."""
+"""Tokens at a time of a program: 16 KB at D = 128 in 16 bits."""
+_PROGRAMS = 64
+"""Of all heads together: 1 MB on its way keeps the bus busy, and so few programs leave room for kernels of other streams, which
+would wait until the last of thousands has found a place."""
 
 
 def readable(rows: Tensor, device: torch.device) -> bool:
@@ -29,7 +32,7 @@ def copy_keys(rows: Tensor, keys: Tensor) -> None:
     heads, tokens, _, dim = rows.shape
     assert rows.stride(3) == keys.stride(2) == 1 and keys.stride(1) == dim
     if tokens:
-        keys_kernel[(cdiv(tokens, _TOKENS), heads)](
+        keys_kernel[(min(cdiv(tokens, _TOKENS), max(1, _PROGRAMS // heads)), heads)](
             rows, keys, tokens, rows.stride(0), rows.stride(1), keys.stride(0), D=dim, BD=next_power_of_2(dim), T=_TOKENS,
             num_warps=4,
         )  # fmt: skip

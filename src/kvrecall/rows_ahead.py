@@ -146,4 +146,6 @@ class _Pieces(Generic[Taken]):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """More urgent than others: a reader of the host is few programs, and would wait for all those of a large kernel otherwise,
+    while the bus does nothing."""
+    return torch.cuda.Stream(device, priority=-1)

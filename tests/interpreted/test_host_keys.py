@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvrecall import host_keys
 from kvrecall.host_keys import copy_keys
 from tests.strategies import gaussian
 
 
+@pytest.mark.parametrize("programs", [1, 6, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-def test_keys_of_a_part_of_a_segment(dim: int, dtype: torch.dtype) -> None:
+def test_keys_of_a_part_of_a_segment(dim: int, dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_keys, "_PROGRAMS", programs)
     segment = gaussian(dim, 3, 400, dim).unflatten(1, (200, 2)).to(dtype)
     near = torch.full((3, 150, dim), float("nan"), dtype=dtype)
     copy_keys(segment[:, 30:161], near[:, 9:140])

@@ -138,13 +138,16 @@ class SphereIndex(Index):
 
         return self.maps.unfitted(sequence, length, every_key())
 
-    def _code_waiting(self, sequence: int) -> None:
+    def _waiting_keys(self, sequence: int) -> AbstractContextManager[Iterator[Tensor]]:
+        """The keys that have no codes yet; a GPU begins to read them at once."""
         length = self.lengths[sequence]
         self.reserve(length)
-        with self._keys_ahead(sequence, self._signs.lengths[sequence], length) as pieces:
-            for keys in pieces:
-                self.append_codes(sequence, keys)
-                self._waiting[sequence] -= keys.shape[1]
+        return self._keys_ahead(sequence, self._signs.lengths[sequence], length)
+
+    def _code_waiting(self, sequence: int, pieces: Iterator[Tensor]) -> None:
+        for keys in pieces:
+            self.append_codes(sequence, keys)
+            self._waiting[sequence] -= keys.shape[1]
 
     def _keys_ahead(self, sequence: int, start: int, stop: int) -> AbstractContextManager[Iterator[Tensor]]:
         size = _AHEAD_TOKENS if self._kernels and not self._compiled else _ENCODE_TOKENS
@@ -370,14 +373,13 @@ class SphereIndex(Index):
 
 def settle_together(indexes: Iterable[tuple[SphereIndex, int]]) -> None:
     """Fits the maps of sequences (index, number) that need some, all of them in one batch, and codes the tokens that waited;
-    may be called again after an error.
-
-    All maps come before the keys that are read back: beside a kernel that reads the host, small ones take many times as long.
-    """
+    may be called again after an error. The first one's keys are on their way while maps are fitted."""
     waiting = [(index, b) for index, b in indexes if index._waiting[b]]
-    fit_together([index._unfitted(b) for index, b in waiting if not index.maps.fitted[b]])
-    for index, b in waiting:
-        index._code_waiting(b)
+    for number, (index, b) in enumerate(waiting):
+        with index._waiting_keys(b) as pieces:
+            if not number:
+                fit_together([own._unfitted(i) for own, i in waiting if not own.maps.fitted[i]])
+            index._code_waiting(b, pieces)
 
 
 def _compiled_available(device: torch.device) -> bool:

@@ -208,7 +208,8 @@ class Unfitted(NamedTuple):
 
 
 def fit_together(unfitted: Iterable[Unfitted]) -> None:
-    """Fits the maps of many sequences, of any layers, as if each were fitted alone; one without keys stays as it is.
+    """Fits the maps of many sequences, of any layers, as if each were fitted alone but for rounding (a GPU may sum a batch in
+    another order); one without keys stays as it is.
 
     Nothing of a sequence is changed if it fails. On a GPU nothing is waited for, and a batch takes hardly longer than one of
     its sequences: it is 200 launches of small kernels, of which the host's part is what takes the time.
