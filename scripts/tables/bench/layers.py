@@ -5,6 +5,8 @@ from __future__ import annotations
 from scripts.tables.bench.rows import Row, number, tokens
 from scripts.tables.common import markdown
 
+from kvrecall.bench.gpu_layer import SHAPES
+
 STAGES = {
     "tables_us": "queries, tables", "scan_us": "scan", "compact_us": "compact", "rerank_us": "rerank", "top_us": "top-k",
     "attend_us": "fetch + attend", "merge_us": "merge",
@@ -55,8 +57,14 @@ def systems(rows: list[Row]) -> str:
         lines.append([
             tokens(int(row["tokens"])), system(row["system"]), f"{ours:,.1f}" if ours < 1000 else f"{ours:,.0f}",
             f"{host:,.0f} ({row['host_threads']} threads)" if host else "–", f"{full:.1f}", f"**{full / ours:.2f}×**",
-            row["fetched_rows"], f"{int(row['attended_tokens']):,}",
+            f"{row['fetched_rows']}{_read(row)}", f"{int(row['attended_tokens']):,}",
         ])  # fmt: skip
     headings = ["tokens", "system", "µs per layer", "of it the host's", "full attention", "speed-up",
-                "rows fetched per KV head", "attended"]  # fmt: skip
+                "rows selected per KV head (of them read)", "attended"]  # fmt: skip
     return markdown(headings, lines)
+
+
+def _read(row: Row) -> str:
+    """How many of the selected rows came over the bus, where that was counted."""
+    kv_heads, dim = SHAPES[row["shape"]][1:]
+    return f" ({float(row['bus_bytes']) / (kv_heads * 4 * dim):.0f})" if row["bus_bytes"] else ""
