@@ -203,7 +203,7 @@ def test_parts_that_do_not_fit_are_refused_with_the_reason(name: str, changes: d
     ("LouisKV", {"cluster_tokens": 0}, "cluster_tokens"), ("LouisKV", {"max_stride": 0}, "max_stride"),
     ("LouisKV", {"stretch_tokens": 8}, "stretch_tokens"), ("Full", {"top_k": 5}, "top_k"),
     ("PRKV", {"static_ratio": 1.5}, "ratio"), ("PRKV", {"refresh_interval": 0}, "interval"),
-    ("PRKV", {"refresh_interval": 8}, "lead_tokens"), ("PRKV", {"refresh_lead_tokens": 128}, "lead_tokens"),
+    ("PRKV", {"refresh_lead_tokens": 128}, "refresh_lead_tokens"),
 ])  # fmt: skip
 def test_impossible_parameters_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ParameterError, match=says):

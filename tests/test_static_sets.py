@@ -16,6 +16,7 @@ from kvrecall import pieces, rows_ahead, static_sets
 from kvrecall.index import pages
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.stats import CacheStats
 from tests.layers import PARAMS, state, tokens
 
 INTERVAL, LEAD, PIECE = 12, 4, 8
@@ -215,3 +216,25 @@ def test_steps_of_either_mode_may_do_the_work() -> None:
             go(mixed, number, 1)
         go(plain, number, 1)
     assert torch.equal(ids(mixed), ids(plain))
+
+
+def test_memory_of_a_refresh_is_counted_and_goes_when_nobody_decodes() -> None:
+    """The keys that a set is chosen from: while it is under way, until a rest or the next prompt."""
+    layer, other = course("pages"), course("pages")
+    for one in (layer, other):
+        go(one, 0, INTERVAL - LEAD)
+    before = layer.statics.nbytes
+    for one in (layer, other):
+        go(one, INTERVAL - LEAD, 2)
+    shape, zone = layer.shape, layer.store.zones(0).retrieval
+    keys = layer.statics.nbytes - before
+    assert 0 < zone - keys // (shape.kv_heads * shape.head_dim * 4) < ZONES["update_interval"] + 1
+    assert CacheStats.collect(layer.method, [layer]).total.device_bytes >= layer.statics.nbytes + layer.store.resident.nbytes
+    layer.statics.rest()
+    assert layer.statics.nbytes == before
+    go(layer, INTERVAL - LEAD + 2, LEAD), go(other, INTERVAL - LEAD + 2, LEAD)
+    assert torch.equal(ids(layer), ids(other))  # the next steps make up for it
+    go(layer, INTERVAL + 2, INTERVAL - LEAD)
+    assert layer.statics.nbytes > before
+    prefill_layer(layer, *tokens(7, 1, 9), None, PARAMS)
+    assert layer.statics.nbytes == before

@@ -104,6 +104,7 @@ class LayerState:
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
         """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.in_prompt[sequence] = True
+        self.statics.drop(sequence)
         self.watch(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)

@@ -1,6 +1,6 @@
 """The static sets of one layer: when they are due, and their refresh, a share of which is done before each of several steps.
 
-A set that is due at some step is judged by the queries and over the zone that there were `lead_tokens` steps before. The share
+A set that is due at some step is judged by the queries and over the zone that there were `lead` steps before. The share
 of the work that belongs before a step depends on nothing but how far off the set is, so that captured and uncaptured steps, and
 steps of both kinds in turn, come to the same set.
 """
@@ -64,6 +64,17 @@ class StaticRefresh:
         self._index.restructure(sequence, chosen.ids if chosen.ids.shape[1] else None, chosen.pages)
         return chosen
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device that hold the zone's keys now."""
+        shape, held = self._shape, self._tokens if self._spent and self.chosen is None else 0
+        return shape.kv_heads * held * shape.head_dim * shape.dtype.itemsize
+
+    def rest(self) -> None:
+        """Gives memory back; the work begins anew when it is asked for."""
+        if self.chosen is None:
+            self._begin()
+
     def again(self, source: HostPool, index: Index) -> StaticRefresh:
         """The same for a copy of the sequence. Unless all is done, it begins anew: memory that is written to is not shared."""
         other = StaticRefresh(self._config, self._sight, self._tokens, self._shape, source, index)
@@ -111,7 +122,7 @@ class StaticSets:
         if before is None or config.interval is None:
             return 0
         left = max(0, config.interval - before.age - steps)
-        return left if left <= config.lead_tokens else None
+        return left if left <= config.lead else None
 
     def count(self, sequence: int) -> int | None:
         """How many tokens the sets of a sequence have, once that is known."""
@@ -134,7 +145,7 @@ class StaticSets:
         refresh = self._refreshes[sequence] = self._refreshes[sequence] or look()
         if refresh is None:
             return False
-        lead = self.config.lead_tokens if self.config else 0
+        lead = self.config.lead if self.config else 0
         refresh.advance((lead - left + 1) / lead if left else 1.0)
         return not left
 
@@ -149,6 +160,22 @@ class StaticSets:
         rows = [nothing if (chosen := self.sets[b]) is None else chosen.rows for b in sequences]
         counts = [torch.full((r.shape[0],), r.shape[1], dtype=torch.int32, device=r.device) for r in rows]
         return stack_rows(list(zip(rows, counts, strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device of the sets and of what is under way."""
+        sets = sum(known.rows.nbytes + known.ids.nbytes for known in self.sets if known is not None)
+        return sets + sum(refresh.nbytes for refresh in self._refreshes if refresh is not None)
+
+    def rest(self) -> None:
+        """Nobody decodes for a while: gives memory back for which only a refresh has a use."""
+        for refresh in self._refreshes:
+            if refresh is not None:
+                refresh.rest()
+
+    def drop(self, sequence: int) -> None:
+        """The refresh of a sequence comes to nothing: a new prompt has begun."""
+        self._refreshes[sequence] = None
 
     def forget(self, sequence: int, count: bool = False) -> None:
         """The set of a sequence is chosen anew at once. count: its size is measured anew, too."""
@@ -170,6 +197,6 @@ class StaticSets:
         refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None
         assert refresh is not None and config is not None
         chosen = refresh.put(sequence)
-        age = first_age(layer, config.interval, config.lead_tokens) if first else 0
+        age = first_age(layer, config.interval, config.lead) if first else 0
         self.sets[sequence] = StaticSet(chosen.ids, chosen.rows, age)
         self._counts[sequence], self._refreshes[sequence] = chosen.ids.shape[1], None

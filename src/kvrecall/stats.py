@@ -71,4 +71,5 @@ def _report(state: LayerState) -> LayerReport:
     tokens = {name: sum(getattr(z, name) for z in zones) for name in ("sink", "retrieval", "local", "buffer")}
     summaries = 0 if state.index is None else state.index.nbytes
     host = sum(pool.nbytes for pool in state.store.host)
-    return LayerReport(state.layer, tokens, state.store.resident.nbytes + summaries, summaries, host, state.stats)
+    device = state.store.resident.nbytes + summaries + state.statics.nbytes
+    return LayerReport(state.layer, tokens, device, summaries, host, state.stats)

@@ -11,12 +11,13 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.errors import CaptureError
+from kvrecall.errors import CaptureError, ParameterError
 from kvrecall.integrations.transformers import attention
 from tests.integrations.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured.sliding import SlidingWindow
 from tests.interpreted.launched import Launched, without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -27,10 +28,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "qwen2": {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2},  # full, full, sliding, sliding
 }
+ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 8, "update_interval": 4, "full_attention_threshold": 0}
 METHOD = kvrecall.LouisKV(
-    top_k=6, sink_tokens=4, local_tokens=8, update_interval=4, full_attention_threshold=0, dense_layers=(0,), threshold=-1.0,
-    max_stride=3, cluster_tokens=4, stretch_tokens=32, max_segment_tokens=4,
-)  # fmt: skip
+    top_k=6, dense_layers=(0,), threshold=-1.0, max_stride=3, cluster_tokens=4, stretch_tokens=32, max_segment_tokens=4, **ZONES
+)
+OTHERS = {
+    "gemma3": kvrecall.PRKV(top_k=8, page_tokens=2, window_tokens=4, refresh_interval=5, **ZONES),
+    # The interpreter rounds to bf16 in a way of its own.
+    "cohere2": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", weight_dtype="float32", **ZONES),
+}
+"""Methods of families that do not have the one above."""
 
 
 class Counted(Launched):
@@ -116,7 +123,7 @@ def test_captured_answers_are_the_uncaptured_ones(family: str, window: int, ragg
     """So many steps that rings go round; then a turn without a graph, and one with it again. The shorter sequence has 25 real
     tokens, so that it fills the longer ring on the way."""
     model = model_of(family, window)
-    caches = [kvrecall.RetrievalCache(model.config, METHOD) for _ in range(2)]
+    caches = [kvrecall.RetrievalCache(model.config, OTHERS.get(family, METHOD)) for _ in range(2)]
     ids, mask = prompt(ragged)
     for count, capture in ((13, True), (3, False), (6, True)):
         (plain, grown), (made, _) = (
@@ -126,7 +133,8 @@ def test_captured_answers_are_the_uncaptured_ones(family: str, window: int, ragg
         same(caches[1], caches[0], grown)
         ids = torch.cat([plain, plain[:, 5:8]], 1)
         mask = torch.cat([grown, grown.new_ones(2, 3)], 1)
-    assert Counted.steps == 12 + 5  # the first token of an answer comes with the prompt
+    # The first token of an answer comes with the prompt; PRKV attends to everything below 28 tokens.
+    assert Counted.steps == 12 + 5 - 3 * (family == "gemma3")
 
 
 def test_a_prompt_shorter_than_the_window() -> None:
@@ -149,8 +157,11 @@ def test_captured_steps_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a mask is made")
 
-    for name in ("sdpa_mask", "flash_attention_mask"):
-        monkeypatch.setattr(attention, name, refuse if name == "sdpa_mask" else lambda *_, **__: None)
+    def looked(*args: Any, make: Any = attention.flash_attention_mask, **more: Any) -> None:
+        assert make(*args, **more) is None
+
+    monkeypatch.setattr(attention, "sdpa_mask", refuse)
+    monkeypatch.setattr(attention, "flash_attention_mask", looked)
     decoder = Launched(model, cache, 8)
     for _ in range(3):
         decoder.step()
@@ -183,3 +194,90 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     made, wanted = (answer(model, one, ids, mask, 5, None)[0] for one in (cache, other))
     assert made.tolist() == wanted.tolist()
     same(cache, other, torch.cat([mask, mask.new_ones(2, 5)], 1))
+
+
+def decoded(model: Any, steps: int) -> tuple[kvrecall.RetrievalCache, Launched]:
+    """A cache that is decoded captured, with room for 20 steps."""
+    cache = kvrecall.RetrievalCache(model.config, METHOD)
+    engine.prefill(model, prompt(False)[0], cache)
+    decoder = Launched(model, cache, 20)
+    for _ in range(steps):
+        decoder.step()
+    return cache, decoder
+
+
+def test_windows_come_back_where_memory_is_short_and_all_layers_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gemma2")
+    (cache, decoder), (other, wanted) = (decoded(model, 11) for _ in range(2))
+    wanted.close()
+    in_order, finish, tries = SlidingWindow._in_order, type(decoder._layers.all[0]).finish, []
+
+    def short(self: SlidingWindow, rows: Tensor) -> tuple[Tensor, Tensor]:
+        tries.append(hasattr(self, "_attention"))
+        if tries[-1]:
+            raise torch.OutOfMemoryError
+        return in_order(self, rows)
+
+    def fail(self: Any) -> None:
+        finish(self)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(SlidingWindow, "_in_order", short)
+        patch.setattr(type(decoder._layers.all[0]), "finish", fail)
+        decoder.close()
+    assert tries == [True, False] * 2  # each ring goes before its copy is made
+    same(cache, other, prompt(False)[1].new_ones(2, 60))
+    decoder.close()  # does nothing more
+    same(cache, other, prompt(False)[1].new_ones(2, 60))
+
+
+def test_a_capture_made_anew_that_fails_adds_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gemma2")
+    cache = kvrecall.RetrievalCache(model.config, METHOD)
+    engine.prefill(model, prompt(False)[0], cache)
+    decoder = Launched(model, cache, 3)
+    for _ in range(3):
+        decoder.step()
+
+    def fail(self: Any, capture: Any = Launched._capture) -> None:
+        capture(self)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Launched, "_capture", fail)
+        decoder.step()
+    decoder.close()
+    assert cache.get_seq_length() == 43 and len(windows(cache)) == 2
+    assert all(layer.state.store.zones(b).total == 43 for layer in cache.retrieval_layers for b in range(2))
+
+
+def test_a_cache_whose_steps_are_captured_is_left_alone() -> None:
+    model = model_of("gemma2")
+    cache, decoder = decoded(model, 2)
+    for name, change in {"fork": cache.fork, "crop": lambda: cache.crop(-1), "reset": cache.reset}.items():
+        with pytest.raises(ParameterError, match=f"^{name}: expected a cache that nobody decodes with"):
+            change()
+    with pytest.raises(CaptureError, match="2 tokens were fed at once"), kvrecall.attach(model), torch.no_grad():
+        decoder._call(input_ids=torch.ones(2, 2, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    decoder.close()
+    assert cache.fork().get_seq_length() == 42
+
+
+def test_a_model_that_cannot_be_recorded_is_not_tried_again_unless_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tries = model_of("gemma2"), []
+
+    def fail(self: Any) -> None:
+        tries.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Launched, "_capture", fail)
+    for required in (False, False, True):
+        cache = kvrecall.RetrievalCache(model.config, METHOD)
+        with captured.captured_decoding(model, cache, 20, required=required):
+            if required:
+                with pytest.raises(CaptureError, match="not permitted"):
+                    engine.generate(model, None, prompt(False)[0], cache, max_new_tokens=3)
+            else:
+                engine.generate(model, None, prompt(False)[0], cache, max_new_tokens=3)
+    assert len(tries) == 2

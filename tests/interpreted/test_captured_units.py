@@ -184,6 +184,37 @@ def test_no_captured_step_waits_for_all_keys(
     same(plain, other)
 
 
+@pytest.mark.parametrize("where", ["put", "load"])
+@pytest.mark.parametrize(("name", "interval"), [("prkv", 5), ("mixed", 4)])
+def test_a_set_that_cannot_take_its_place_does_so_later(
+    name: str, interval: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out when the state has been given back; the next call, or closing the decode, goes on from there."""
+    for closes in (False, True):
+        plain, other = both(METHODS[name], 1, [74, 55])
+        layers, chosen = Layers([other], interval + 2), other.static[0]
+        for number in range(interval + 2):
+            if number == interval - 1:  # the set is due
+                target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_load")
+                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                    patch.setattr(target, what, failing)
+                    layers.prepare()
+                if closes:
+                    break
+            layers.prepare()
+            new = tokens(1000 + 3 * number, 2, 1)
+            out = layers.all[0].step(*new, torch.tensor([number % 2]), PARAMS)
+            layers.advance()
+            torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
+        layers.all[0].finish()
+        if closes:
+            for number in range(interval - 1, interval + 2):  # uncaptured from here on
+                new = tokens(1000 + 3 * number, 2, 1)
+                torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+        same(plain, other)
+        assert other.static[0] is not chosen
+
+
 def test_a_dense_layer() -> None:
     method = kvrecall.LouisKV(top_k=9, **CLUSTERS | ZONES | {"dense_layers": (0,)})
     plain, other = both(method, 6, [74, 55])

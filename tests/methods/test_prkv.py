@@ -142,12 +142,21 @@ def test_the_first_set_after_a_prompt_is_chosen_at_once_whatever_the_lead(lead: 
 
 
 def test_a_lead_of_a_whole_interval_is_refused() -> None:
-    with pytest.raises(ParameterError, match="lead_tokens: expected less than the 8 steps between two choices, got 8"):
-        kvrecall.PRKV(refresh_interval=8)
-    with pytest.raises(ParameterError, match="lead_tokens: expected an integer >= 0, got -1"):
-        kvrecall.PRKV(refresh_lead_tokens=-1)
-    assert kvrecall.PRKV(refresh_interval=8, refresh_lead_tokens=7).static_config().lead_tokens == 7
-    assert ObservationWindow(interval=None).lead_tokens == 8  # chosen once, so it means nothing
+    told = "expected less than the 8 steps between two choices, got 8"
+    with pytest.raises(ParameterError, match=f"^refresh_lead_tokens: {told}"):
+        kvrecall.PRKV(refresh_interval=8, refresh_lead_tokens=8)
+    with pytest.raises(ParameterError, match=f"^lead_tokens: {told}"):
+        ObservationWindow(interval=8, lead_tokens=8)
+    for odd in (-1, True, 2.5):
+        with pytest.raises(ParameterError, match=f"^refresh_lead_tokens: expected an integer >= 0, or None, got {odd}"):
+            kvrecall.PRKV(refresh_lead_tokens=odd)
+
+
+@pytest.mark.parametrize(("interval", "lead", "steps"), [
+    (128, None, 8), (9, None, 8), (8, None, 7), (1, None, 0), (None, None, 0), (8, 7, 7), (8, 0, 0),
+])  # fmt: skip
+def test_steps_of_the_lead(interval: int | None, lead: int | None, steps: int) -> None:
+    assert ObservationWindow(interval=interval, lead_tokens=lead).lead == steps
 
 
 def test_layers_choose_anew_at_different_steps_but_each_every_interval() -> None:

@@ -86,7 +86,7 @@ def selected_rows(
         o_now = (parity * PAIRS + i_bh) * K
         o_then = ((1 - parity) * PAIRS + i_bh) * K
         b_slot = tl.full(b_id.shape, -1, tl.int32)
-        KEPT: tl.constexpr = min(BK, 256)  # ids that are compared at a time: all would be too many registers
+        KEPT: tl.constexpr = min(BK, max(16, 4096 // b_id.shape[0]))  # compared at a time: all would take too many registers
         for i_k in tl.static_range(0, BK, KEPT):
             o_all = i_k + tl.arange(0, KEPT)
             b_then = tl.load(p_kept_ids + o_then + o_all, mask=o_all < K, other=-1)

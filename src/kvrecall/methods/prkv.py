@@ -9,7 +9,7 @@ from kvrecall.errors import ParameterError
 from kvrecall.fetch import Staged
 from kvrecall.index.pages import PageConfig
 from kvrecall.methods.base import Method
-from kvrecall.select.static import ObservationWindow
+from kvrecall.select.static import ObservationWindow, check_lead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class PRKV(Method):
 
     1. At the end of the prompt and every `refresh_interval` (T) steps, the last `window_tokens` queries judge all keys: causal
        softmax per query head, mean over window and group. The best `static_ratio` (S) of the budget become the static set. They
-       judge `refresh_lead_tokens` steps before the set is due, and these steps share the work (0: the paper, at once).
+       judge `refresh_lead_tokens` steps before the set is due, and these steps share the work (0: the paper, at once; None: 8,
+       or as many as there are between two refreshes).
     2. The other tokens close up to pages of `page_tokens`, represented by bounding volumes.
     3. Every step ranks the pages by the largest product their volume allows (mean over the group of softmaxed scores) and
        fetches pages for the other 1 - S of the budget, in one staged bulk copy.
@@ -35,7 +36,7 @@ class PRKV(Method):
     static_ratio: float | str = 0.25
     window_tokens: int = 64
     refresh_interval: int = 128
-    refresh_lead_tokens: int = 8
+    refresh_lead_tokens: int | None = None
 
     top_k: int | None = 1024
     sink_tokens: int = 0
@@ -48,6 +49,8 @@ class PRKV(Method):
             raise ParameterError(
                 "top_k", f"at least one page of {self.page_tokens} tokens", self.top_k, "Raise top_k or lower page_tokens."
             )
+
+        check_lead("refresh_lead_tokens", self.refresh_lead_tokens, self.refresh_interval)
 
     def own_index(self) -> PageConfig:
         return PageConfig(page_tokens=self.page_tokens, bounds=self.bounds)  # type: ignore[arg-type]

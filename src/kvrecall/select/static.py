@@ -55,14 +55,18 @@ class Sight:
         return replace(self, observed=replace(seen, queries=seen.queries.detach()), others=others)
 
 
+_LEAD = 8
+"""Steps that share the work for a static set where nothing else is said."""
+
+
 class StaticChoice(Part):
     """What every static set is made with. observed_queries: how many of the last queries judge the keys; 0: none are needed.
-    interval: decode steps between two choices; None: chosen once after a prompt. lead_tokens: by how many steps what judges the
-    keys is older than the set that it chooses, but for the first after a prompt; the work is spread over them."""
+    interval: decode steps between two choices; None: chosen once after a prompt. lead: by how many steps what judges the keys
+    is older than the set that it chooses, but for the first after a prompt; the work is spread over them."""
 
     role: ClassVar[str] = "static"
     interval: int | None = None
-    lead_tokens: int = 0
+    lead: int = 0
 
     @property
     @abstractmethod
@@ -85,7 +89,8 @@ class ObservationWindow(StaticChoice):
     window_tokens: last queries that judge the keys. interval (T): decode steps between two choices, None: chosen once. The
     static share is rounded down to a multiple of `page_tokens`. pool_radius: neighbours on each side with which the score of a
     token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone). lead_tokens: queries and keys that decide on a set are
-    those of so many steps before it is due, which share the work; 0: of that very step (the paper), which does all of it.
+    those of so many steps before it is due, which share the work; 0: of that very step (the paper), which does all of it;
+    None: 8, or as many as the interval has room for.
     """
 
     name: ClassVar[str] = "observation-window"
@@ -95,7 +100,7 @@ class ObservationWindow(StaticChoice):
     interval: int | None = 128
     page_tokens: int = 32
     pool_radius: int = 0
-    lead_tokens: int = 8
+    lead_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
@@ -106,11 +111,14 @@ class ObservationWindow(StaticChoice):
                 raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
         if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
             raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
-        if not isinstance(self.lead_tokens, int) or self.lead_tokens < 0:
-            raise ParameterError("lead_tokens", "an integer >= 0", self.lead_tokens, "0 is the paper's rule.")
-        if self.interval is not None and self.lead_tokens >= self.interval:
-            below = f"less than the {self.interval} steps between two choices"
-            raise ParameterError("lead_tokens", below, self.lead_tokens, "0 is the paper's rule; or choose more rarely.")
+        check_lead("lead_tokens", self.lead_tokens, self.interval)
+
+    @property
+    def lead(self) -> int:  # type: ignore[override]
+        """Steps of the lead."""
+        if self.lead_tokens is not None or self.interval is None:
+            return self.lead_tokens or 0
+        return min(_LEAD, self.interval - 1)
 
     @property
     def observed_queries(self) -> int:
@@ -158,11 +166,20 @@ class StaticSet:
     age: int = 0
 
 
-def first_age(layer: int, interval: int | None, lead_tokens: int = 0) -> int:
+def check_lead(name: str, lead: int | None, interval: int | None) -> None:
+    """Raises ParameterError for a lead that is no count of steps, or reaches back to the choice before."""
+    if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
+        raise ParameterError(name, "an integer >= 0, or None", lead, "0 is the paper's rule.")
+    if lead is not None and interval is not None and lead >= interval:
+        below = f"less than the {interval} steps between two choices"
+        raise ParameterError(name, below, lead, "0 is the paper's rule; or choose more rarely, or leave it out.")
+
+
+def first_age(layer: int, interval: int | None, lead: int = 0) -> int:
     """Age that a layer's first set begins with: layers whose sets were chosen at the same step, the end of a prompt, choose
     anew at different ones, none of them sooner than what judges the next set may be seen. Multiples of the golden ratio lie
     apart however many layers there are."""
-    return 0 if interval is None else int(layer * 0.6180339887 % 1 * (interval - lead_tokens))
+    return 0 if interval is None else int(layer * 0.6180339887 % 1 * (interval - lead))
 
 
 def pooled(scores: Tensor, radius: int) -> Tensor:

@@ -61,6 +61,15 @@ def test_those_alike_are_fitted_at_once_and_not_more_than_memory_is_for(monkeypa
     assert sorted(fits) == [2, 2, 2, 4]
 
 
+def test_layers_of_other_sizes_are_fitted_apart() -> None:
+    keys = [uneven(3 * heads, heads, 300, dim) for heads, dim in ((1, 64), (2, 64), (4, 64), (2, 128))]
+    together, alone = ([bound([own], **EIGHT) for own in keys] for _ in range(2))
+    settle_together((index, 0) for index in together)
+    for mine, index in zip(together, alone, strict=True):
+        index.settle(0)
+        same_codes(mine, index)
+
+
 def test_a_failure_leaves_sequences_that_can_be_settled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made, expected = layers(True, **EIGHT), layers(True, **EIGHT)
     code = SphereIndex.append_codes

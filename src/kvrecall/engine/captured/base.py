@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from kvrecall.integrations.transformers.memory import free_device_bytes
 from kvrecall.layer_state import LayerState
 from kvrecall.structs import AttentionParams
 
@@ -61,9 +62,17 @@ class CapturedState(ABC):
         """A step was made."""
 
 
+_KEPT_SHARE = 16
+"""Rows are kept unasked where those of a layer take no more than this part of the memory that is free."""
+
+
 def keeps_rows(state: LayerState) -> bool:
-    """Whether captured steps keep selected rows for the next one."""
-    return state.keeps_rows or state.method.fetch_config().reuse is None
+    """Whether captured steps keep selected rows for the next one: 4 D H_kv numbers per sequence and token of the budget."""
+    if state.keeps_rows or state.method.fetch_config().reuse is not None:
+        return state.keeps_rows
+    shape = state.shape
+    need = 4 * shape.sequences * shape.kv_heads * state.top_k * shape.head_dim * shape.dtype.itemsize
+    return need * _KEPT_SHARE <= free_device_bytes(shape.device)
 
 
 def adopt_held(state: LayerState, ids: Tensor, counts: Tensor) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from warnings import warn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from kvrecall.structs import AttentionParams
 
 _CHECKED_STEPS = 64
 """Steps between two looks at the flags of non-finite keys."""
+_refused: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose step could not be recorded, which takes a while to find out: not tried again unless capture is required."""
 
 
 class CapturedDecoder:
@@ -57,6 +60,7 @@ class CapturedDecoder:
         self._steps = self._since = 0
         self._found: dict[CapturedState, torch.cuda.Event]
         self._windows: list[SlidingWindow]
+        self._open = False
         self._borrow(room_tokens)
 
     def step(self) -> Tensor:
@@ -86,12 +90,20 @@ class CapturedDecoder:
                 raise NonFiniteError(state.layer, int(bad[0, 0]))
 
     def close(self) -> None:
-        """Gives the cache back, with everything that was decoded."""
+        """Gives the cache back, with everything that was decoded; every layer of it, though one may fail. Does nothing where
+        that was done."""
+        if not self._open:
+            return
         torch.cuda.current_stream().synchronize()
-        for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
-            layer.finish()
-            holder.give_back()
-        self._return_windows()
+        with deferred_interrupt(), ExitStack() as every:  # the last one that is named goes first
+            self._open = False
+            for layer, holder, state in zip(self._layers.all, self._cache.retrieval_layers, self._states, strict=True):
+                every.callback(state.statics.rest)
+                every.callback(holder.give_back)
+                every.callback(layer.finish)
+            for window in self._windows:
+                every.callback(window.give_back)
+            self._windows = []
 
     def _borrow(self, room_tokens: int) -> None:
         self._room, self._since = room_tokens, 0
@@ -103,14 +115,18 @@ class CapturedDecoder:
                 if isinstance(held, DynamicSlidingWindowLayer):
                     self._windows.append(SlidingWindow(self._cache, number))
             self._capture()
+            self._open = True
         except BaseException as error:
             for layer, holder in zip(self._layers.all, self._cache.retrieval_layers, strict=True):
                 layer.abandon()  # nothing was decoded: the cache is as it was
                 holder.captured = None
-            self._return_windows()
+            for window in self._windows:
+                window.give_back()
+            self._windows = []
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 told = str(error).splitlines()[0] if str(error) else type(error).__name__
                 remedy = f"Leave out `compiled`. {PLAIN}" if self._compiled else PLAIN
+                _refused.add(self._model)
                 raise CaptureError(f"recording the model's step failed ({told})", remedy) from error
             raise
 
@@ -132,11 +148,6 @@ class CapturedDecoder:
                 self._parity.copy_(1 - self._parity)
         for borrowed in (*self._layers.all, *self._windows):
             borrowed.forget_trial()
-
-    def _return_windows(self) -> None:
-        while self._windows:
-            self._windows[-1].give_back()
-            self._windows.pop()
 
     def _modules(self) -> AbstractContextManager[None]:
         """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""
@@ -189,6 +200,8 @@ def captured_decoding(
     decoder: CapturedDecoder | None = None
     refused = False
     try:
+        if model in _refused and not required:
+            raise CaptureError("recording this model's step has failed before", "capture=True tries it again.")
         check_capture(model, cache)
     except CaptureError as error:
         if required:

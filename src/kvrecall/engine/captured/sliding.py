@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class SlidingWindow(CacheLayerMixin):
         still seen, head sizes that the kernel has not, and where the device has no memory for the ring."""
         super().__init__()
         layer: Any = cache.layers[number]
-        self.cache, self._number, self._layer, self._window = cache, number, layer, int(layer.sliding_window)
+        self._owner, self._number, self._layer, self._window = ref(cache), number, layer, int(layer.sliding_window)
         self._length, self._steps = layer.get_seq_length(), 0
         keys, values = layer.keys, layer.values
         b, heads, _, dim = keys.shape
@@ -56,6 +57,13 @@ class SlidingWindow(CacheLayerMixin):
         self.forget_trial()
         cache.layers[number] = self
 
+    @property
+    def cache(self) -> RetrievalCache:
+        """The cache of this layer, which does not live for it."""
+        cache = self._owner()
+        assert cache is not None, "the layer has outlived its cache"
+        return cache
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands the new token to the attention function; `attend` stores it."""
         setattr(key_states, LAYER_TAG, self)
@@ -63,6 +71,8 @@ class SlidingWindow(CacheLayerMixin):
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: none is needed, any is ignored."""
+        if queries.shape[2] != 1:
+            raise CaptureError(f"{queries.shape[2]} tokens were fed at once while steps of one are captured", _REMEDY)
         if queries.shape[1] != self.cache.signature.query_heads:
             raise CaptureError(f"layer {self._number} has {queries.shape[1]} query heads, others have another number", _REMEDY)
         return self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
@@ -81,7 +91,12 @@ class SlidingWindow(CacheLayerMixin):
         """Puts transformers' layer back: as it was if no step was made, else as if it had made the steps itself, with zeros for
         padding."""
         if self._steps:
-            self._layer.keys, self._layer.values = self._rows_now()
+            try:
+                self._layer.keys, self._layer.values = self._in_order(self._attention.rows)
+            except torch.OutOfMemoryError:  # so the ring goes first
+                device, rows = self._attention.rows.device, self._attention.rows.cpu()
+                del self._attention
+                self._layer.keys, self._layer.values = (side.to(device) for side in self._in_order(rows))
             self._layer.cumulative_length = self._length
         self.cache.layers[self._number] = self._layer
 
@@ -98,9 +113,9 @@ class SlidingWindow(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: there are rows already."""
 
-    def _rows_now(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H_kv, T, D]` of the last T tokens that the next one sees, oldest first."""
-        rows, width = self._attention.rows, min(self._held + self._steps, self._window - 1)
+    def _in_order(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H_kv, T, D]` of the last T tokens that the next one sees, oldest first. rows: the ring."""
+        width = min(self._held + self._steps, self._window - 1)
         sides = rows.new_zeros(2, *rows.shape[:2], width, rows.shape[4])
         for i, first in enumerate(self._first):
             stored = first + self._steps

@@ -37,7 +37,7 @@ class UnitLayer(CapturedState):
         assert isinstance(index, UnitIndex)
         b, heads, dim, device = shape.sequences, shape.kv_heads, shape.head_dim, shape.device
         self._index, self._sizes, self._pairs = index, sizes, b * heads
-        self._steps = 0
+        self._steps, self._begun, self._given_back = 0, 0, True
         self._begin_static()
         chosen = [0 if s is None else s.ids.shape[1] for s in state.static]
         top_k = state.top_k - min(chosen)
@@ -65,6 +65,7 @@ class UnitLayer(CapturedState):
         self._log = QueryRing(state) if state._decode_window else None
         self._store_window()
         self._load()
+        self._given_back = False
 
     @property
     def early(self) -> bool:
@@ -87,17 +88,21 @@ class UnitLayer(CapturedState):
         self._steps += 1
 
     def renew(self) -> bool:
-        """Works on static sets that are soon due. What is long is done before the state is given back, so that it may fail."""
-        statics, every = self.state.statics, range(self.state.shape.sequences) if self._steps else ()
-        soon = [(b, left) for b in every if (left := statics.due(b, self._steps)) is not None]
-        if not soon:
-            return False
-        with self.state.clock("static"):
-            done = [statics.work(b, left, lambda b=b: self._look(b)) for b, left in soon]
-        if any(done):
+        """Works on static sets that are soon due. What is long is done before the state is given back; after an error behind
+        that, the next call goes on from there."""
+        if not self._given_back:
+            statics, every = self.state.statics, range(self.state.shape.sequences) if self._steps else ()
+            soon = [(b, left) for b in every if (left := statics.due(b, self._steps)) is not None]
+            if not soon:
+                return False
+            with self.state.clock("static"):
+                done = [statics.work(b, left, lambda b=b: self._look(b)) for b, left in soon]
+            if not any(done):
+                return True
             self.finish()
-            self._begin_static()
-            self._load()
+        self._begin_static()
+        self._load()
+        self._given_back = False
         return True
 
     def begin_trial(self) -> None:
@@ -108,10 +113,14 @@ class UnitLayer(CapturedState):
         self._load()
 
     def abandon(self) -> None:
-        """As `finish`, after no step: the static sets have not been used yet."""
-        self._age_static(-1)
+        """As `finish`, after no step: static sets that were begun for it have not been used."""
+        for b in range(self._begun):
+            self.state.statics.grow_older(b, -1)
+        self._begun, self._given_back = 0, True
 
     def finish(self) -> None:
+        if self._given_back:
+            return self.abandon()
         state, shape, sizes = self.state, self.state.shape, self._sizes
         rows = self.zone.view(shape.sequences, shape.kv_heads, -1)[:, 0].tolist()  # synchronises
         self.tables.give_back([row[4] for row in rows])
@@ -132,8 +141,9 @@ class UnitLayer(CapturedState):
         state.fetched = {}
         state._non_finite |= self.bad.bool()
         self._count(moved)
-        self._age_static(self._steps - 1)
-        self._steps = 0
+        for b in range(shape.sequences):
+            state.statics.grow_older(b, self._steps - 1)
+        self._steps, self._begun, self._given_back = 0, 0, True
 
     def _held(self) -> tuple[Tensor, Tensor]:
         """Ids `[B, H_kv, K]` and counts `[B, H_kv]` of the last searches, as views."""
@@ -144,9 +154,10 @@ class UnitLayer(CapturedState):
         self.search.launch(queries, self.tables.plan, fire.view(-1), scaling, self.search.top_k)
 
     def _begin_static(self) -> None:
-        """What `LayerState.begin_step` does for the coming step."""
-        for b in range(self.state.shape.sequences):
-            self.state.begin_static(b)
+        """What `LayerState.begin_step` does for the coming step, for the sequences for which it was not done."""
+        while self._begun < self.state.shape.sequences:
+            self.state.begin_static(self._begun)
+            self._begun += 1
 
     def _look(self, b: int) -> StaticRefresh | None:
         """As `LayerState.begin_static` would see sequence b before the coming step; synchronises."""
@@ -156,10 +167,6 @@ class UnitLayer(CapturedState):
             self._log.give_back(b, self._steps, coming, sink)
         window = keys[:, self._front + places(first, coming - first, self.attention.ring, keys.device)]
         return self.state.refresh(b, [(keys[:, :sink], 0), (window, sink + first)], first)
-
-    def _age_static(self, steps: int) -> None:
-        for b in range(self.state.shape.sequences):
-            self.state.statics.grow_older(b, steps)
 
     def _load(self) -> None:
         """Takes over the state for the coming step; nothing of it is counted yet."""

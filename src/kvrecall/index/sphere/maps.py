@@ -202,9 +202,9 @@ class Unfitted(NamedTuple):
     def kind(self) -> tuple[object, ...]:
         """Equal for those that are fitted in one batch."""
         maps, asked = self.maps, self.maps._asked[self.sequence]
-        dim = maps.rotation.shape[0]
-        few = min(self.moments.count, enough_keys(dim))
-        return dim, maps.rotation.device, maps._balance, maps.centres is None, few, None if asked is None else asked.count
+        heads, dim = self.moments.mean.shape
+        few, shown = min(self.moments.count, enough_keys(dim)), None if asked is None else asked.count
+        return heads, dim, maps.rotation.device, maps._balance, maps.centres is None, few, shown
 
 
 def fit_together(unfitted: Iterable[Unfitted]) -> None:
@@ -212,7 +212,7 @@ def fit_together(unfitted: Iterable[Unfitted]) -> None:
     another order); one without keys stays as it is.
 
     Nothing of a sequence is changed if it fails. On a GPU nothing is waited for, and a batch takes hardly longer than one of
-    its sequences: it is 200 launches of small kernels, of which the host's part is what takes the time.
+    its sequences: it is some 150 launches of small kernels, of which the host's part is what takes the time.
     """
     alike: dict[tuple[object, ...], list[Unfitted]] = {}
     for one in unfitted:

@@ -116,6 +116,7 @@ class RetrievalCache(Cache):
         Host rows are shared copy-on-write where the methods' zones are of the same sizes, and copied into the new zones
         otherwise. Raises HostMemoryError or DeviceMemoryError where there is no room for that; this cache is unchanged.
         """
+        self._check_idle("fork")
         method = method or self.method
         if method.zone_sizes() != self.method.zone_sizes():
             sequences = [layer.state.shape.sequences for layer in self.retrieval_layers if layer.state is not None]
@@ -168,6 +169,7 @@ class RetrievalCache(Cache):
 
         Raises ParameterError, and changes nothing, for more tokens than there are and where a sliding window has moved on.
         """
+        self._check_idle("crop")
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
         length = self.get_seq_length()
         if -tokens_to_remove > length:
@@ -186,6 +188,7 @@ class RetrievalCache(Cache):
 
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
+        self._check_idle("reset")
         self._windows = []
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
@@ -212,6 +215,11 @@ class RetrievalCache(Cache):
     def attached(self) -> bool:
         """Whether some model is attached right now."""
         return attached.active()
+
+    def _check_idle(self, what: str) -> None:
+        if any(layer.captured is not None for layer in self.retrieval_layers):
+            remedy = "Wait until generate has returned; the cache is unchanged."
+            raise ParameterError(what, "a cache that nobody decodes with", "one whose steps are captured", remedy)
 
     def _length(self, number: int) -> int:
         layer: Any = self.layers[number]
