@@ -44,13 +44,12 @@ class PRKV(Method):
     update_interval: int = 128
 
     def __post_init__(self) -> None:
+        check_lead("refresh_lead_tokens", self.refresh_lead_tokens, self.refresh_interval)  # by the name that is given here
         super().__post_init__()
         if self.top_k is not None and self.top_k < self.page_tokens:
             raise ParameterError(
                 "top_k", f"at least one page of {self.page_tokens} tokens", self.top_k, "Raise top_k or lower page_tokens."
             )
-
-        check_lead("refresh_lead_tokens", self.refresh_lead_tokens, self.refresh_interval)
 
     def own_index(self) -> PageConfig:
         return PageConfig(page_tokens=self.page_tokens, bounds=self.bounds)  # type: ignore[arg-type]
