@@ -126,7 +126,8 @@ class CapturedDecoder:
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 told = str(error).splitlines()[0] if str(error) else type(error).__name__
                 remedy = f"Leave out `compiled`. {PLAIN}" if self._compiled else PLAIN
-                _refused.add(self._model)
+                if not self._compiled:
+                    _refused.add(self._model)
                 raise CaptureError(f"recording the model's step failed ({told})", remedy) from error
             raise
 
