@@ -210,7 +210,7 @@ def test_a_sequence_that_outgrows_its_maps_is_coded_anew_as_uncaptured(name: str
 
 
 @pytest.mark.parametrize(("name", "where"), [
-    ("products", "fit"), ("collisions", "append_codes"), ("collisions", "_encode_buffer"), ("products", "given up"),
+    ("products", "fit"), ("products", "append_codes"), ("collisions", "_encode_buffer"), ("products", "given up"),
 ])  # fmt: skip
 def test_coding_anew_comes_later_or_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's turn comes a step later than its work is due, with a token in the buffer then; coding fails; it is made again,
@@ -331,7 +331,7 @@ def test_a_second_turn_goes_on_from_what_was_given_back(name: str) -> None:
 RESTS = {
     "balanced": kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=4", **EXACT | {"update_interval": 3}),
     "collisions": kvrecall.ParisKV(
-        rest="page-means:page_tokens=3", fetch="direct:reuse=true", **EXACT | {"gqa": "max", "update_interval": 3}
+        rest="page-means:page_tokens=3", fetch="direct:reuse=true", **EXACT | {"update_interval": 3}
     ),
     "many-pages": kvrecall.ParisKV(
         rest="page-means:page_tokens=2", stage1="product", **EXACT | {"top_k": 70, "update_interval": 3}
