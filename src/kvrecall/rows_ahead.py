@@ -50,13 +50,18 @@ def read_keys(source: Zone, start: int, keys: Tensor) -> None:
     On a GPU its current stream does so, and where a kernel can read the host, nobody else waits and values stay behind.
     """
     for rows, place in _parts(source, start, keys):
-        if readable(rows, keys.device):
-            copy_keys(rows, place)
-        elif rows.device == keys.device:
-            place.copy_(rows[:, :, 0])
-        else:  # a head's rows are one run of bytes: half of it would have to be picked out by the CPU first
-            for near, own in zip(place, rows, strict=True):
-                near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
+        fill_keys(rows, place)
+
+
+def fill_keys(rows: Tensor, keys: Tensor) -> None:
+    """As `read_keys`, of the rows `[H_kv, n, 2, D]` that are given."""
+    if readable(rows, keys.device):
+        copy_keys(rows, keys)
+    elif rows.device == keys.device:
+        keys.copy_(rows[:, :, 0])
+    else:  # a head's rows are one run of bytes: half of it would have to be picked out by the CPU first
+        for near, own in zip(keys, rows, strict=True):
+            near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
 
 
 def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

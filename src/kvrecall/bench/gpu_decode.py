@@ -39,7 +39,6 @@ from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
 from kvrecall.bench.given import Gaussian, Traced, Turning
 from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
-from kvrecall.engine.captured.base import keeps_rows
 from kvrecall.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape
@@ -195,8 +194,7 @@ def retrieval(
     stats = cache.stats()
     total, made = stats.total, max(layer.counters.steps for layer in stats.layers)
     selected, reused = total.counters.retrieved_tokens, total.counters.reused_rows
-    kept = any(layer.state is not None and keeps_rows(layer.state) for layer in cache.retrieval_layers)
-    share = reused / selected if kept and selected else nan
+    share = reused / selected if reused else nan
     return Retrieval(sorted(times), device / 2**30, total.host_bytes / 2**30, share, total.counters.bytes_fetched / made)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
-from kvrecall.host_keys import copy_keys, readable
+from kvrecall.rows_ahead import fill_keys
 
 
 class Pending:
@@ -61,11 +61,10 @@ def bring(block: Tensor, device: torch.device) -> Tensor:
 
 def bring_keys(block: Tensor, device: torch.device) -> Tensor:
     """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, on the device; values stay behind if it can read the host."""
-    if not readable(block, device):
-        return bring(block, device)[:, :, 0]
-    heads, tokens, _, dim = block.shape
-    near = torch.empty(heads, tokens, dim, dtype=block.dtype, device=device)
-    copy_keys(block, near)
+    if block.device == device:
+        return block[:, :, 0]
+    near = torch.empty_like(block[:, :, 0], device=device, memory_format=torch.contiguous_format)
+    fill_keys(block, near)
     return near
 
 
