@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvrecall import cli as package
 from kvrecall import engine, models
 from kvrecall.cli.report import seconds, size
-from kvrecall.errors import ModelFilesError
+from kvrecall.errors import ModelFilesError, ParameterError
+from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 from tests.cli.conftest import Cli
 
 VERBS = [
@@ -189,3 +191,22 @@ def test_bench_of_whole_models_says_which_layers_and_sides_there_are(cli: Cli, m
         assert "numbers such as 8 or 8,16" in cli.error("bench", verb, "--layers", "8,")
         assert "numbers such as 8 or 8,16" in cli.error("bench", verb, "--layers", "0")
     assert "unknown side 'ours'" in cli.error("bench", "decode", "--side", "ours")
+
+
+def test_bench_decode_hands_over_its_trace_and_tells_what_it_measures(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrecall.bench import gpu_decode
+
+    def measure(*arguments: object, trace: Trace) -> None:
+        asked.append((*arguments, trace.info.model))
+        raise ParameterError("here", "no further", "this far", "That was the test.")
+
+    asked: list[tuple[object, ...]] = []
+    layer = LayerTrace(*(torch.ones(1, tokens, 128) for tokens in (9, 9, 1, 4)))
+    Trace(TraceInfo("m", 8, 1, 0.1, (0,)), {0: layer}).save(tmp_path / "t")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu_decode, "measure", measure)
+    told = cli("bench", "decode", "--trace", tmp_path / "t", "--context", "1k", "--side", "retrieval").stderr
+    assert asked == [("llama-3.1-8b", None, 1024, 1, "product+traced", 600, "retrieval", "m")]
+    assert told.splitlines()[0] == "measuring llama-3.1-8b 1024 1 product+traced 600 retrieval" and "tensor" not in told

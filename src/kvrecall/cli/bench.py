@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,10 +85,10 @@ def decode(
     given = gpu_decode.TRACED if trace else gpu_decode.TURNING if turning else ""
     names = [name if name == gpu_decode.FULL else name + given for name in names]
     names = [name + gpu_decode.COMPILED for name in names] if compiled else names
-    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side], [read])
+    asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
-    return _rows(gpu_decode.measure, asked, columns, out, as_json)
+    return _rows(partial(gpu_decode.measure, trace=read), asked, columns, out, as_json)
 
 
 @bench.command()
