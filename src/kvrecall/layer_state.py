@@ -63,7 +63,7 @@ class LayerState:
         self.statics = StaticSets(self.static_config, sequences)
         self.held: dict[int, Held] = {}
         self.fetched: dict[int, Fetched] = {}
-        self.in_prompt = [False] * sequences
+        self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing was read yet
         config = None if self.index is None else method.index_config()
         window = self.static_config.observed_queries if self.static_config else 0
         self._decode_window = window
@@ -103,7 +103,7 @@ class LayerState:
 
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
         """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
-        self.in_prompt[sequence] = True
+        self.prompt_from[sequence] = start if (begun := self.prompt_from[sequence]) is None else max(0, begun)
         self.statics.drop(sequence)
         self.watch(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
@@ -130,20 +130,19 @@ class LayerState:
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
         for b in sequences:
-            self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1))
-        if self.log is None or not self._decode_window:
-            return
-        for b in sequences:
-            self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
-            self.log.shrink(b, self._decode_window)
+            self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
+            if self.log is not None and self._decode_window:
+                self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
+                self.log.shrink(b, self._decode_window)
 
-    def watch(self, sequence: int, observed: ObservedQueries) -> None:
-        """Shows the index who attended to what, if it wants to know."""
+    def watch(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
+        """Shows the index who attended to what, if it wants to know. step: in a decode step."""
         if self.index is None or not self.index.watches:
             return
         with self.clock("watch"):
-            sink = self.store.zones(sequence).sink
-            self.index.watch(sequence, observed, self.store.resident_keys(sequence), sink, self.scaling)
+            sink, resident = self.store.zones(sequence).sink, self.store.resident_keys(sequence)
+            attended = None if not step or self.attends_whole_zone(sequence) else self.attended_ids(sequence)
+            self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
 
     def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
         """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
@@ -285,7 +284,7 @@ class LayerState:
             self.index = self.method.build_index(self.shape)
             assert self.index is not None
             self.index.bind(self.store.host)
-            self.in_prompt = [True] * len(tokens)
+            self.prompt_from = [0] * len(tokens)
             self.reindex()
 
     @contextmanager
@@ -308,7 +307,7 @@ class LayerState:
         if method.at(self.layer) != self.method:
             log = other.log
             other._adopt(method)
-            other.in_prompt = [True] * self.store.sequences
+            other.prompt_from = [0] * self.store.sequences
             if log is not None and other.log is not None:
                 other.log.take_over(log)
             other.reindex()
@@ -346,7 +345,7 @@ class LayerState:
         other.counters, other._tables = self.counters.fresh(), SegmentTables()
         other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
-        other.in_prompt = [self.in_prompt[b] for b in sequences]
+        other.prompt_from = [self.prompt_from[b] for b in sequences]
         other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
         other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
         other.log = None if self.log is None else self.log.select(sequences)
@@ -361,17 +360,18 @@ class LayerState:
         """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten.
         coming: tokens of the step that are not stored yet."""
         for b in sequences:
-            if self.index is not None and self.in_prompt[b]:
-                self._end_prompt(b, self.store.zones(b).total - 1 + coming)
+            if self.index is not None and (begin := self.prompt_from[b]) not in (None, -1):
+                self._end_prompt(b, begin, self.store.zones(b).total - 1 + coming)
 
-    def _end_prompt(self, sequence: int, end: int) -> None:
+    def _end_prompt(self, sequence: int, begin: int, end: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
         assert self.index is not None
-        self.in_prompt[sequence] = False
+        self.prompt_from[sequence] = None
         self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
         with self.clock("build"), self._building_index():
+            self.index.mark_prompt(sequence, begin - zones.sink, end - zones.sink)
             self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
         self.statics.forget(sequence, count=True)  # chosen anew, by this prompt's last queries
         if self.log is not None:

@@ -65,16 +65,30 @@ class Course:
         self.zone, self.sink = 0, method.sink_tokens
         prefill_layer(self.state, self.queries[None], self.keys[None], self.values[None], None, params(dim))
 
+    def read(self, length: int) -> None:
+        """A further prompt of `length` random tokens."""
+        at = self.queries.shape[1]
+        q, k, v = (normal(h, length, self.dim, seed=self.seed + 1000 + 3 * at + i) for i, h in enumerate((6, 2, 2)))
+        self._add(q, k, v)
+        prefill_layer(self.state, q[None], k[None], v[None], None, params(self.dim))
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens."""
+        self.queries, self.keys, self.values = (x[:, :tokens] for x in (self.queries, self.keys, self.values))
+        self.state.crop(0, tokens)
+
     def step(self) -> Tensor:
         """One decode step; returns its output `[6, D]`."""
         at = self.queries.shape[1]
         q, k, v = (normal(h, 1, self.dim, seed=self.seed + 1000 + 3 * at + i) for i, h in enumerate((6, 2, 2)))
         q = self.queries[:, -1:] * (1 - self.drift) + 2 * self.drift * q
         self.zone = self.state.store.zones(0).retrieval
-        self.queries, self.keys, self.values = (
-            torch.cat(pair, 1) for pair in ((self.queries, q), (self.keys, k), (self.values, v))
-        )
+        self._add(q, k, v)
         return decode_step(self.state, q[None], k[None], v[None], None, params(self.dim))[0, :, 0]
+
+    def _add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        pairs = (self.queries, q), (self.keys, k), (self.values, v)
+        self.queries, self.keys, self.values = (torch.cat(pair, 1) for pair in pairs)
 
     def zone_keys(self) -> Tensor:
         """float64 keys `[2, zone, D]` of the retrieval zone that the last step saw."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from kvrecall import methods
 from kvrecall.errors import CompositionError, ParameterError
 from kvrecall.index.accumulated import AccumulatedIndex
+from kvrecall.index.around import IndexAround
+from kvrecall.index.milestones import MilestoneIndex
 from kvrecall.layer_state import LayerState
 from kvrecall.methods import Full, Method
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -190,9 +192,9 @@ def test_h2o_counts_the_same_in_any_chunks() -> None:
 
 @pytest.mark.parametrize(("gqa", "keep"), [(None, True), (None, False), ("per_head", False)])
 def test_raas_drops_the_pages_that_were_not_stamped_for_longest(gqa: str | None, keep: bool) -> None:
-    length, top_k = (40, 26) if keep else (70, 14)
+    length, top_k = (30, 32) if keep else (70, 14)
     course = Course(small("raas", top_k=top_k, gqa=gqa, keep_prompt=keep, update_interval=4), length=length)
-    prompt, sets = length - 20, 3 if gqa else 1
+    prompt, sets = length - 4, 3 if gqa else 1  # what is in the window when decoding begins included
     times: list[dict[int, int]] = [{} for _ in range(2 * sets)]
     known, step, dropped = 0, 1, set()
     for _ in range(60 if keep else 30):
@@ -230,6 +232,39 @@ def test_raas_drops_the_pages_that_were_not_stamped_for_longest(gqa: str | None,
         assert all(set(range(prompt)) <= set(row) for row in course.found())
 
 
+def test_raas_keeps_every_prompt_of_a_conversation_and_drops_the_answers_between() -> None:
+    course = Course(small("raas", top_k=48, update_interval=4), length=24)
+    for _ in range(60):
+        course.step()
+    begin = course.keys.shape[1]
+    course.read(20)
+    for _ in range(60):
+        course.step()
+    prompts = {*range(24 - course.sink), *range(begin - course.sink, begin + 20 - course.sink)}
+    answers = {*range(24 - course.sink, begin - course.sink)}
+    for row in course.found():
+        assert prompts <= set(row) and len(answers - set(row)) > 40
+    fork = course.state.fork(small("raas", top_k=48, update_interval=4, stamp_ratio=0.25))  # reads all of it as one prompt
+    assert isinstance(fork.index, MilestoneIndex)
+    fork.end_prompts([0])
+    assert fork.index._prompts == [[(0, course.keys.shape[1] - 1 - course.sink)]]
+
+
+def test_raas_forgets_a_prompt_that_was_cropped_and_read_anew() -> None:
+    course = Course(small("raas", top_k=48, update_interval=4), length=24)
+    for length in (30, 20):
+        for _ in range(20):
+            course.step()
+        course.read(length)
+        course.step()
+    assert isinstance(course.state.index, MilestoneIndex)
+    assert course.state.index._prompts == [[(0, 20), (40, 70), (91, 111)]]
+    course.crop(60)
+    course.read(5)
+    course.step()
+    assert course.state.index._prompts == [[(0, 20), (40, 56), (56, 61)]]
+
+
 def test_what_was_dropped_does_not_return_when_the_query_asks_for_it() -> None:
     """A retrieval method would find the needle in the last step; these have dropped it."""
     for name in ("h2o", "raas"):
@@ -253,6 +288,22 @@ def test_what_was_dropped_does_not_return_when_the_query_asks_for_it() -> None:
 def test_pages_with_a_time_take_no_static_set() -> None:
     with pytest.raises(CompositionError, match="close up around static tokens"):
         methods.get("raas", static="observation-window")
+
+
+@pytest.mark.parametrize("changes", [
+    {"prune": "top-p:p=0.5"}, {"trigger": "fixed-stride:steps=4"}, {"prune": "top-p:p=0.5", "gqa": "per_head"}, {},
+])  # fmt: skip
+def test_h2o_counts_what_was_attended_and_nothing_else(changes: dict[str, str]) -> None:
+    """Every query gives one in all, to what it attended to."""
+    course = Course(small("h2o", top_k=20, **changes))
+    for _ in range(15):
+        course.step()
+        index = course.state.index
+        while not isinstance(index, AccumulatedIndex):
+            assert isinstance(index, IndexAround)
+            index = index.base
+        before = index._sums.view(0).sum(1)
+        torch.testing.assert_close(before, torch.full((2, 3), float(course.keys.shape[1])), atol=1e-3, rtol=1e-5)
 
 
 def test_attention_is_counted_under_a_pruning_too() -> None:

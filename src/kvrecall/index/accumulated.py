@@ -112,8 +112,9 @@ class AccumulatedIndex(TokenIndex):
                 self._left.view(b)[:, : found[1]] &= found[0].transpose(1, 2)
 
     def watch(
-        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
-    ) -> None:
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
+        attended: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._offset[sequence] = offset
         total = max(start + keys.shape[1] for keys, start in resident)
         missing = total - self._sums.lengths[sequence]
@@ -122,12 +123,12 @@ class AccumulatedIndex(TokenIndex):
         sums, start = self._sums.view(sequence), offset
         for keys, at in resident:
             sums[:, at : at + keys.shape[1]] += given(observed, keys, at, scaling)
-        if observed.queries.shape[1] == 1:  # a decode step attended to those that are left, and no others need be read
-            ids, real = _padded(self._left.view(sequence).any(-1))
+        if attended is not None:  # no others need be read, and none of them was given anything
+            ids = attended.clamp_min(0).long()
             if not ids.shape[1]:
                 return
             keys = self._sources[sequence].gather(ids.cpu())[:, :, 0].to(sums.device)
-            shares = given(observed, keys, -1, scaling) * real.unsqueeze(-1)
+            shares = given(observed, keys, -1, scaling) * (attended >= 0).unsqueeze(-1)
             at = (ids + offset).unsqueeze(-1).expand_as(shares)
             sums.scatter_add_(1, at, shares)
             return
@@ -151,10 +152,3 @@ def given(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -
             logits = logits.masked_fill(positions > seen_by[i : i + step].unsqueeze(1), float("-inf"))
         total += logits.exp().sum(2).transpose(1, 2)
     return total
-
-
-def _padded(left: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of the true ones of `[H_kv, n]`, ascending, int64 `[H_kv, most]`, padded with the others; and which are real."""
-    most = int(left.sum(-1).amax()) if left.numel() else 0
-    ids = torch.sort((~left).to(torch.uint8), dim=-1, stable=True).indices[:, :most]
-    return ids, left.gather(1, ids)

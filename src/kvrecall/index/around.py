@@ -44,6 +44,9 @@ class IndexAround(Index):
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.base.end_of_prompt(sequence, observed, offset)
 
+    def mark_prompt(self, sequence: int, begin: int, end: int) -> None:
+        self.base.mark_prompt(sequence, begin, end)
+
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.base.exclude(sequence, ids)
 
@@ -58,9 +61,10 @@ class IndexAround(Index):
         return self.base.watches
 
     def watch(
-        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
-    ) -> None:
-        self.base.watch(sequence, observed, resident, offset, scaling)
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
+        attended: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.base.watch(sequence, observed, resident, offset, scaling, attended)
 
     def learn(self, sequences: list[int]) -> None:
         self.base.learn(sequences)

@@ -121,6 +121,10 @@ class Index(ABC):
         """A prompt has been read in, decoding begins. observed: its last queries; None if nobody looked at them.
         offset: position of the retrieval zone's first token."""
 
+    def mark_prompt(self, sequence: int, begin: int, end: int) -> None:  # noqa: B027 - optional: few care who wrote a token
+        """Decoding begins: the tokens begin .. end - 1 came with a prompt. They are counted as the zone's are: those before 0
+        are in the sink, the last ones may be in the window still and will come by `append_generated`."""
+
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         """Ascending ids int32 `[H_kv, m]` that searches must not return (they are attended anyway); replaces earlier ones."""
         raise NotImplementedError(type(self).__name__)
@@ -139,11 +143,15 @@ class Index(ABC):
     """Whether it wants to be told by `watch`."""
 
     def watch(  # noqa: B027 - optional: few indexes look at past attention
-        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float
-    ) -> None:
-        """Queries have attended: a chunk of a prompt to everything before and in it, a decode step to what is resident and was
-        selected; everything is stored by now. resident: keys `[H_kv, n, D]` outside the retrieval zone, with the position of
-        their first. offset: position of the zone's first token."""
+        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
+        attended: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Queries have attended, to what is resident and to `attended`; everything is stored by now.
+
+        resident: keys `[H_kv, n, D]` outside the retrieval zone, with the position of their first. offset: position of the
+        zone's first token. attended: ids int32 `[H_kv, m]` of the zone's tokens that a decode step attended to, -1 for none;
+        None: to the whole zone, as a chunk of a prompt does, up to each query.
+        """
 
     def learn(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
         """Takes over what the last search of these sequences found out; called after their attention."""

@@ -23,7 +23,7 @@ from kvrecall.structs import Budget
 @dataclass(frozen=True)
 class MilestoneConfig(PageConfig):
     """page_tokens, bounds: as `pages`. stamp_ratio: share of the pages that are left which get the time of a step, in (0, 1].
-    keep_prompt: whether a prompt that fits the budget is never dropped."""
+    keep_prompt: whether prompts that fit the budget together are never dropped."""
 
     name: ClassVar[str] = "milestones"
     static_refusal: ClassVar[str] = "pages would close up around static tokens, and a page's time would mean other tokens"
@@ -57,7 +57,7 @@ class MilestoneIndex(PageIndex):
         self._rule = config
         self._times = [none] * shape.sequences
         self._step = [1] * shape.sequences
-        self._prompt = [0] * shape.sequences  # tokens of the zone that came with the prompt
+        self._prompts: list[list[tuple[int, int]]] = [[] for _ in range(shape.sequences)]  # first tokens, and those behind
         self._known = [0] * shape.sequences  # tokens when the times were last written
         self._next: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # times after the last search, and its tokens
 
@@ -65,24 +65,21 @@ class MilestoneIndex(PageIndex):
     def nbytes(self) -> int:
         return super().nbytes + sum(times.nbytes for times in self._times)
 
-    def append(self, sequence: int, keys: Tensor) -> None:
-        super().append(sequence, keys)
-        self._prompt[sequence] += keys.shape[1]
-
-    def append_generated(self, sequence: int, keys: Tensor) -> None:
-        super().append(sequence, keys)
+    def mark_prompt(self, sequence: int, begin: int, end: int) -> None:
+        # A crop may lie between two prompts.
+        earlier = [(first, min(last, begin)) for first, last in self._prompts[sequence] if first < begin]
+        self._prompts[sequence] = [*earlier, (max(0, begin), max(0, end))]
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
         pages = -(-tokens // self._rule.page_tokens)
         self._times[sequence], self._next[sequence] = self._times[sequence][..., :pages], None
-        for counts in (self._prompt, self._known):
-            counts[sequence] = min(counts[sequence], tokens)
+        self._known[sequence] = min(self._known[sequence], tokens)  # prompts may end in the window
 
     def select(self, sequences: list[int]) -> MilestoneIndex:
         chosen = super().select(sequences)
         assert isinstance(chosen, MilestoneIndex)
-        for name in ("_times", "_step", "_prompt", "_known", "_next"):
+        for name in ("_times", "_step", "_prompts", "_known", "_next"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
 
@@ -107,10 +104,13 @@ class MilestoneIndex(PageIndex):
         order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
         place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
         times = torch.where(left & (place < marked), now, times)
-        # The latest time first; among equal ones the larger score, then the lower page. A kept prompt comes before all.
+        # The latest time first; among equal ones the larger score, then the lower page. Kept prompts come before all.
         key = times.clone()
-        if self._rule.keep_prompt and self._prompt[sequence] <= budget.top_k:
-            key[..., : -(-self._prompt[sequence] // size)] = now + 1
+        prompts = self._prompts[sequence]
+        if self._rule.keep_prompt and sum(end - begin for begin, end in prompts) <= budget.top_k:
+            for begin, end in prompts:
+                pages = key[..., begin // size : -(-end // size)]
+                pages.masked_fill_(pages >= 0, now + 1)
         by_time = torch.sort(key.gather(-1, order), dim=-1, descending=True, stable=True).indices
         turn = order.gather(-1, by_time)
         priority = torch.empty_like(turn).scatter_(-1, turn, -torch.arange(turn.shape[-1], device=turn.device).expand_as(turn))

@@ -75,14 +75,14 @@ def product_scale(dim: int, norms: bool = False) -> Scores:
     return Scores(dim, shift, 29) if norms else Scores(4 * dim, shift, 61)
 
 
-def quantised_queries(queries: Tensor) -> Tensor:
-    """Rotated queries `[..., D]` in five bits, of root mean square PRODUCT_RMS; int64 `[..., D]`. What does not fit is cut off.
+def quantised_queries(queries: Tensor, rms: float = PRODUCT_RMS, peak: int = PRODUCT_PEAK) -> Tensor:
+    """Rotated queries `[..., D]` in five bits, of root mean square `rms`; int64 `[..., D]`. What does not fit is cut off.
 
     Rounding moves a coordinate by 6 % of its usual size; the key's own one bit by ten times that.
     """
     norm = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
-    scale = torch.where(norm > 0, PRODUCT_RMS * queries.shape[-1] ** 0.5 / norm, 0.0)
-    return (queries * scale + 0.5).floor().clamp(-PRODUCT_PEAK, PRODUCT_PEAK).long()
+    scale = torch.where(norm > 0, rms * queries.shape[-1] ** 0.5 / norm, 0.0)
+    return (queries * scale + 0.5).floor().clamp(-peak, peak).long()
 
 
 def product_entries(queries: Tensor) -> Tensor:

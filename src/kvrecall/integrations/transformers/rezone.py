@@ -37,6 +37,6 @@ def rezoned(state: LayerState, method: Method, *, expect_tokens: int = 0, observ
                 other.absorb(b, other.store.append_chunk(b, rows[:, :, 0], rows[:, :, 1]))
         if other.log is not None and (seen := other.log.seen(b)) is not None:
             other.watch(b, seen)
-        other.in_prompt[b] = True
+        other.prompt_from[b] = 0
     other.counters = other.counters.fresh()
     return other
