@@ -10,6 +10,7 @@ Questions:
 a  stage I by two bits per coordinate, not one.             d  as many rows as reach a share p of the attention.
 b  rerank by more than four bits, or by the keys.           e  one budget divided between layers, heads and steps.
 c  rerank in several groups of query heads.                 f  beta against coarse recall, at two lengths.
+g  stage I without norms, and by queries of other bits.
 
 Means over layers, steps and heads. beta: share of the zone that is reranked, never less than top_k tokens (the method itself
 takes four times top_k at least). bytes_per_token: of the index, per KV head. For `d` and `e` top_k is the mean number of rows.
@@ -40,6 +41,8 @@ BETAS = (0.02, 0.05)
 PAGE = 64
 _DEPTH = 4000
 """Rows of a head that a division of the budget may give it, at most."""
+_QUERY_RMS = {2: 0.8, 3: 1.55, 4: 2.85, 5: reference.PRODUCT_RMS}
+"""By bits, the root mean square that makes rounding and cutting off cost a Gaussian coordinate least."""
 NAN = float("nan")
 Row = tuple[str, str, float, float, float]  # question, variant, beta, top_k, bytes_per_token
 
@@ -252,6 +255,26 @@ def ratios(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
                 yield ("f", mode, beta, TOP_K, size), values
 
 
+def coarse_products(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
+    """Question g of one layer."""
+    size = SphereIndex.nbytes_per_token(scene.keys.shape[-1], torch.uint8, True)
+    signs, one = scene.codes.signs.unsqueeze(1).expand(-1, scene.queries.shape[2], -1, -1), few_bits(scene.keys, 1)
+    plain = torch.stack([reference.product_scores(signs, reference.product_entries(q)) for q in scene.queries])
+    ways = {"5 bits, 32 scores": (scene.one_bit(), 0), "no norms: 5 bits, 64 scores": (plain, 1)}
+    exact = scene.queries / scene.queries.norm(dim=-1, keepdim=True)  # a group's heads count alike, as they do in bits
+    ways["no norms: unrounded"] = (scene.products(one.sign(), exact), 1)
+    for bits, rms in _QUERY_RMS.items():
+        few = reference.quantised_queries(scene.queries, rms, 2 ** (bits - 1) - 1).float()
+        ways[f"{bits} bits, unrounded scores"] = (scene.products(one, few), 0)
+    ways["unrounded"] = (scene.products(one, exact), 0)
+    estimates = scene.products(decode(scene.codes))
+    for beta in BETAS:
+        for name, (coarse, less) in ways.items():
+            for mode, values in all_modes(scene, all_candidates(coarse, beta), estimates):
+                if mode != "per_head":
+                    yield ("g", f"{mode}: {name}", beta, TOP_K, size - less), values
+
+
 @torch.inference_mode()
 def rows(trace: Trace, questions: str) -> Iterator[dict[str, object]]:
     """All rows of one trace."""
@@ -261,6 +284,8 @@ def rows(trace: Trace, questions: str) -> Iterator[dict[str, object]]:
     notes: list[tuple] = []
     for number, scene in scenes.items():
         for key, values in stages(scene) if set("abc") & set(questions) else ():
+            made[trace.info.prompt_tokens, key].append(values)
+        for key, values in coarse_products(scene) if "g" in questions else ():
             made[trace.info.prompt_tokens, key].append(values)
         if "f" in questions:
             short = halved(trace)
@@ -287,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/explore.csv"))
-    parser.add_argument("--questions", default="abcdef")
+    parser.add_argument("--questions", default="abcdefg")
     given = parser.parse_args()
     with given.out.open("w", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS)

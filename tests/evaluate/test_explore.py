@@ -34,6 +34,12 @@ def trace() -> Trace:
     return Trace(TraceInfo("random", tokens, steps, 0.2, (0, 1)), layers)
 
 
+@pytest.fixture(scope="module")
+def stages(trace: Trace) -> list[dict[str, object]]:
+    """Rows of questions a, b and c."""
+    return list(explore.rows(trace, "abc"))
+
+
 def test_two_bits_are_the_nearest_level_and_keep_the_norm() -> None:
     keys = gaussian(0, 3, 50, 128) * 7
     norm = keys.norm(dim=-1, keepdim=True)
@@ -81,8 +87,8 @@ def test_one_group_is_the_mean_softmax_and_every_group_has_its_best() -> None:
     assert (each.unsqueeze(-1) == scores.topk(1, -1).indices.squeeze(-1)[:, :, None, None]).any(-2).all()
 
 
-def test_the_baseline_is_what_the_library_finds(trace: Trace) -> None:
-    found = {(x["question"], x["variant"]): x for x in explore.rows(trace, "abc") if x["beta"] == 0.05}
+def test_the_baseline_is_what_the_library_finds(trace: Trace, stages: list[dict[str, object]]) -> None:
+    found = {(x["question"], x["variant"]): x for x in stages if x["beta"] == 0.05}
     assert set(found["a", "group: 1 bit"]) == set(explore.COLUMNS)
     for mode, gqa in (("group", "mean_softmax"), ("per_head", "per_head")):
         settings = {"top_k": 100, "sink_tokens": 64, "local_tokens": 256, "candidate_ratio": 0.05, "min_candidates_per_k": 1}
@@ -91,6 +97,17 @@ def test_the_baseline_is_what_the_library_finds(trace: Trace) -> None:
             assert found["a", f"{mode}: 1 bit"][name] == pytest.approx(truth[name], abs=1e-3)
             assert found["b", f"{mode}: 4 bits"][name] == pytest.approx(truth[name], abs=5e-3)
     assert found["c", "one group"]["mass"] == found["a", "group: 1 bit"]["mass"]
+
+
+def test_queries_of_five_bits_are_the_library_s_and_fewer_find_less(trace: Trace, stages: list[dict[str, object]]) -> None:
+    asked = {(x["question"], x["variant"], x["beta"]): x for x in [*stages, *explore.rows(trace, "g")]}
+    for mode, beta in product(("group", "each head"), explore.BETAS):
+        for a, g in (("1 bit", "5 bits, 32 scores"), ("1 bit, scores unrounded", "5 bits, unrounded scores")):
+            ours, theirs = (asked[q, f"{mode}: {name}", beta] for q, name in (("a", a), ("g", g)))
+            assert {k: v for k, v in ours.items() if k not in ("question", "variant")}.items() <= theirs.items()
+        coarse = [asked["g", f"{mode}: {bits} bits, unrounded scores", beta]["coarse_recall"] for bits in (2, 3, 4, 5)]
+        assert coarse[0] < coarse[1] < min(coarse[2:])  # type: ignore[operator]
+        assert asked["g", f"{mode}: no norms: unrounded", beta]["bytes_per_token"] == 40  # 41 with norms
 
 
 def test_shares_divisions_and_lengths(trace: Trace) -> None:
