@@ -36,7 +36,7 @@ CONFIG = {"model": "m", "seed": 0, "tasks": ["copy"], "contexts": [1024], "sampl
 
 def answer(method: str, task: str, sample: int, score: float, run: str = "small") -> Answer:
     budget = None if method == FULL[0] else 8
-    return Answer("m", run, 1024, task, sample, None, method, budget, score, 10.0)
+    return Answer("m", run, 1024, task, sample, None, method, budget, score, 40.0 if budget is None else 10.0)
 
 
 def at(place: tuple[str, int], *held: Answer) -> list[Answer]:
@@ -46,7 +46,7 @@ def at(place: tuple[str, int], *held: Answer) -> list[Answer]:
 
 def record(condition: str, sample: int, score: float, task: str = "copy") -> dict[str, Any]:
     own = {"task": task, "context": 1024, "sample": sample, "attempt": 0, "condition": condition, "method": condition}
-    own |= {"attended_tokens": 10.04, "estimated_units": 2.06}
+    own |= {"attended_tokens": 40.04 if condition == "full" else 10.04, "estimated_units": 2.06}
     return own | {"budget": None if condition == "full" else 8, "score": score}
 
 
@@ -105,6 +105,17 @@ def test_orders_are_those_of_the_most_methods_then_the_default_model_at_its_long
     assert TABLES["order"](rows).count(f"| {DEFAULT_MODEL}, 8K: − full |") == TABLES["order"](rows).count("| method |") == 1
 
 
+def test_what_attends_to_everything_has_not_reached_a_target(tmp_path: Path) -> None:
+    rows = Rows(PLAN, tmp_path)
+    rows.answers = [answer(FULL[0], "copy", n, 1.0) for n in (0, 1)] + [answer("One", "copy", n, 1.0) for n in (0, 1)]
+    assert "| One | 8 | 2 |" in TABLES["targets"](rows) and "attends to all" not in TABLES["overview"](rows)
+    rows.answers[-1] = replace(rows.answers[-1], attended_tokens=40.0)
+    assert "| One | 8 | 2 |" in TABLES["targets"](rows)  # but not in all samples
+    rows.answers[-2] = replace(rows.answers[-2], attended_tokens=40.0)
+    assert TABLES["targets"](rows) == "Nothing yet."
+    assert "| One | 8 | 0.0 [0.0, 0.0], attends to all |" in TABLES["overview"](rows)
+
+
 def test_an_interval_of_two_samples_is_as_wide_as_their_standard_error_says() -> None:
     """Half of all resamples of one out of two are each of them, so the bootstrap's deviation is theirs, |a - b| / 2."""
     held = [answer(m, "copy", n, s) for m, s in ((FULL[0], 1.0), ("One", 1.0)) for n in (0, 1)]
@@ -129,7 +140,7 @@ def test_rows_are_taken_from_packed_samples_and_read_again(tmp_path: Path) -> No
     again = Rows(PLAN, tmp_path)
     assert (again.answers, again.windows, again.runs) == (rows.answers, rows.windows, rows.runs)
     assert {a.estimated_units for a in again.answers} == {2.1}
-    assert [(a.method, a.score, a.attended_tokens) for a in again.answers] == [(FULL[0], 1.0, 10.0), ("One", 0.3333, 10.0)]
+    assert [(a.method, a.score, a.attended_tokens) for a in again.answers] == [(FULL[0], 1.0, 40.0), ("One", 0.3333, 10.0)]
     assert [(w.method, w.first_step, w.recall) for w in again.windows] == [("One", 0, 0.5), ("One", 2, None)]
     texts = {name: make(again) for name, make in TABLES.items()}
     assert "| small | m | 1K | 2 of 12 |" in texts["made"] and "| long | m | 1K | 1 of 3 |" in texts["made"]

@@ -30,7 +30,8 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One method in a comparison. difference: from full attention on the same samples. tasks: means in percent."""
+    """One method in a comparison. difference: from full attention on the same samples. tasks: means in percent. whole: in every
+    sample it attended to as much as full attention did."""
 
     column: Column
     average: Mean
@@ -38,6 +39,7 @@ class Line:
     attended_tokens: float | None
     estimated_units: float | None
     tasks: dict[str, float]
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Comparison:
             means[task] = scores.mean(0)
             draws += _resampled(scores, random)
         averages, draws = np.mean(list(means.values()), axis=0), draws / len(means)
+        everything = {case: a.attended_tokens or 0 for case, a in self.pool[FULL].items()}
         found = []
         for i, column in enumerate(self.columns):
             own = [self.pool[column][case] for cases in self.tasks.values() for case in cases]
@@ -78,6 +81,7 @@ class Comparison:
                 column, _mean(averages[i], draws[:, i]), _mean(averages[i] - averages[0], draws[:, i] - draws[:, 0]),
                 float(np.mean(attended)) if attended else None, float(np.mean(estimated)) if estimated else None,
                 {task: 100 * float(m[i]) for task, m in means.items()},
+                all((a.attended_tokens or 0) >= everything[a.task, a.sample, a.depth] for a in own),
             ))  # fmt: skip
         return found
 

@@ -72,7 +72,7 @@ def overview(rows: Rows) -> str:
     for column in columns:
         own = [found.get((place, column)) for place in shown]
         if any(own):
-            cells = [None if x is None else _share(x.average) if column == FULL else _change(x.difference) for x in own]
+            cells = [None if x is None else _share(x.average) if column == FULL else _told(x) for x in own]
             lines.append((*_name(column), *cells))
     return markdown(headings, lines) if lines else "Nothing yet."
 
@@ -168,13 +168,16 @@ def generated_lines(rows: Rows) -> dict[Place, dict[str, list[dict[str, Any]]]]:
 
 def targets(rows: Rows) -> str:
     """Is the average as close to full attention as wanted? On all samples that a method shares with full attention; decided
-    only where the whole interval lies on one side."""
+    only where the whole interval lies on one side. Methods that attended to everything there have shown nothing."""
     lines = []
     for place in places(rows):
         for column in columns_of(rows.plan, "systems"):
             wanted = rows.plan["wanted"].get(column[0])
             for comparison in at(rows, place, [column]) if wanted is not None else []:
-                d, count = comparison.lines()[1].difference, sum(map(len, comparison.tasks.values()))
+                line, count = comparison.lines()[1], sum(map(len, comparison.tasks.values()))
+                d = line.difference
+                if line.whole:
+                    continue
                 sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
                 sure = ", of which none differs" if d.low == d.high == 0 else sure
                 verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
@@ -264,6 +267,11 @@ def _share(mean: Mean) -> str:
 
 def _change(mean: Mean) -> str:
     return f"{_signed(mean.value)} [{_signed(mean.low)}, {_signed(mean.high)}]"
+
+
+def _told(line: Line) -> str:
+    """The difference, and whether it is but another order of rounding."""
+    return _change(line.difference) + (", attends to all" if line.whole else "")
 
 
 def _signed(value: float) -> str:
