@@ -11,7 +11,14 @@ from difflib import get_close_matches
 
 
 class KVRecallError(Exception):
-    """Base class of every error that kvrecall raises on purpose."""
+    """Base class of every error that kvrecall raises on purpose. remedy: how its message ends, "" where that is not kept."""
+
+    remedy: str = ""
+
+    @property
+    def problem(self) -> str:
+        """The message without its remedy and full stop, for errors that quote this one: two remedies contradict each other."""
+        return str(self).removesuffix(self.remedy).rstrip(" .")
 
 
 class ParameterError(KVRecallError, ValueError):
@@ -30,7 +37,7 @@ class UnknownNameError(KVRecallError, ValueError):
         near = get_close_matches(got, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
-        self.kind, self.got, self.known = kind, got, known
+        self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()
 
 
 class CompositionError(KVRecallError, ValueError):
@@ -46,6 +53,7 @@ class ShapeError(KVRecallError, ValueError):
 
     def __init__(self, name: str, expected: str, got: object, remedy: str) -> None:
         super().__init__(f"{name}: expected {expected}, got {got}. {remedy}")
+        self.remedy = remedy
 
 
 class NonFiniteError(KVRecallError, ValueError):
@@ -137,6 +145,16 @@ class InputFileError(KVRecallError, ValueError):
 
     def __init__(self, path: object, problem: str, remedy: str = "Give a readable, non-empty UTF-8 text file.") -> None:
         super().__init__(f"{path}: {problem}. {remedy}")
+        self.remedy = remedy
+
+
+class OutputFileError(KVRecallError, OSError):
+    """A file that cannot be written; raised, where it is known beforehand, before what it is to hold is computed."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        remedy = "Give a name in a folder that exists and may be written to."
+        super().__init__(f"{path}: {problem}. {remedy}")
+        self.remedy = remedy
 
 
 class FolderInUseError(KVRecallError, RuntimeError):

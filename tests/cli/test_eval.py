@@ -10,6 +10,7 @@ import pytest
 
 import kvrecall
 import kvrecall.engine
+from kvrecall.cli.textfile import writable
 from kvrecall.evaluate.runs import read_records
 from kvrecall.evaluate.tasks.registry import KNOWN
 from tests.cli.conftest import Cli
@@ -104,9 +105,15 @@ def test_tasks_are_listed(cli: Cli) -> None:
         (("--budgets", "many"), "--budgets: expected numbers of tokens such as 128,512, got 'many'"),
         (("--budgets", "0"), "--budgets: expected numbers of tokens"),
         (("--depths", "top"), "--depths: expected percentages"),
-        (("--depths", "150"), "depths: expected shares in [0, 1], got 1.5"),
+        (("--depths", "150"), "--depths: expected percentages from 0 to 100, such as 0,50,100, got '150'"),
         (("--context", "32k"), "--context for niah: expected at most 16,384 tokens, got 32,768"),
         (("--context", "100"), "--context: expected at least"),
+        (("--methods", " ,"), "--methods: expected one or more, got ' ,'"),
+        (
+            ("--methods", "streaming@512"),
+            "--methods: expected no @ behind streaming, got 'streaming@512'. It retrieves nothing.",
+        ),
+        (("--methods", "quest:dense_layers=[0,1],x"), "unknown method 'x'"),
     ],
 )
 def test_mistakes(cli: Cli, tiny: Path, tmp_path: Path, options: tuple[str, str], said: str) -> None:
@@ -117,6 +124,68 @@ def test_a_malformed_line_is_named(cli: Cli, tiny: Path, tmp_path: Path) -> None
     file = tmp_path / "a.jsonl"
     file.write_text('{"problem": "the red boat", "answer": "7"}\n{"problem": 3\n')
     assert f"{file}: line 2:" in cli.error("eval", "-m", tiny, "--tasks", f"aime:{file}", "--out", tmp_path / "run")
+
+
+def unloaded(*_: object, **__: object) -> None:
+    raise AssertionError("a model was loaded before all was checked")
+
+
+@pytest.mark.parametrize(
+    "out", ["none/out.json", "log.txt/out.json", "", "x" * 300 + ".json"], ids=["none", "file", "folder", "long"]
+)
+@pytest.mark.parametrize("verb", ["tune", "calibrate", "trace", "report"])
+def test_a_place_that_cannot_be_written_is_told_before_a_model_is_loaded(
+    cli: Cli, tiny: Path, document: Path, tmp_path: Path, verb: str, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrecall.models.load", unloaded)
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    target = tmp_path / out if out else folder
+    calls: dict[str, tuple[object, ...]] = {
+        "tune": ("tune", "--text", document, "--out", target),
+        "calibrate": ("calibrate", document, "--out", target),
+        "trace": ("trace", target, document),
+        "report": ("report", folder, "--out", target),
+    }
+    said = cli.error(*calls[verb], *(() if verb == "report" else ("-m", tiny)))
+    assert said.startswith(f"OutputFileError: {target}: cannot be written (") and "Give a name in a folder that exists" in said
+
+
+def test_to_look_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("kept")
+    for name in ("there", "new"):
+        assert writable(tmp_path / name) == tmp_path / name
+    assert [file.name for file in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "kept"
+
+
+def test_a_file_is_no_folder_for_results(cli: Cli, tiny: Path, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrecall.models.load", unloaded)
+    for out in (document, document / "run"):
+        assert f"cannot be a folder for results ({document} is a file)" in cli.error("eval", "-m", tiny, "--out", out)
+
+
+def test_a_stride_that_cannot_be_is_told_before_a_model_is_loaded(
+    cli: Cli, tiny: Path, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrecall.models.load", unloaded)
+    assert "stride: expected a number of steps >= 1, got 0.0" in cli.error("calibrate", document, "-m", tiny, "--stride", 0)
+
+
+def test_a_run_grows_and_says_what_was_full_attention(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    options = ("eval", "-m", tiny, "--tasks", "niah", "--context", "600", "--depths", "50", "--out", tmp_path / "run")
+    exact = "exact:sink_tokens=4;local_tokens=16;update_interval=8"
+    first = cli.json(*options, "--samples", 1, "--methods", f"{exact}@16")
+    assert first["samples"] == 2 and first["notes"] == [] and not any(row["whole"] for row in first["rows"])
+    more = cli.json(*options, "--samples", 2, "--methods", f"{exact}@16,{exact}@270")
+    assert more["samples"] == 6 and more["resumed"] == 2 and [row["whole"] for row in more["rows"]] == [False, False, True]
+    (note,) = more["notes"]
+    assert note == f"{exact}@270: attended to all of niah at 600 tokens, as full attention does"
+    shown = cli(*options, "--samples", 2, "--methods", f"{exact}@16,{exact}@270")
+    assert shown.stderr.count(note) == 1 and shown.stdout.count(" (all)") == 1
+    assert "samples = 2 or more, got 1" in cli.error(*options, "--samples", 1, "--methods", f"{exact}@16,{exact}@270")
+    pytest.importorskip("matplotlib")
+    assert Path(cli.json("report", tmp_path / "run")["file"]).read_text().count(" (all)") == 1
 
 
 def test_reports_of_nothing(cli: Cli, tmp_path: Path) -> None:
@@ -149,10 +218,23 @@ def test_tune_writes_a_method_file_that_eval_and_caches_read(cli: Cli, tiny: Pat
         (("--out", "m.toml"), "--out: expected a name ending in .json"),
         (("--tokens", "200"), "text: expected 338 tokens or more, got '200 tokens'"),
         (("--method", "full"), "method: expected one that retrieves"),
+        (("--method", "streaming"), "method: expected one that retrieves, got 'streaming'"),
+        (("--method", "method", "--set", "index=nothing"), "method: expected one that retrieves, got 'method'"),
         (("--stride", 3), "stride: expected a method with a similarity threshold"),
+        (("--method", "louiskv", "--stride", 0.5), "stride: expected a number of steps >= 1, got 0.5"),
     ],
 )
-def test_mistakes_of_tune(cli: Cli, tiny: Path, document: Path, tmp_path: Path, options: tuple[str, object], said: str) -> None:
+def test_mistakes_of_tune(
+    cli: Cli,
+    tiny: Path,
+    document: Path,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if options[0] != "--tokens":
+        monkeypatch.setattr("kvrecall.models.load", unloaded)
     text = ("tune", "-m", tiny, "--text", document, "--tokens", "600", "--out", tmp_path / "m.json")
     assert said in cli.error(*text, *options)
     assert not (tmp_path / "m.json").exists()
@@ -161,7 +243,8 @@ def test_mistakes_of_tune(cli: Cli, tiny: Path, document: Path, tmp_path: Path, 
 def test_eval_of_baselines(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     """Short names, names with settings and one without a budget; the document is read once for methods of equal zones."""
     zones = "sink_tokens=4;local_tokens=16;update_interval=8"
-    specs = [f"{name}:{zones}" for name in ("quest", "snapkv", "h2o", "magicpig", "retroinfer", "streaming")]
+    names = ("quest:dense_layers=[];", "snapkv:", "h2o:", "magicpig:dense_layers=[];", "retroinfer:", "streaming:")
+    specs = [f"{name}{zones}" for name in names]
     told = cli.json("eval", "-m", tiny, "--tasks", "niah", "--methods", ",".join(specs), "--budgets", "32", "--context", "600",
                     "--samples", 1, "--depths", "50", "--dtype", "float32", "--out", tmp_path / "run")  # fmt: skip
     labels = ["full", *(f"{spec}@32" for spec in specs[:-1]), specs[-1]]

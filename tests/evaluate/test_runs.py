@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import InputFileError, ParameterError
-from kvrecall.evaluate.runs import SAMPLES, Record, RunFolder, key_of, read_config, read_records
+from kvrecall.errors import FolderInUseError, InputFileError, ParameterError
+from kvrecall.evaluate.runs import CONFIG as CONFIG_FILE
+from kvrecall.evaluate.runs import SAMPLES, Record, RunFolder, Shard, key_of, read_config, read_records
 
 CONFIG = {"model": "m", "seed": 0, "depths": (0.0, 1.0)}
 
@@ -55,6 +56,62 @@ def test_another_configuration_is_refused(tmp_path: Path, change: dict[str, obje
     with pytest.raises(ParameterError, match=rf"expected the folder's {next(iter(change))} = .*new folder"):
         RunFolder(tmp_path, CONFIG | change)
     assert read_records(tmp_path) == [sample(0)]
+
+
+RUN = {"seed": 0, "samples": 2, "tasks": ("niah",), "contexts": (100,), "conditions": {"full": {}, "quest@8": {"top_k": 8}}}
+MORE = {
+    "samples": 3, "attempts": 2, "tasks": ("copy", "niah"), "contexts": (50, 100), "files": {"aime:a": "f00"},
+    "conditions": {"full": {}, "exact@8": {}, "quest@8": {"top_k": 8}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_run_may_ask_for_more(tmp_path: Path, name: str) -> None:
+    begun = {"attempts": 1} | RUN
+    RunFolder(tmp_path, begun).add(sample(0))
+    grown = RunFolder(tmp_path, begun | {name: MORE[name]})
+    assert grown.records == [sample(0)] and grown.done == {key_of(sample(0))}
+    held = read_config(tmp_path)[name]
+    assert held == (list(MORE[name]) if isinstance(MORE[name], tuple) else MORE[name])
+    assert sorted(file.name for file in tmp_path.iterdir() if file.suffix == ".draft") == []
+    if name != "files":
+        with pytest.raises(ParameterError, match=f"expected the folder's {name} = .* or more, got "):
+            RunFolder(tmp_path, begun)  # less than what is there
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"samples": 3, "seed": 1}, r"the folder's seed = 0, got 1"),
+        ({"conditions": {"full": {}, "quest@8": {"top_k": 9}, "exact@8": {}}}, "the folder's conditions"),
+        ({"tasks": ("copy",)}, "the folder's tasks"),
+        ({"samples": 3, "batch_tokens": 500}, "answered together, which rounds otherwise"),
+    ],
+)
+def test_more_of_another_run_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    begun = RUN | {"batch_tokens": change.get("batch_tokens", 0)}
+    RunFolder(tmp_path, begun)
+    before = (tmp_path / CONFIG_FILE).read_bytes()
+    with pytest.raises(ParameterError, match=said):
+        RunFolder(tmp_path, begun | change)
+    assert (tmp_path / CONFIG_FILE).read_bytes() == before
+
+
+def test_a_run_grows_only_while_nobody_writes_it(tmp_path: Path) -> None:
+    more = RUN | {"samples": 3}
+    with RunFolder(tmp_path, RUN, Shard(2, 3)).claimed(), pytest.raises(FolderInUseError, match="a run 02 of 03 does"):
+        RunFolder(tmp_path, more)
+    assert read_config(tmp_path)["samples"] == 2
+    with RunFolder(tmp_path, more, Shard(1, 2)).claimed():  # the others of the grown run come while the first one writes
+        RunFolder(tmp_path, more, Shard(2, 2)).add(sample(2))
+    assert read_config(tmp_path)["samples"] == 3
+
+
+def test_records_come_in_the_order_of_the_plan(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, RUN)
+    for number, condition in ((0, "quest@8"), (1, "full"), (0, "full")):
+        folder.add(sample(number, condition))
+    assert read_records(tmp_path) == [sample(0), sample(0, "quest@8"), sample(1)]
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from kvrecall import methods
 from kvrecall.engine.prompts import chat_prompt, next_turn
 from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
-from kvrecall.evaluate.conditions import conditions, described
-from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.conditions import conditions, described, listed
+from kvrecall.evaluate.plan import Plan, configuration
 from kvrecall.evaluate.problems import read_problems
 from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
 from kvrecall.evaluate.suite import Suite
@@ -100,6 +100,33 @@ def test_a_budget_that_covers_the_context_answers_as_full_attention_and_is_said_
     for task in plan.tasks:
         own = {r["condition"]: r["answers"] for r in folder.records if r["task"] == task}
         assert own["full"] == own[f"{PARIS}@600"]
+
+
+def test_what_turns_out_to_be_full_attention_is_said_at_the_end(tmp_path: Path) -> None:
+    """Prompts are shorter than contexts: this budget covers 4 + 16 + 2 x 215 = 450 tokens, a context of 480 has fewer."""
+    plan = Plan(("niah", "drift"), (480,), samples=2, depths=(0.5,), steps=4, window=2)
+    both = suite(plan, 8, 215)
+    assert both.notes() == []
+    folder = RunFolder(tmp_path, {})
+    both.run(folder)
+    rows = {(row.task, row.condition): row for row in summarise(folder.records)}
+    assert {key for key, row in rows.items() if row.whole} == {("niah", f"{PARIS}@215")}
+    whole = rows["niah", f"{PARIS}@215"]
+    assert whole.attended == rows["niah", "full"].attended + " (all)" and whole.difference == 0
+    (note,) = both.counted_notes(list(rows.values()))
+    assert note == f"{PARIS}@215: attended to all of niah at 480 tokens, as full attention does"
+    covered = suite(plan, 600)
+    assert len(covered.notes()) == 1
+    covered.run(other := RunFolder(tmp_path / "covered", {}))
+    assert covered.counted_notes(summarise(other.records)) == []  # it was said before
+
+
+def test_what_layers_of_other_budgets_cover_is_what_the_least_of_them_does(tmp_path: Path) -> None:
+    settings = '"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0, "top_k": 300'
+    file = written(
+        tmp_path / "m.json", f'{{"method": "exact", "settings": {{{settings}, "per_layer": {{"1": {{"top_k": 9}}}}}}}}'
+    )
+    assert conditions([str(file)], [])[1].covered_tokens == 4 + 16 + 2 * 9 - 1
 
 
 def test_what_a_budget_covers_is_said_of_problems_by_prompts_and_of_drift_with_its_steps(tmp_path: Path) -> None:
@@ -212,6 +239,92 @@ def test_solutions_beyond_the_model_and_rooms_too_small(tmp_path: Path) -> None:
         suite(Plan(("niah",), (200,)))
     with pytest.raises(InputFileError, match="cannot be read"):
         Plan(("aime:none.jsonl",)).to_dict()
+
+
+@pytest.mark.parametrize(
+    "spec, context",
+    [
+        ("niah-multikey:64", 512),
+        ("variable-tracking:32", 560),
+        ("common-words:20", 700),
+        ("copy:400", 1000),
+        ("json-kv:32", 300),
+    ],
+)
+def test_a_context_too_short_for_a_task_is_refused_before_anything_runs(spec: str, context: int) -> None:
+    plan = Plan(("niah", spec), (context, 4000), samples=2)
+    with pytest.raises(
+        ParameterError, match=rf"--context: expected at least [\d,]+ tokens for {spec}, got {context}\."
+    ) as error:
+        suite(plan)
+    needed = int(error.value.expected.split()[2].replace(",", ""))
+    assert context < needed <= 4000
+    enough = suite(Plan((spec,), (needed,), samples=2))
+    for job in enough.jobs():
+        enough._made(generated(spec), job, enough._room_tokens(generated(spec), needed))
+
+
+def test_drift_without_a_prompt_or_without_enough_text_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = written(tmp_path / "t.txt", "the red boat . " * 50)
+    for plan, said in (
+        (Plan(("drift",), (100,), steps=4), "--context: expected at least 128 tokens for drift, got 100"),
+        (Plan((f"drift:{file}",), (1,), steps=4), "expected at least 2 tokens"),
+        (Plan((f"drift:{file}",), (100, 190), steps=40), "expected a text of 230 tokens or more"),
+    ):
+        with pytest.raises(ParameterError, match=said):
+            suite(plan)
+
+
+def test_more_samples_tasks_and_methods_later_are_what_one_run_of_all_would_be(tmp_path: Path) -> None:
+    specs = [f"{name}:sink_tokens=4;local_tokens=16;update_interval=8" for name in ("exact", "quest")]
+
+    def run(path: Path, tasks: tuple[str, ...], samples: int, *chosen: str) -> None:
+        plan, found = Plan(tasks, (400,), samples=samples, depths=(0.0, 1.0)), conditions(list(chosen), [8])
+        Suite(plan, asker(), found).run(RunFolder(path, configuration(plan, "m", "torch.float32", "cpu", found, 256, 0)))
+
+    run(tmp_path / "grown", ("niah",), 1, specs[1])
+    first = (tmp_path / "grown" / SAMPLES).read_bytes()
+    run(tmp_path / "grown", ("json-kv:2", "niah"), 2, *specs)
+    run(tmp_path / "once", ("json-kv:2", "niah"), 2, *specs)
+    assert (tmp_path / "grown" / SAMPLES).read_bytes().startswith(first)
+    grown, once = (read_records(tmp_path / name) for name in ("grown", "once"))
+    assert without_times(grown) == without_times(once) and len(once) == (2 + 4) * 3
+    configs = [(tmp_path / name / "config.json").read_bytes() for name in ("grown", "once")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    "text, specs",
+    [
+        ("pariskv, prkv@1024 ,tuned.json@512,", ["pariskv", "prkv@1024", "tuned.json@512"]),
+        ("twilight:dense_layers=[0,1],quest", ["twilight:dense_layers=[0,1]", "quest"]),
+        ('pariskv:per_layer={"1":{"top_k":8},"2":{"top_k":9}}', ['pariskv:per_layer={"1":{"top_k":8},"2":{"top_k":9}}']),
+        (
+            "method:index=pages:page_tokens=8,bounds=min-max@64,quest@8",
+            ["method:index=pages:page_tokens=8,bounds=min-max@64", "quest@8"],
+        ),
+        ("prkv:trigger=semantic-boundary:threshold=0.9,compare=retrieval;gqa=max,all", None),
+        ("quest:gqa=max,a=b.json,x=1", ["quest:gqa=max", "a=b.json", "x=1"]),
+        ("quest,top_k=3", ["quest", "top_k=3"]),
+        ("", []),
+    ],
+)
+def test_commas_between_methods_and_inside_them(text: str, specs: list[str] | None) -> None:
+    assert listed(text) == (specs or ([text[:-4], "all"] if text else []))
+
+
+def test_specs_with_commas_are_methods() -> None:
+    twilight, pages = conditions(listed("twilight:dense_layers=[0,1],method:index=pages:page_tokens=8,bounds=min-max@64"), [])[
+        1:
+    ]
+    assert twilight.method.dense_layers == (0, 1) and pages.budget == 64
+    assert str(pages.method.index_config()).startswith("pages:page_tokens=8")
+
+
+@pytest.mark.parametrize("spec, why", [("streaming@512", "It retrieves nothing"), ("full@512", "It attends to everything")])
+def test_a_budget_for_what_retrieves_nothing_is_refused(spec: str, why: str) -> None:
+    with pytest.raises(ParameterError, match=f"no @ behind {spec[:-4]}, got '{spec}'. {why}"):
+        conditions([spec], [])
 
 
 def test_conditions(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ import json
 import random
 import re
 from collections import Counter
+from hashlib import sha256
+from itertools import islice
 
 import pytest
 
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate.tasks.base import Room
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
-from kvrecall.evaluate.tasks.text import haystack, sentences, vocabulary
+from kvrecall.evaluate.tasks.text import haystack, made_up, sentences, vocabulary
 
 
 def count(text: str) -> int:
@@ -76,6 +78,53 @@ def test_the_words_asked_for_are_the_most_common() -> None:
     document, (turn,) = generated("frequent-words:3").make(ROOM, random.Random(1), 0.5)
     counted = Counter(word for word in document.split() if word != "....")
     assert [w for w, _ in counted.most_common(3)] == list(turn.answers)
+
+
+def test_a_list_of_common_words_fills_any_room() -> None:
+    for tokens in (18_000, 36_000, 120_000):
+        document, (turn,) = generated("common-words:10").make(Room(count, tokens), random.Random(1), 0.5)
+        assert 0.9 * tokens <= count(document) <= tokens
+        counted = Counter(re.findall(r"\d+\. (\w+)", document))
+        assert Counter(counted.values()) == {30: 10, 3: len(counted) - 10}
+        assert {word for word, times in counted.items() if times == 30} == set(turn.answers) <= set(vocabulary())
+        assert (set(counted) <= set(vocabulary())) == (tokens == 18_000)  # made-up words only where the log's are too few
+
+
+def test_made_up_words_do_not_run_out() -> None:
+    words = list(islice(made_up(random.Random(0)), 30_000))
+    assert len({*words, *vocabulary()}) == len(words) + len(vocabulary())
+    assert all(re.fullmatch("[a-z]{3,16}", word) for word in words)
+
+
+@pytest.mark.parametrize("wanted", [1, 3, 10, 20])
+@pytest.mark.parametrize("tokens", [1700, 3500])
+def test_the_words_asked_for_are_more_frequent_than_any_other(wanted: int, tokens: int) -> None:
+    for seed in range(8):
+        document, (turn,) = generated(f"frequent-words:{wanted}").make(Room(count, tokens), random.Random(seed), 0.5)
+        counted = Counter(word for word in document.split() if word != "....")
+        least = min(counted[word] for word in turn.answers)
+        assert all(times < least for word, times in counted.items() if word not in turn.answers)
+        assert len(set(turn.answers)) == wanted and 0.97 * tokens < count(document) <= tokens
+
+
+def test_samples_that_results_were_made_with_stay_as_they_are() -> None:
+    def short(spec: str, seed: int, tokens: int = 2000) -> str:
+        return sha256(repr(generated(spec).make(Room(count, tokens), random.Random(seed), 0.5)).encode()).hexdigest()[:8]
+
+    assert short("common-words", 1) == "7b6e9d48" and short("common-words", 1, 18_000) == "53b1087f"
+    assert short("frequent-words", 1) == "4af3d9ff" and short("json-kv", 1) == "a7503972"
+
+
+@pytest.mark.parametrize("digits, tokens", [(2, 1700), (2, 8000), (3, 8000), (3, 60_000)])
+def test_short_keys_fill_their_room(digits: int, tokens: int) -> None:
+    document, (turn,) = generated(f"json-kv:{digits}").make(Room(count, tokens), random.Random(1), 0.5)
+    assert 0.98 * tokens < count(document) <= tokens
+    pairs = json.loads(document)
+    assert len(pairs) == document.count(":") and all(len(value) == digits for value in pairs.values())
+    lengths = Counter(map(len, pairs))
+    assert set(lengths) <= {digits, digits + 1} and (len(lengths) == 1 or lengths[digits] == 16**digits)
+    asked = re.search(r'"(\w+)"', turn.question)
+    assert asked and pairs[asked[1]] == turn.answers[0]
 
 
 def test_json_is_json_and_a_copy_is_one_passage() -> None:

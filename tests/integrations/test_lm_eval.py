@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,50 @@ def test_sampling_is_asked_for_by_a_temperature(integration: Any) -> None:
     assert greedy[0] == greedy[1]
 
 
+OPTIONS = {
+    "penalty": {"repetition_penalty": 5.0},
+    "n-grams": {"no_repeat_ngram_size": 2, "temperature": 0.0},
+    "beams": {"num_beams": 3},
+    "eos": {"do_sample": False, "min_new_tokens": 8, "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 1024])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_task_reach_the_model(integration: Any, name: str, chunk_tokens: int) -> None:
+    ids, mask = prompts(300, 180)
+    model = loaded(integration, method=PARIS, budget=400, chunk_tokens=chunk_tokens)
+    given = {"max_length": 320, "attention_mask": mask}
+    out = model._model_generate(ids, stop=[], **given, **OPTIONS[name])
+    plain = {"do_sample": False, "pad_token_id": 0} | given
+    options = {key: value for key, value in OPTIONS[name].items() if key != "temperature"}
+    assert out.tolist() == model.model.generate(ids, **(plain | options)).tolist()
+    if name in ("penalty", "n-grams"):
+        assert out.tolist() != model.model.generate(ids, **plain).tolist()
+
+
+def test_an_option_that_the_model_does_not_know_is_refused(integration: Any) -> None:
+    model = loaded(integration, method=PARIS)
+    with pytest.raises(ValueError, match="no_such_option"):
+        model._model_generate(prompts(50)[0], max_length=60, stop=[], no_such_option=3)
+
+
+def test_mixed_precision_is_refused_and_not_ignored(integration: Any) -> None:
+    with pytest.raises(ParameterError, match=r"mixed_precision_dtype: expected none, got 'bfloat16'.*dtype=bfloat16"):
+        loaded(integration, method=PARIS, mixed_precision_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("method", ["streaming", "full", "file"])
+def test_a_budget_that_would_be_lost_is_refused(integration: Any, tmp_path: Path, method: str) -> None:
+    (tmp_path / "m.json").write_text('{"method": "exact", "settings": {"top_k": 9}}')
+    spec = str(tmp_path / "m.json") if method == "file" else method
+    with pytest.raises(ParameterError, match=r"budget: expected none beside method="):
+        loaded(integration, method=spec, budget=8)
+    assert loaded(integration, method=spec).method.top_k == {"streaming": 0, "full": None, "file": 9}[method]
+    if method == "file":
+        assert loaded(integration, method=f"{spec}@8").method.top_k == 8
+
+
 @pytest.mark.parametrize(
     "options, error",
     [({"method": "x"}, UnknownNameError), ({"budget": 0}, ParameterError), ({"chunk_tokens": 0}, ParameterError)],
@@ -113,6 +158,24 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     with pytest.raises(MissingPackageError, match=r'pip install "kvrecall\[eval\]"'):
         importlib.import_module(MODULE)
+
+
+def test_the_command_without_lm_eval_is_one_line() -> None:
+    code = f"import sys, runpy; sys.modules['lm_eval'] = None; runpy.run_module({MODULE!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: lm-eval: expected it to be installed") and "kvrecall[eval]" in done.stderr
+
+
+def test_the_command_refuses_in_one_line(
+    integration: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ModuleType("lm_eval.__main__")
+    vars(command)["cli_evaluate"] = lambda: integration.KVRecallLM("x", method="pariskw")
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", command)
+    with pytest.raises(SystemExit) as caught:
+        integration.main()
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith("error: unknown method 'pariskw'")
 
 
 def test_a_local_task_runs_in_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

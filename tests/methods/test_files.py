@@ -12,7 +12,7 @@ import torch
 import kvrecall
 from kvrecall.engine import generate, plan
 from kvrecall.engine.captured.check import check_capture
-from kvrecall.errors import CaptureError, InputFileError, ParameterError, UnknownNameError
+from kvrecall.errors import CaptureError, InputFileError, OutputFileError, ParameterError, UnknownNameError
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.methods.base import Method
 from kvrecall.methods.files import load_method, save_method
@@ -68,6 +68,22 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, said: str) -> N
     with pytest.raises(InputFileError) as error:
         load_method(path, layers=24)
     assert str(path) in str(error.value) and said in str(error.value)
+
+
+def test_a_mistake_in_a_file_has_one_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    for settings, end in (('"topk": 3', "Did you mean 'top_k'?"), ('"colour": 3', "`kvrecall tune` writes such files.")):
+        path.write_text(f'{{"method": "exact", "settings": {{{settings}}}}}')
+        with pytest.raises(InputFileError) as error:
+            load_method(path)
+        said = str(error.value)
+        assert said.endswith(end) and said.count("docs/evaluation.md") == (end[0] == "`") and ".." not in said
+        assert error.value.problem in said and not error.value.problem.endswith(".")
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OutputFileError, match=r"cannot be written \(No such file"):
+        save_method(kvrecall.Full(), tmp_path / "none" / "m.json")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_texts
+from kvrecall.cli.textfile import read_texts, writable
 from kvrecall.cli.verb import Result, verb
 from kvrecall.errors import ParameterError
 
@@ -46,9 +46,13 @@ def calibrate(
     as_json: options.AsJson = False,
 ) -> Result:
     """Find LouisKV's threshold for a wanted mean stride, on your text or on the answers of tasks."""
+    from kvrecall.evaluate.asking import Asker
+    from kvrecall.evaluate.calibrate import calibrate as find
+    from kvrecall.evaluate.calibrate import check_stride, watch_answers, watch_queries
     from kvrecall.evaluate.plan import Plan
     from kvrecall.trigger import SemanticBoundary
 
+    check_stride(stride)
     trigger = SemanticBoundary(compare=compare, max_stride=max_stride)  # type: ignore[arg-type]
     if (not files) == (tasks is None):
         raise ParameterError("calibrate", "texts or --tasks", "both" if files else "neither", "Steps of one kind are counted.")
@@ -58,12 +62,9 @@ def calibrate(
     wanted = None if tokens is None else options.token_count(tokens)
     listed = tuple(part.strip() for part in (tasks or "").split(",") if part.strip())
     plan = Plan(listed, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
+    if out is not None:
+        writable(out)
     session = open_session(model, dtype, device, quiet=as_json)
-
-    from kvrecall.evaluate.asking import Asker
-    from kvrecall.evaluate.calibrate import calibrate as find
-    from kvrecall.evaluate.calibrate import watch_answers, watch_queries
-
     if plan is not None:
         asker = Asker(session.model, session.tokenizer, chunk_tokens)
         with token_bar("answering", as_json) as on_progress:

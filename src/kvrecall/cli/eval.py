@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
 from kvrecall.cli.session import open_session
+from kvrecall.cli.textfile import writable_folder
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import ParameterError
 
@@ -32,7 +33,7 @@ def evaluate(
         str,
         typer.Option(
             help="Methods, separated by commas: name or name:key=value;key=value, also with @budget; or a method file. "
-            "`all` stands for every name."
+            "`all` stands for every name. A comma in brackets, or before key=value, is part of a value."
         ),
     ] = options.DEFAULT_METHOD,
     budgets: Annotated[
@@ -48,7 +49,9 @@ def evaluate(
     steps: Annotated[int, typer.Option(min=1, help="Generated tokens of drift.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Steps per row of drift.")] = 256,
     seed: Annotated[int, typer.Option(help="Of all texts and draws.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for results; a run that is in it already goes on.")] = Path("eval"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for results; a run that is in it already goes on, and may be asked for more.")
+    ] = Path("eval"),
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -68,7 +71,7 @@ def evaluate(
     if tasks == "list":
         return _list(as_json)
 
-    from kvrecall.evaluate.conditions import conditions
+    from kvrecall.evaluate.conditions import conditions, listed
     from kvrecall.evaluate.plan import Plan, configuration
     from kvrecall.evaluate.runs import RunFolder, Shard, read_records
 
@@ -78,9 +81,12 @@ def evaluate(
         attempts, temperature, top_p, max_new_tokens, steps, window,
     )  # fmt: skip
     share = Shard.of(shard)
-    specs, counts = _listed(methods), [_budget(b) for b in _listed(budgets or "")]
+    specs, counts = listed(methods), [_budget(b) for b in _listed(budgets or "")]
+    if not specs:
+        raise ParameterError("--methods", "one or more", methods, "Full attention alone is `full`.")
     conditions(specs, counts)
     plan.to_dict()  # reads the files that it names
+    writable_folder(out)
 
     from kvrecall.evaluate.asking import Asker
     from kvrecall.evaluate.suite import Suite
@@ -93,8 +99,7 @@ def evaluate(
     place = str(session.model.dtype), session.model.device.type
     folder = RunFolder(out, configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens, capture), share)
     said = suite.notes()
-    for note in said:
-        notes().print(f"note: {note}", markup=False, soft_wrap=True)
+    _tell(said)
     resumed = len(folder.records)
     if resumed:
         notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
@@ -102,10 +107,17 @@ def evaluate(
         suite.run(folder, on_progress)
     records = read_records(out)  # other processes' too
     rows = summarise(records)
+    counted = suite.counted_notes(rows)
     if not as_json:
         show(rows)
-    told = {"folder": str(out), "model": session.name, "samples": len(records), "resumed": resumed, "notes": said}
+    _tell(counted)
+    told = {"folder": str(out), "model": session.name, "samples": len(records), "resumed": resumed, "notes": said + counted}
     return told | {"rows": [row.to_dict() for row in rows]}
+
+
+def _tell(said: list[str]) -> None:
+    for note in said:
+        notes().print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def show(rows: list[Row]) -> None:
@@ -177,11 +189,14 @@ def _listed(text: str) -> list[str]:
 
 def _depths(text: str) -> list[float]:
     try:
-        return [float(part) / 100 for part in _listed(text)]
+        percent = [float(part) for part in _listed(text)]
     except ValueError:
+        percent = [-1.0]
+    if not all(0 <= depth <= 100 for depth in percent):
         raise ParameterError(
-            "--depths", "percentages such as 0,50,100", text, "0 is the start of the text, 100 its end."
-        ) from None
+            "--depths", "percentages from 0 to 100, such as 0,50,100", text, "0 is the start of the text, 100 its end."
+        )
+    return [depth / 100 for depth in percent]
 
 
 def _budget(text: str) -> int:

@@ -9,6 +9,7 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.report import size
+from kvrecall.cli.textfile import writable
 from kvrecall.cli.verb import Result, notes, verb
 
 
@@ -23,7 +24,7 @@ def report(
     from kvrecall.evaluate.runs import read_config
 
     read_config(folder)  # tells what is no run before a file is made
-    target = folder / "report.html" if out is None else out
+    target = writable(folder / "report.html" if out is None else out)
     told = write_page(folder, target)
     if not as_json:
         notes().print(f"wrote {target}: {told['rows']} rows, {told['plots']} plots, {size(told['bytes'])}", markup=False)

@@ -1,11 +1,12 @@
-"""Text from files and arguments, checked before anything slow starts."""
+"""Text from files and arguments, and places for results, checked before anything slow starts."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.errors import InputFileError, OutputFileError, ParameterError
 
 
 def read_text(path: Path) -> str:
@@ -33,3 +34,29 @@ def non_empty(text: str, name: str) -> str:
     if not text.strip():
         raise ParameterError(name, "some text", text, "Ask something.")
     return text
+
+
+def writable(path: Path) -> Path:
+    """A path for a file of results, as it is; raises `OutputFileError` if none can be written there.
+
+    Opened to see, since permissions alone do not tell; what is there stays as it is, and nothing is left behind.
+    """
+    try:
+        there = os.path.lexists(path)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise OutputFileError(path, f"cannot be written ({error.strerror})") from None
+    if not there:
+        path.unlink(missing_ok=True)
+    return path
+
+
+def writable_folder(path: Path) -> Path:
+    """A path for a folder of results, as it is; raises `OutputFileError` if none can be made there, and makes none yet."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise OutputFileError(path, f"cannot be a folder for results ({there} is a file)")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutputFileError(path, f"cannot be a folder for results ({there} may not be written to)")
+    return path

@@ -9,7 +9,7 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_text, read_texts
+from kvrecall.cli.textfile import read_text, read_texts, writable
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import ContextLengthError, ParameterError
 
@@ -34,9 +34,10 @@ def trace(
     as_json: options.AsJson = False,
 ) -> Result:
     """Record queries, keys and values of a model at work, for `kvrecall recall`."""
-    text = read_texts(files)
+    text, following = read_texts(files), None if follow is None else read_text(follow)
     wanted = None if tokens is None else options.token_count(tokens)
     chosen = None if layers is None else _layers(layers)
+    writable(out)
     session = open_session(model, dtype, device, quiet=as_json)
     tail = session.tokenizer(ending, add_special_tokens=False).input_ids if ending else []
     ids = session.tokenizer(text).input_ids
@@ -47,7 +48,7 @@ def trace(
             )
         ids = ids[: wanted - len(tail)]
     ids = ids + tail
-    forced = None if follow is None else session.tokenizer(read_text(follow), add_special_tokens=False).input_ids
+    forced = None if following is None else session.tokenizer(following, add_special_tokens=False).input_ids
     steps = steps if forced is None else len(forced) + 1
     if session.limit_tokens and len(ids) + steps > session.limit_tokens:
         raise ContextLengthError("prompt and steps", session.limit_tokens, len(ids) + steps)

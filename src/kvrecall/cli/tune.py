@@ -12,7 +12,7 @@ from rich.console import Console
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_texts
+from kvrecall.cli.textfile import read_texts, writable
 from kvrecall.cli.verb import Result, verb
 from kvrecall.errors import ParameterError
 
@@ -44,16 +44,19 @@ def tune(
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     read = read_texts(text)
     wanted = None if tokens is None else options.token_count(tokens)
+
+    from kvrecall.evaluate.trace import capture
+    from kvrecall.evaluate.tune import check
+    from kvrecall.evaluate.tune import tune as find
+    from kvrecall.methods.files import save_method
+
+    check(chosen, mass, floor, stride)
+    writable(out)
     session = open_session(model, dtype, device, quiet=as_json)
     ids = session.token_ids(read, wanted)
     least = chosen.sink_tokens + chosen.local_tokens + steps + 2
     if len(ids) < least:
         raise ParameterError("text", f"{least:,} tokens or more", f"{len(ids):,} tokens", "Give more text, or fewer --steps.")
-
-    from kvrecall.evaluate.trace import capture
-    from kvrecall.evaluate.tune import tune as find
-    from kvrecall.methods.files import save_method
-
     with token_bar("reading", as_json) as on_progress:
         trace = capture(
             session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=chunk_tokens, name=session.name,

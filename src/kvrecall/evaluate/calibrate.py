@@ -5,6 +5,7 @@ The queries are those of a given text, or of the steps in which full attention a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -112,9 +113,7 @@ def calibrate(
     steps = min(map(_steps, kept.values()), default=0)
     if steps < 2:
         raise ParameterError("queries", "2 tokens or more in a layer that is not dense", steps, "Give more text.")
-    longest = min(_steps(q) / len(q) for q in kept.values())
-    if not 1 <= stride <= longest:
-        raise ParameterError("stride", f"a number of steps in [1, {longest:g}]", stride, "The paper uses 5 and 16.")
+    check_stride(stride, min(_steps(q) / len(q) for q in kept.values()))
     if per_layer:
         single = {n: _smallest({n: q}, stride, trigger) for n, q in kept.items()}
         found = tuple(single.get(n, 0.0) for n in range(max(single) + 1))
@@ -123,6 +122,13 @@ def calibrate(
     chosen = replace(trigger, threshold=found)
     layers = {n: _mean_stride({n: q}, chosen) for n, q in kept.items()}
     return Calibration(found, _mean_stride(kept, chosen), layers)
+
+
+def check_stride(stride: float, longest: float = math.inf) -> None:
+    """Raises ParameterError for a mean stride that no threshold gives. longest: of the steps that there are, once they are."""
+    if not 1 <= stride <= longest or stride == math.inf:
+        expected = "a number of steps >= 1" if longest == math.inf else f"a number of steps in [1, {longest:g}]"
+        raise ParameterError("stride", expected, stride, "The paper uses 5 and 16.")
 
 
 def searches(queries: Tensor, trigger: SemanticBoundary, layer: int = 0) -> int:

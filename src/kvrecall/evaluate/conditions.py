@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ FULL = "full"
 ALL = "all"
 """Stands for every method that has a name."""
 _SUFFIXES = (".json", ".toml")
+_SETTING = re.compile(r"[\w-]+\s*=")
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,40 @@ class Condition:
 
     @property
     def covered_tokens(self) -> int:
-        """The longest text that the method attends to whole, so that it is full attention there."""
+        """The longest text that every layer attends to whole, so that the method is full attention there."""
         zones = self.method.zone_sizes()
-        return max(self.method.full_attention_below() - 1, zones.sink_tokens + zones.local_tokens + (self.budget or 0))
+        layers = [self.method, *(self.method.at(number) for number, _ in self.method.per_layer)]
+        below = min(layer.full_attention_below() for layer in layers)
+        return max(below - 1, zones.sink_tokens + zones.local_tokens + (self.budget or 0))
+
+
+def listed(text: str) -> list[str]:
+    """The specs of a list as people write it, separated by commas.
+
+    A comma inside brackets or quotes belongs to a value, and so does one before `key=value` in a method's settings:
+    "method:index=pages:page_tokens=8,bounds=min-max@64,quest" are two. No method's name has an equals sign; what ends as a
+    method file does is one.
+    """
+    found: list[str] = []
+    for part in (part.strip() for part in _between_commas(text)):
+        if found and ":" in found[-1] and _SETTING.match(part) and not part.endswith(_SUFFIXES):
+            found[-1] += f",{part}"
+        elif part:
+            found.append(part)
+    return found
+
+
+def _between_commas(text: str) -> list[str]:
+    """The parts between commas that stand outside brackets and quotes."""
+    found, depth, quoted = [""], 0, False
+    for letter in text:
+        quoted ^= letter == '"'
+        depth += 0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and not quoted and depth <= 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def conditions(specs: list[str], budgets: list[int], layers: int | None = None) -> list[Condition]:
@@ -44,13 +77,16 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
 
     specs: names (`all` stands for every one), `name:key=value;key=value`, either with a budget of its own as `spec@512`, or
     method files (.json, .toml; for a model with `layers` layers). budgets: tokens, for specs without one; if there are none,
-    the method's own; method files have theirs, and what retrieves nothing has none. Short contexts are searched too
-    (full_attention_threshold 0) unless the spec says otherwise. Raises the errors of methods and files.
+    the method's own; method files have theirs, and what retrieves nothing has none. full_attention_threshold is 0 unless the
+    spec says otherwise. Raises the errors of methods and files.
     """
     found = [Condition(FULL, methods.get(FULL), None)]
-    for given in (one for listed in specs for one in _each(listed)):
+    for asked, given in ((listed, one) for listed in specs for one in _each(listed)):
         spec, own = _split(given)
         method = _method(spec, layers)
+        if own and not method.top_k and given == asked:
+            why = "It attends to everything." if method.top_k is None else "It retrieves nothing."
+            raise ParameterError("--methods", f"no @ behind {spec}", given, f"{why} Remove it.")
         if method.top_k is None:
             continue  # full attention is there already
         if own and any("top_k" in dict(values) for _, values in method.per_layer):

@@ -18,6 +18,8 @@ from kvrecall.errors import FolderInUseError, InputFileError, ParameterError
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
 _KEY = ("task", "context", "sample", "attempt", "condition")
 """What tells one sample from another."""
+_GROWS = ("attempts", "conditions", "contexts", "files", "samples", "tasks")
+"""What a later call may ask more of: every sample that is there would be made again as it is."""
 
 Record = dict[str, Any]
 Key = tuple[Any, ...]
@@ -57,7 +59,8 @@ class RunFolder:
     """The samples of one run. `records` holds those that are finished, by any process."""
 
     def __init__(self, path: Path, config: dict[str, Any], shard: Shard | None = None) -> None:
-        """Opens or makes the folder. Raises ParameterError if another configuration has begun there, InputFileError for a
+        """Opens or makes the folder. A run grows if the configuration asks for more of what is there. Raises ParameterError
+        if it is another, FolderInUseError if the run would have to grow while another process writes it, InputFileError for a
         line that is no sample. A last line without its end was torn by an interruption; it is cut off before the next."""
         self.path, self.shard = path, shard or Shard()
         self._file = path / f"samples{self.shard.suffix}.jsonl"
@@ -70,8 +73,9 @@ class RunFolder:
         if not (path / CONFIG).exists():
             if any(file.stat().st_size for file in _files(path)):
                 raise InputFileError(path, f"holds {SAMPLES} without {CONFIG}", "Give --out a new folder.")
-            _write_whole(path / CONFIG, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
-        self._same(read_config(path), config)  # another share may have been first
+            _write_config(path, config)
+        _check_more(path, read_config(path), config)  # another share may have been first
+        self._grow(config)
         self._read()
 
     @contextmanager
@@ -80,19 +84,16 @@ class RunFolder:
 
         The system lets go of a claim when its process ends, however it does.
         """
-        from filelock import FileLock, Timeout
+        from filelock import FileLock
 
         own = self.path / f".lock{self.shard.suffix}"
         with ExitStack() as held:
-            try:
+            with self._told_who_holds():
                 held.enter_context(FileLock(own, timeout=0))
                 for other in set(self.path.glob(".lock*")) - {own}:
                     if not other.name.endswith(f"-of-{self.shard.count:02}"):
                         with FileLock(other, timeout=0):
                             pass
-            except Timeout as error:
-                name = Path(error.lock_file).name.removeprefix(".lock")
-                raise FolderInUseError(self.path, f"a run{name.replace('-', ' ')}") from None
             self._read()  # what others have finished since
             yield
 
@@ -116,14 +117,32 @@ class RunFolder:
         self.records = read_records(self.path)
         self.done = {key_of(record) for record in self.records}
 
-    def _same(self, begun: dict[str, Any], config: dict[str, Any]) -> None:
-        names = sorted(name for name in begun.keys() | config.keys() if begun.get(name) != config.get(name))
-        if names:
-            name = names[0]
-            others = f" (and {', '.join(names[1:])})" if names[1:] else ""
-            remedy = f"Give --out a new folder, or the settings of {self.path / CONFIG}."
-            expected = f"the folder's {name} = {begun.get(name)!r}{others}"
-            raise ParameterError(f"{self.path}", expected, config.get(name), remedy)
+    @contextmanager
+    def _told_who_holds(self) -> Iterator[None]:
+        """Says which share it is whose claim could not be had."""
+        from filelock import Timeout
+
+        try:
+            yield
+        except Timeout as error:
+            name = Path(error.lock_file).name.removeprefix(".lock")
+            raise FolderInUseError(self.path, f"a run{name.replace('-', ' ')}") from None
+
+    def _grow(self, config: dict[str, Any]) -> None:
+        """Puts a configuration that asks for more in the place of the folder's, unless somebody writes the run."""
+        if read_config(self.path) == config:
+            return
+        from filelock import FileLock
+
+        with FileLock(self.path / ".grow"):  # processes that share a run may all find it too small: one after the other
+            begun = read_config(self.path)
+            _check_more(self.path, begun, config)
+            if begun == config:
+                return
+            with ExitStack() as held, self._told_who_holds():
+                for claim in self.path.glob(".lock*"):
+                    held.enter_context(FileLock(claim, timeout=0))
+                _write_config(self.path, config)
 
     def _mend(self) -> None:
         if self._mended or not self._file.exists():
@@ -148,12 +167,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The finished samples of a run, each once; a torn last line is passed over. In the order in which they were finished, or,
-    if several processes have shared the run, in the plan's. Raises InputFileError with the number of a bad line."""
-    files = _files(path)
-    found = {key_of(record): record for file in reversed(files) for record in _lines(file)}
-    if len(files) < 2:
-        return list(found.values())
+    """The finished samples of a run, each once, in the plan's order, whoever finished them when; a torn last line is passed
+    over. Raises InputFileError with the number of a bad line."""
+    found = {key_of(record): record for file in reversed(_files(path)) for record in _lines(file)}
     config = read_config(path)
     places = [{name: i for i, name in enumerate(config.get(key, ()))} for key in ("tasks", "contexts", "conditions")]
 
@@ -186,8 +202,33 @@ def _lines(file: Path) -> list[Record]:
     return found
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file that is either there in whole or not at all, whoever else writes the same."""
-    draft = path.with_suffix(f".{os.getpid()}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+def _check_more(path: Path, begun: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raises ParameterError unless a configuration is the one that has begun, or asks for more of it."""
+    names = sorted(n for n in begun.keys() | config.keys() if not _holds(n, begun.get(n), config.get(n)))
+    remedy = f"Give --out a new folder, or the settings of {path / CONFIG}."
+    if names:
+        name = names[0]
+        others = f" (and {', '.join(names[1:])})" if names[1:] else ""
+        more = " or more" if name in _GROWS else ""
+        raise ParameterError(f"{path}", f"the folder's {name} = {begun.get(name)!r}{more}{others}", config.get(name), remedy)
+    if config.get("batch_tokens") and begun.get("samples") != config.get("samples"):
+        remedy = f"Other samples would be answered together, which rounds otherwise. {remedy}"
+        raise ParameterError(f"{path}", f"the folder's samples = {begun.get('samples')!r}", config.get("samples"), remedy)
+
+
+def _holds(name: str, begun: Any, given: Any) -> bool:
+    """Whether what is given is what has begun, or more of it."""
+    if begun == given or name not in _GROWS:
+        return begun == given
+    if isinstance(given, dict) and isinstance(begun, dict | None):
+        return all(key in given and given[key] == value for key, value in (begun or {}).items())
+    if isinstance(given, list) and isinstance(begun, list):
+        return set(begun) <= set(given)
+    return isinstance(given, int) and isinstance(begun, int) and begun < given
+
+
+def _write_config(path: Path, config: dict[str, Any]) -> None:
+    """The file is either there in whole or not at all, whoever else writes the same."""
+    draft = path / f"config.{os.getpid()}.draft"
+    draft.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(draft, path / CONFIG)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -16,12 +16,17 @@ from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.plan import Job, Plan, Work, portions, share
 from kvrecall.evaluate.problems import FORMATS, Problem, read_problems
 from kvrecall.evaluate.runs import Record, RunFolder, key_of
+from kvrecall.evaluate.summary import Row
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 from kvrecall.integrations.transformers import RetrievalCache
 
 _LEAST_TOKENS = 64
 """Of a document; below this there is no haystack."""
+_LEAST_OF_DRIFT = 128
+"""Of a prompt of whole sentences; below this there may be none."""
+_LONGEST_NEEDED = 1 << 16
+"""Tokens of a context; the largest argument of any task needs fewer."""
 
 
 @dataclass
@@ -40,7 +45,9 @@ class Suite:
     def __post_init__(self) -> None:
         for spec in self.plan.tasks:
             if spec.partition(":")[0] in KNOWN:
-                self._room(generated(spec), min(self.plan.contexts))
+                self._check_room(generated(spec))
+            elif drift.is_drift(spec):
+                self._check_drift(spec)
         limit = self.asker.limit_tokens
         if limit is None:
             return
@@ -66,8 +73,22 @@ class Suite:
         tokenizer = self.asker.tokenizer
         return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in listed] for spec, listed in self.problems.items()}
 
+    def counted_notes(self, rows: list[Row]) -> list[str]:
+        """What `notes` could not know: conditions that have attended to everything at a context that is longer than what they
+        cover, since prompts are shorter than contexts. Once each."""
+        most = {c.label: c.covered_tokens for c in self.conditions}
+        found: dict[str, list[str]] = {}
+        for row in rows:
+            if row.context is None or not row.whole:
+                continue
+            longest = row.context + (self.plan.steps if drift.is_drift(row.task) else 0)
+            if longest > most.get(row.condition, longest):
+                found.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
+        return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in found.items()]
+
     def notes(self) -> list[str]:
-        """What a reader should know before: conditions that are full attention at some context, once each."""
+        """What a reader should know before: conditions that are full attention at some context, once each. Prompts are shorter
+        than contexts, which is counted: see `counted_notes`."""
         found = []
         for condition in self.conditions[1:]:
             covered = " and ".join(self._covered(condition.covered_tokens))
@@ -102,11 +123,14 @@ class Suite:
                 texts = 1 if ":" in spec else plan.samples  # a given text is one sample
                 yield from (Job(spec, context, number, 0) for context in plan.contexts for number in range(texts))
             else:
-                depths = plan.depths if generated(spec).depths else (None,)
                 for context in plan.contexts:
-                    # All depths again and again: a run of fewer samples is the beginning of one of more.
-                    numbered = enumerate(depth for _ in range(plan.samples) for depth in depths)
-                    yield from (Job(spec, context, number, 0, depth) for number, depth in numbered)
+                    yield from self._jobs_of(generated(spec), context)
+
+    def _jobs_of(self, task: Task, context: int) -> Iterator[Job]:
+        """Samples of a generated task. All depths again and again: a run of fewer samples is the beginning of one of more."""
+        depths = self.plan.depths if task.depths else (None,)
+        numbered = enumerate(depth for _ in range(self.plan.samples) for depth in depths)
+        yield from (Job(task.spec, context, number, 0, depth) for number, depth in numbered)
 
     def run(
         self,
@@ -193,7 +217,7 @@ class Suite:
         asked: list[list[int]] = []
         turns: list[tuple[Turn, ...]] = []
         for job in jobs:
-            document, own = task.make(self._room(task, context), self._draw(job), 0.5 if job.depth is None else job.depth)
+            document, own = self._made(task, job, self._room_tokens(task, context))
             prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
             asked.append(prompt.ask(own[0].question) + self.asker.ids(own[0].opening))
             turns.append(own)
@@ -213,16 +237,63 @@ class Suite:
 
         return answer
 
-    def _room(self, task: Task, context: int) -> Room:
+    def _made(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
+        """A sample's document, of at most so many tokens, and its questions; raises ParameterError if they do not fit."""
+        return task.make(Room(self.asker.count, room_tokens), self._draw(job), 0.5 if job.depth is None else job.depth)
+
+    def _room_tokens(self, task: Task, context: int) -> int:
         """The document gets what the context leaves beside the frame, the questions and the answers."""
         tokenizer = self.asker.tokenizer
         frame = len(DocumentPrompt.of(tokenizer, "", task.instruction).ask(""))
         frame += (task.turns - 1) * len(next_turn(tokenizer, ""))
-        room = context - frame - task.turns * (task.question_tokens + task.answer_tokens)
-        if room < _LEAST_TOKENS:
-            expected = f"at least {context - room + _LEAST_TOKENS:,} tokens for {task.spec}"
-            raise ParameterError("--context", expected, context, "Questions and answers need room beside the text.")
-        return Room(self.asker.count, room)
+        return context - frame - task.turns * (task.question_tokens + task.answer_tokens)
+
+    def _check_room(self, task: Task) -> None:
+        """Raises ParameterError with the context that is needed if one of the plan's is too short for a task."""
+        for context in sorted(self.plan.contexts):
+            first = next(self._jobs_of(task, context))
+            # Where half the room would do for one sample, the whole will do for all, at this context and at longer ones.
+            if self._fits(task, [first], self._room_tokens(task, context) // 2):
+                return
+            if not self._fits(task, self._jobs_of(task, context), self._room_tokens(task, context)):
+                remedy = "Documents, questions and answers need room."
+                raise ParameterError("--context", f"{self._needed(task, context)} tokens for {task.spec}", context, remedy)
+
+    def _check_drift(self, spec: str) -> None:
+        """Raises ParameterError for a prompt that is too short, or a given text that is."""
+        given, shortest = ":" in spec, min(self.plan.contexts)
+        least = 2 if given else _LEAST_OF_DRIFT
+        if shortest < least:
+            raise ParameterError("--context", f"at least {least} tokens for {spec}", shortest, "They are the prompt's.")
+        if given:
+            drift.prompt_of(spec, self.asker.tokenizer, max(self.plan.contexts), self.plan.steps, random.Random())
+
+    def _fits(self, task: Task, jobs: Iterable[Job], room_tokens: int) -> bool:
+        if room_tokens < _LEAST_TOKENS:
+            return False
+        try:
+            for job in jobs:
+                self._made(task, job, room_tokens)
+        except ParameterError:
+            return False
+        return True
+
+    def _needed(self, task: Task, context: int) -> str:
+        """The shortest context in which all samples fit, searched for from one in which they do not: which names and numbers
+        are drawn, and so how long they are, depends on the context."""
+
+        def fits(tokens: int) -> bool:
+            return self._fits(task, self._jobs_of(task, tokens), self._room_tokens(task, tokens))
+
+        low, high = context, 2 * context
+        while not fits(high):
+            if high > _LONGEST_NEEDED:
+                return f"more than {high:,}"
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return f"at least {high:,}"
 
     def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
         """What is returned solves the problem under a condition."""

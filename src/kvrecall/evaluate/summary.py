@@ -19,7 +19,8 @@ class Row:
     ("wilson", "bootstrap", "" for one sample). difference: score minus full attention's on the same samples, None without it.
     attended_tokens, estimated_units: per KV head and step; the latter are groups of tokens whose attention was estimated beside
     them. decode_ms: per generated token. All None where no step was made, counted or timed.
-    pass_at_k: for sets of problems, by k.
+    pass_at_k: for sets of problems, by k. whole: whether a method has attended to as many tokens as full attention on every
+    sample, so that it was full attention; counted, not planned.
     """
 
     task: str
@@ -37,11 +38,12 @@ class Row:
     estimated_units: float | None
     decode_ms: float | None
     pass_at_k: dict[int, float]
+    whole: bool = False
 
     @property
     def attended(self) -> str:
-        """See `attended_text`."""
-        return attended_text(self.attended_tokens, self.estimated_units)
+        """See `attended_text`; "393 (all)" where that was everything."""
+        return attended_text(self.attended_tokens, self.estimated_units) + (" (all)" if self.whole else "")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, rounded to 4 decimals."""
@@ -68,16 +70,16 @@ def summarise(records: list[Record]) -> list[Row]:
     found = groups(records, "task", "context", "condition")
     rows = []
     for (task, context, _), members in found.items():
-        full = {_sample(r): r["score"] for r in found.get((task, context, FULL), ())}
+        full = {_sample(r): r for r in found.get((task, context, FULL), ())}
         rows.append(_row(members, full))
     return rows
 
 
-def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
+def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     first = members[0]
     attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
     found = interval([_mean(scores) for scores in attempts])
-    both = [(r["score"], full[_sample(r)]) for r in members if _sample(r) in full]
+    both = [(r["score"], full[_sample(r)]["score"]) for r in members if _sample(r) in full]
     most = min(map(len, attempts))
     passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
     timed = [r for r in members if r.get("seconds") and r["new_tokens"] > 1]
@@ -88,8 +90,17 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], float]) -> Row:
         first["task"], first.get("context"), first["condition"], first["method"], first["budget"], len(attempts),
         *found, _mean([own - other for own, other in both]) if both else None,
         _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
-        1e3 * seconds / steps if steps > 0 else None, passes,
+        1e3 * seconds / steps if steps > 0 else None, passes, _whole(members, full),
     )  # fmt: skip
+
+
+def _whole(members: list[Record], full: dict[tuple[Any, ...], Record]) -> bool:
+    """Whether a method's records count as many attended tokens as full attention's, where those count any."""
+    if members[0]["condition"] == FULL or not all(_sample(r) in full for r in members):
+        return False
+    counted = [(r.get("attended_tokens"), full[_sample(r)].get("attended_tokens")) for r in members]
+    counted = [pair for pair in counted if pair != (None, None)]
+    return bool(counted) and all(own == whole for own, whole in counted)
 
 
 def heat_map(records: list[Record], task: str, condition: str) -> dict[tuple[float, int], float]:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.errors import ParameterError
-from kvrecall.evaluate.calibrate import calibrate
+from kvrecall.evaluate.calibrate import calibrate, check_stride
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.base import LayerShape
+from kvrecall.index.nothing import NothingConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.schedule import stage_sizes
 from kvrecall.methods.base import Method
@@ -89,13 +90,8 @@ def tune(
     stride: for methods with a similarity threshold, the wanted mean steps per search; thresholds are found first.
     Layers that the method keeps dense stay dense. Raises ParameterError.
     """
-    if not 0 < mass <= 1:
-        raise ParameterError("mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
+    check(method, mass, floor, stride)
     floor = 0.8 * mass if floor is None else floor
-    if not 0 <= floor <= mass:
-        raise ParameterError("floor", f"a share in [0, {mass:g}]", floor, "No layer catches less; the mean is at least mass.")
-    if method.top_k is None:
-        raise ParameterError("method", "one that retrieves", method.name, "Full attention has no budget.")
     if stride is not None:
         method = _with_thresholds(trace, method, stride)
     options: dict[int, list[Option]] = {}
@@ -119,6 +115,23 @@ def tune(
     ]
     full = sum(_zone_bytes(trace, n, method) for n in chosen)
     return Tuned(tuned, found[-1].mass, sum(o.step_bytes for o in chosen.values()), full, *uniform, choices)
+
+
+def check(method: Method, mass: float, floor: float | None, stride: float | None) -> None:
+    """Raises ParameterError for what `tune` cannot do on any trace; see there for the parameters."""
+    if not 0 < mass <= 1:
+        raise ParameterError("mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
+    if floor is not None and not 0 <= floor <= mass:
+        raise ParameterError("floor", f"a share in [0, {mass:g}]", floor, "No layer catches less; the mean is at least mass.")
+    if not method.top_k or isinstance(method.index_config(), NothingConfig):
+        why = "Full attention has no budget." if method.top_k is None else "What searches nothing has no budget to find."
+        raise ParameterError("method", "one that retrieves", method.name, why)
+    if stride is not None:
+        check_stride(stride)
+        if not isinstance(method.trigger_config(), SemanticBoundary) or not hasattr(method, "threshold"):
+            raise ParameterError(
+                "stride", "a method with a similarity threshold, such as louiskv", method.name, "Leave it out."
+            )
 
 
 def _settings(option: Option) -> dict[str, Any] | None:
@@ -178,8 +191,7 @@ def _candidates(method: Method, zone: int) -> int:
 
 def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
     trigger = method.trigger_config()
-    if not isinstance(trigger, SemanticBoundary) or not hasattr(method, "threshold"):
-        raise ParameterError("stride", "a method with a similarity threshold, such as louiskv", method.name, "Leave it out.")
+    assert isinstance(trigger, SemanticBoundary)  # see check
     queries = {n: torch.cat([x.prompt_queries.transpose(0, 1), x.queries]) for n, x in trace.layers.items()}
     found = calibrate(queries, stride, trigger, dense_layers=method.dense_layers, per_layer=True)
     return replace(method, threshold=found.threshold)  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvrecall.errors import InputFileError, KVRecallError
+from kvrecall.errors import InputFileError, KVRecallError, OutputFileError
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import name_of
 from kvrecall.methods.settings import first_mistake, from_settings, settings_of
@@ -52,13 +52,20 @@ def load_method(path: str | Path, layers: int | None = None) -> Method:
     try:
         return from_settings(held.method, held.settings)
     except KVRecallError as error:
-        raise InputFileError(path, str(error).rstrip("."), _REMEDY) from None
+        raise InputFileError(path, error.problem, error.remedy or _REMEDY) from None
 
 
 def save_method(method: Method, path: str | Path, *, layers: int | None = None, about: dict[str, Any] | None = None) -> None:
-    """Writes a method as JSON; `load_method` gives an equal one back. layers, about: see `MethodFile`."""
+    """Writes a method as JSON; `load_method` gives an equal one back. layers, about: see `MethodFile`.
+
+    Raises OutputFileError.
+    """
     held = MethodFile(method=name_of(method), settings=settings_of(method), layers=layers, about=about or {})
-    Path(path).write_text(json.dumps(held.model_dump(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(held.model_dump(), indent=1, ensure_ascii=False) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputFileError(path, f"cannot be written ({error.strerror})") from error
 
 
 def _parsed(path: Path) -> Any:

@@ -33,6 +33,9 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
     try:
         return TypeAdapter(chosen).validate_json(json.dumps(settings), strict=True)
     except ValidationError as error:
+        cause = error.errors()[0].get("ctx", {}).get("error")
+        if isinstance(cause, KVRecallError):
+            raise cause from None  # the method's own check, which has a remedy of its own
         raise InputFileError(f"settings of {name}", first_mistake(error), "Types are those of the method's fields.") from None
 
 
@@ -57,8 +60,5 @@ def _plain(value: Any) -> Any:
 def first_mistake(error: ValidationError) -> str:
     """The first mistake: where it is, what was expected, what was given."""
     found = error.errors()[0]
-    cause = found.get("ctx", {}).get("error")
-    if isinstance(cause, KVRecallError):
-        return str(cause).rstrip(".")
     where = ".".join(str(step) for step in found["loc"]) or "the file"
     return f"{where}: {found['msg'][:1].lower()}{found['msg'][1:]}, got {found['input']!r}"

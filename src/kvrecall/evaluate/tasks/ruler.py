@@ -9,17 +9,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 from string import ascii_lowercase, ascii_uppercase
 
 from kvrecall.errors import ParameterError
 from kvrecall.evaluate.scoring import string_match_all
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
-from kvrecall.evaluate.tasks.text import haystack, numbers, vocabulary
+from kvrecall.evaluate.tasks.text import haystack, made_up, numbers, vocabulary
 
 _FREQUENCIES = ((30, 3), (20, 2), (10, 1))
 """Of common and of uncommon words: RULER's, then smaller ones of the same ratio for contexts too short for it."""
+_FILLED = 0.9
+"""A list of the log's own words that fills this share of its room gets no made-up ones."""
 _ZIPF = 2.0  # RULER's exponent
+_NOISE = "...."
 
 
 def variable_tracking(spec: str, hops: int) -> Task:
@@ -44,7 +47,10 @@ def variable_tracking(spec: str, hops: int) -> Task:
 
 
 def common_words(spec: str, common: int) -> Task:
-    """A numbered list of words; the common ones stand 30 times in it, the others 3 times, as many as there is room for."""
+    """A numbered list of words; the common ones stand 30 times in it, the others 3 times, as many as there is room for.
+
+    Where the log's words are too few, made-up ones stand among the others.
+    """
 
     def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
         words = draw.sample(vocabulary(), len(vocabulary()))
@@ -62,6 +68,11 @@ def common_words(spec: str, common: int) -> Task:
         else:
             expected = f"room for {common} common words and as many others"
             raise ParameterError("context", expected, room.document_tokens, "Give --context more tokens.")
+        if most == len(others) and room.count(listed(most, chosen)) < _FILLED * room.document_tokens:
+            more = made_up(draw)
+            while room.count(listed(len(others), chosen)) <= room.document_tokens:
+                others += islice(more, len(others))
+            most = _largest(lambda n: room.count(listed(n, chosen)), room.document_tokens, len(others))
         while room.count(listed(most, chosen)) > room.document_tokens:  # another order may have a token or two more
             most -= 1
         text = listed(most, chosen)
@@ -73,7 +84,10 @@ def common_words(spec: str, common: int) -> Task:
 
 
 def frequent_words(spec: str, wanted: int) -> Task:
-    """Invented words with Zipf frequencies, the first of which is noise ("...."), as in RULER."""
+    """Invented words with Zipf frequencies, the first of which is noise ("...."), as in RULER.
+
+    Where a word that is asked for would be as frequent as one that is not, it also stands in the place of one noise word.
+    """
 
     def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
         invented: list[str] = []
@@ -81,22 +95,43 @@ def frequent_words(spec: str, wanted: int) -> Task:
             word = "".join(draw.choices(ascii_lowercase, k=6))
             invented += [word] if word not in invented else []
         weights = [rank**-_ZIPF for rank in range(1, len(invented) + 1)]
-        drawn = draw.choices(invented, weights, k=2 * room.document_tokens)
-
-        def text(words: int) -> str:
-            return " ".join("...." if word == invented[0] else word for word in drawn[:words])
-
-        most = _largest(lambda n: room.count(text(n)), room.document_tokens, len(drawn))
-        counted = Counter(word for word in drawn[:most] if word != invented[0])
-        ranked = sorted(counted, key=lambda word: (-counted[word], word))
-        if len(ranked) <= wanted:
+        drawn = draw.choices([_NOISE, *invented[1:]], weights, k=2 * room.document_tokens)
+        most = _largest(lambda n: room.count(" ".join(drawn[:n])), room.document_tokens, len(drawn))
+        words = _without_tie(drawn[:most], wanted)
+        while words and room.count(" ".join(words)) > room.document_tokens:  # a word may have more tokens than noise
+            most -= 1
+            words = _without_tie(drawn[:most], wanted)
+        if not words:
             raise ParameterError("context", f"room for {wanted + 1} kinds of words", room.document_tokens, "Give it more.")
         question = f"Do not count dots. What are the {wanted} most frequent words in the coded text above?"
         opening = f" The {wanted} most frequent words are:"
-        return text(most), (Turn(question, tuple(ranked[:wanted]), opening),)
+        return " ".join(words), (Turn(question, tuple(_ranked(words)[:wanted]), opening),)
 
     instruction = "The text above is coded. Track how often each coded word appears in it."
     return Task(spec, make, string_match_all, 16 + 10 * wanted, instruction)
+
+
+def _ranked(words: list[str]) -> list[str]:
+    """Kinds of words but for noise, the most frequent first; equally frequent ones by the alphabet."""
+    counted = Counter(word for word in words if word != _NOISE)
+    return sorted(counted, key=lambda word: (-counted[word], word))
+
+
+def _without_tie(words: list[str], wanted: int) -> list[str]:
+    """The words with each of the `wanted` most frequent kinds more frequent than any other: what ties takes the place of a
+    noise word. Empty if there are not kinds or noise enough."""
+    ranked = _ranked(words)
+    if len(ranked) <= wanted:
+        return []
+    counted = Counter(words)
+    tied = [word for word in ranked[:wanted] if counted[word] == counted[ranked[wanted]]]
+    noise = [place for place, word in enumerate(words) if word == _NOISE]
+    if len(tied) > len(noise):
+        return []
+    mended = list(words)
+    for place, word in zip(random.Random(len(words)).sample(noise, len(tied)), tied, strict=True):
+        mended[place] = word
+    return mended
 
 
 def _largest(tokens: Callable[[int], int], room: int, limit: int) -> int:

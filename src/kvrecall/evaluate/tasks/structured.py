@@ -16,16 +16,25 @@ from kvrecall.evaluate.tasks.text import haystack, vocabulary
 
 
 def json_kv(spec: str, digits: int) -> Task:
-    """A JSON object of random keys and values as large as fits; the value of one key is asked for. digits: of each, in hex."""
+    """A JSON object of random keys and values as large as fits; the value of one key is asked for.
+
+    digits: of each, in hex. Where all such keys are used, keys of a digit more follow.
+    """
 
     def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
-        def word() -> str:
+        def word(digits: int) -> str:
             return f"{draw.getrandbits(4 * digits):0{digits}x}"
 
         pairs: dict[str, str] = {}
         tokens = 2
+        width, left = digits, 16**digits
         while tokens <= room.document_tokens:
-            key, value = word(), word()
+            if not left:
+                width, left = width + 1, 16 ** (width + 1)
+            key, value = word(width), word(digits)
+            if key in pairs:
+                continue
+            left -= 1
             pairs[key] = value
             tokens += room.count(f'"{key}": "{value}",\n')
         text = json.dumps(pairs, indent=0)

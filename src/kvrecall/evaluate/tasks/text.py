@@ -36,6 +36,19 @@ def vocabulary() -> tuple[str, ...]:
     return tuple(sorted(set(re.findall(r"\b[a-z]{4,9}\b", log_text()))))
 
 
+def made_up(draw: random.Random) -> Iterator[str]:
+    """Words without end, all different and none of the vocabulary: the head of one of its words and the tail of another."""
+    words = vocabulary()
+    known = set(words)
+    while True:
+        head, tail = draw.choice(words), draw.choice(words)
+        word = head[: len(head) // 2] + tail[len(tail) // 2 :]
+        while word in known:
+            word += draw.choice(words)[-2:]
+        known.add(word)
+        yield word
+
+
 def names(draw: random.Random, count: int) -> list[str]:
     """Distinct two-word names such as "patient-lantern"."""
     words, found = vocabulary(), dict[str, None]()
