@@ -8,7 +8,14 @@ import pytest
 
 from kvrecall import methods
 from kvrecall.engine.prompts import chat_prompt, next_turn
-from kvrecall.errors import ContextLengthError, InputFileError, KVRecallError, ParameterError, UnknownNameError
+from kvrecall.errors import (
+    CompositionError,
+    ContextLengthError,
+    InputFileError,
+    KVRecallError,
+    ParameterError,
+    UnknownNameError,
+)
 from kvrecall.evaluate.conditions import conditions, described, listed
 from kvrecall.evaluate.plan import Plan, configuration
 from kvrecall.evaluate.problems import read_problems
@@ -342,6 +349,13 @@ def test_conditions(tmp_path: Path) -> None:
     for specs, said in wrong.items():
         with pytest.raises(KVRecallError, match=said):
             conditions(specs.split(","), [64])
+
+
+def test_what_a_method_refuses_has_the_method_s_own_remedy() -> None:
+    with pytest.raises(CompositionError, match=r"but Quest is its index\. Use kvrecall\.Method\(index=…\)\.$"):
+        conditions(["quest:index=exact"], [])
+    with pytest.raises(InputFileError, match=r"page_tokens: .*, got 'x'\. Types are those of the method's fields\.$"):
+        conditions(["quest:page_tokens=x"], [])
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat template", "plain text"])
