@@ -221,10 +221,8 @@ class LayerState:
 
     def attended_ids(self, sequence: int) -> Tensor:
         """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1."""
-        sets = [self.held[sequence].ids] if sequence in self.held else []
-        static = self.static[sequence]
-        sets += [] if static is None else [static.ids]
-        return torch.cat(sets, 1)
+        sets = self.held.get(sequence), self.static[sequence]
+        return torch.cat([found.ids for found in sets if found is not None], 1)
 
     def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
         """Indexes rows `[H_kv, n, 2, D]` that moved to the host. A moment at which a GPU's non-finite flags are looked at."""
@@ -258,6 +256,7 @@ class LayerState:
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
         self.store.crop(sequence, tokens)
+        self.prompt_from[sequence] = None if (begun := self.prompt_from[sequence]) is None else min(begun, tokens)
         if self.index is not None:
             self.index.truncate(sequence, self.store.host[sequence].length)
             if self.static[sequence] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import kvrecall
 import kvrecall.engine
 from kvrecall.cli.textfile import writable
+from kvrecall.errors import OutputFileError
 from kvrecall.evaluate.runs import read_records
 from kvrecall.evaluate.tasks.registry import KNOWN
 from tests.cli.conftest import Cli
@@ -156,7 +158,14 @@ def test_to_look_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -
     (tmp_path / "there").write_text("kept")
     for name in ("there", "new"):
         assert writable(tmp_path / name) == tmp_path / name
-    assert [file.name for file in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "kept"
+    (tmp_path / "link").symlink_to("nowhere")
+    assert writable(tmp_path / "link") == tmp_path / "link"
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):  # nobody reads the one; neither may be waited for
+        with pytest.raises(OutputFileError):
+            writable(tmp_path / name)
+    assert {file.name for file in tmp_path.iterdir()} == {"there", "link", "pipe"}
+    assert (tmp_path / "there").read_text() == "kept"
 
 
 def test_a_file_is_no_folder_for_results(cli: Cli, tiny: Path, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,8 @@ def test_what_attends_to_everything_has_not_reached_a_target(tmp_path: Path) -> 
     rows.answers[-2] = replace(rows.answers[-2], attended_tokens=40.0)
     assert TABLES["targets"](rows) == "Nothing yet."
     assert "| One | 8 | 0.0 [0.0, 0.0], attends to all |" in TABLES["overview"](rows)
+    rows.answers = [replace(each, attended_tokens=None) for each in rows.answers]  # nobody knows
+    assert "| One | 8 | 2 |" in TABLES["targets"](rows)
 
 
 def test_an_interval_of_two_samples_is_as_wide_as_their_standard_error_says() -> None:

@@ -85,11 +85,12 @@ def test_a_run_may_ask_for_more(tmp_path: Path, name: str) -> None:
         ({"samples": 3, "seed": 1}, r"the folder's seed = 0, got 1"),
         ({"conditions": {"full": {}, "quest@8": {"top_k": 9}, "exact@8": {}}}, "the folder's conditions"),
         ({"tasks": ("copy",)}, "the folder's tasks"),
+        ({"contexts": (200, 100, 50)}, "the folder's contexts"),  # shares follow the order
         ({"samples": 3, "batch_tokens": 500}, "answered together, which rounds otherwise"),
     ],
 )
 def test_more_of_another_run_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    begun = RUN | {"batch_tokens": change.get("batch_tokens", 0)}
+    begun = RUN | {"contexts": (100, 200), "batch_tokens": change.get("batch_tokens", 0)}
     RunFolder(tmp_path, begun)
     before = (tmp_path / CONFIG_FILE).read_bytes()
     with pytest.raises(ParameterError, match=said):

@@ -269,6 +269,8 @@ def test_a_context_too_short_for_a_task_is_refused_before_anything_runs(spec: st
     enough = suite(Plan((spec,), (needed,), samples=2))
     for job in enough.jobs():
         enough._made(generated(spec), job, enough._room_tokens(generated(spec), needed))
+    with pytest.raises(ParameterError):
+        suite(Plan((spec,), (needed - 1,), samples=2))
 
 
 def test_drift_without_a_prompt_or_without_enough_text_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -312,6 +314,8 @@ def test_more_samples_tasks_and_methods_later_are_what_one_run_of_all_would_be(t
         ),
         ("prkv:trigger=semantic-boundary:threshold=0.9,compare=retrieval;gqa=max,all", None),
         ("quest:gqa=max,a=b.json,x=1", ["quest:gqa=max", "a=b.json", "x=1"]),
+        ("quest:gqa=max,a=b.json@512", ["quest:gqa=max", "a=b.json@512"]),
+        ("a],quest:dense_layers=[1,2],b", ["a]", "quest:dense_layers=[1,2]", "b"]),
         ("quest,top_k=3", ["quest", "top_k=3"]),
         ("", []),
     ],

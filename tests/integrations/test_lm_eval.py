@@ -131,6 +131,11 @@ def test_mixed_precision_is_refused_and_not_ignored(integration: Any) -> None:
         loaded(integration, method=PARIS, mixed_precision_dtype="bfloat16")
 
 
+def test_one_method_at_a_time(integration: Any) -> None:
+    with pytest.raises(ParameterError, match="method: expected one method, got 'all'"):
+        loaded(integration, method="all")
+
+
 @pytest.mark.parametrize("method", ["streaming", "full", "file"])
 def test_a_budget_that_would_be_lost_is_refused(integration: Any, tmp_path: Path, method: str) -> None:
     (tmp_path / "m.json").write_text('{"method": "exact", "settings": {"top_k": 9}}')

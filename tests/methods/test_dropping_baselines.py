@@ -250,6 +250,40 @@ def test_raas_keeps_every_prompt_of_a_conversation_and_drops_the_answers_between
     assert fork.index._prompts == [[(0, course.keys.shape[1] - 1 - course.sink)]]
 
 
+def test_raas_keeps_prompts_that_begin_within_pages_as_long_as_the_pages_fit() -> None:
+    course, found = Course(small("raas", top_k=40, update_interval=4), length=24), []
+    prompts = set(range(24 - course.sink))
+    for _ in range(6):
+        for _ in range(26):
+            course.step()
+        pages = {token // 3 for token in prompts}
+        if course.state.held:  # else all is attended to
+            kept = all(prompts <= set(row) for row in course.found())
+            found.append((3 * len(pages), len(prompts), kept))
+        begin = course.keys.shape[1] - course.sink
+        prompts |= set(range(begin, begin + 4))
+        course.read(4)
+    assert all(kept == (room <= 40) for room, _, kept in found)
+    assert any(tokens <= 40 < room for room, tokens, _ in found) and sum(kept for *_, kept in found) > 1
+
+
+def test_raas_knows_where_a_prompt_begins_that_was_cropped_before_an_answer() -> None:
+    course = Course(small("raas", top_k=48, update_interval=4), length=24)
+    index = course.state.index
+    assert isinstance(index, MilestoneIndex)
+    for _ in range(10):
+        course.step()
+    course.read(20)
+    course.crop(30)
+    course.read(8)
+    course.step()
+    assert index._prompts == [[(0, 20), (26, 34)]]
+    course.read(20)
+    course.crop(35)
+    course.step()
+    assert index._prompts == [[(0, 20), (26, 31)]]  # nothing is left of the second prompt's end, nor of the third
+
+
 def test_raas_forgets_a_prompt_that_was_cropped_and_read_anew() -> None:
     course = Course(small("raas", top_k=48, update_interval=4), length=24)
     for length in (30, 20):

@@ -71,7 +71,6 @@ class Comparison:
             means[task] = scores.mean(0)
             draws += _resampled(scores, random)
         averages, draws = np.mean(list(means.values()), axis=0), draws / len(means)
-        everything = {case: a.attended_tokens or 0 for case, a in self.pool[FULL].items()}
         found = []
         for i, column in enumerate(self.columns):
             own = [self.pool[column][case] for cases in self.tasks.values() for case in cases]
@@ -81,7 +80,7 @@ class Comparison:
                 column, _mean(averages[i], draws[:, i]), _mean(averages[i] - averages[0], draws[:, i] - draws[:, 0]),
                 float(np.mean(attended)) if attended else None, float(np.mean(estimated)) if estimated else None,
                 {task: 100 * float(m[i]) for task, m in means.items()},
-                all((a.attended_tokens or 0) >= everything[a.task, a.sample, a.depth] for a in own),
+                all(_attends_as(a, self.pool[FULL][a.task, a.sample, a.depth]) for a in own),
             ))  # fmt: skip
         return found
 
@@ -118,6 +117,11 @@ def comparisons(found: Pool, columns: Iterable[Column]) -> list[Comparison]:
 def _shared(found: Pool, columns: Iterable[Column]) -> list[Case]:
     first, *others = columns
     return [case for case in found[first] if all(case in found[column] for column in others)]
+
+
+def _attends_as(answer: Answer, full: Answer) -> bool:
+    """Whether an answer attended to all that full attention did, as far as that is known."""
+    return None not in (answer.attended_tokens, full.attended_tokens) and answer.attended_tokens == full.attended_tokens
 
 
 def _resampled(scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:

@@ -41,14 +41,17 @@ def writable(path: Path) -> Path:
 
     Opened to see, since permissions alone do not tell; what is there stays as it is, and nothing is left behind.
     """
+    target = os.path.realpath(path)
     try:
-        there = os.path.lexists(path)
-        with path.open("ab"):
-            pass
+        try:
+            made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:  # not ours to remove; a pipe that nobody reads must not be waited for
+            os.close(os.open(target, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)))
+        else:
+            os.close(made)
+            os.unlink(target)
     except OSError as error:
         raise OutputFileError(path, f"cannot be written ({error.strerror})") from None
-    if not there:
-        path.unlink(missing_ok=True)
     return path
 
 

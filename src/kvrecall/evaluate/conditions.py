@@ -52,7 +52,7 @@ def listed(text: str) -> list[str]:
     """
     found: list[str] = []
     for part in (part.strip() for part in _between_commas(text)):
-        if found and ":" in found[-1] and _SETTING.match(part) and not part.endswith(_SUFFIXES):
+        if found and ":" in found[-1] and _SETTING.match(part) and not _split(part)[0].endswith(_SUFFIXES):
             found[-1] += f",{part}"
         elif part:
             found.append(part)
@@ -64,8 +64,8 @@ def _between_commas(text: str) -> list[str]:
     found, depth, quoted = [""], 0, False
     for letter in text:
         quoted ^= letter == '"'
-        depth += 0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)
-        if letter == "," and not quoted and depth <= 0:
+        depth = max(0, depth + (0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)))
+        if letter == "," and not quoted and not depth:
             found.append("")
         else:
             found[-1] += letter
@@ -119,7 +119,7 @@ def _split(given: str) -> tuple[str, int | None]:
     spec, at, budget = given.rpartition("@")
     if not at or given.endswith(_SUFFIXES):
         return given, None
-    if not budget.isdigit() or not int(budget):
+    if not budget.isdecimal() or not int(budget):
         raise ParameterError("--methods", "a number of tokens behind @", given, "For example pariskv@512.")
     return spec, int(budget)
 

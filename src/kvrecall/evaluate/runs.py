@@ -158,12 +158,15 @@ def read_config(path: Path) -> dict[str, Any]:
     """The configuration of a run; raises InputFileError."""
     file = path / CONFIG
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        held = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         remedy = "Give the folder that `kvrecall eval --out` wrote."
         raise InputFileError(path, f"holds no run: {CONFIG} cannot be read ({error.strerror})", remedy) from None
     except ValueError as error:
         raise InputFileError(file, f"is not JSON ({error})", "Give --out a new folder.") from None
+    if not isinstance(held, dict):
+        raise InputFileError(file, "is no JSON object", "Give --out a new folder.")
+    return held
 
 
 def read_records(path: Path) -> list[Record]:
@@ -221,14 +224,23 @@ def _holds(name: str, begun: Any, given: Any) -> bool:
     if begun == given or name not in _GROWS:
         return begun == given
     if isinstance(given, dict) and isinstance(begun, dict | None):
-        return all(key in given and given[key] == value for key, value in (begun or {}).items())
+        return all(key in given and given[key] == value for key, value in (begun or {}).items()) and _in_order(begun, given)
     if isinstance(given, list) and isinstance(begun, list):
-        return set(begun) <= set(given)
+        return _in_order(begun, given)
     return isinstance(given, int) and isinstance(begun, int) and begun < given
+
+
+def _in_order(begun: Iterable[Any] | None, given: Iterable[Any]) -> bool:
+    """Whether what has begun is in what is given, in its own order: processes share a run by the order of its pieces."""
+    had = list(begun or ())
+    return [item for item in given if item in had] == had
 
 
 def _write_config(path: Path, config: dict[str, Any]) -> None:
     """The file is either there in whole or not at all, whoever else writes the same."""
     draft = path / f"config.{os.getpid()}.draft"
-    draft.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # samples may depend on it
     os.replace(draft, path / CONFIG)

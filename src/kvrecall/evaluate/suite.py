@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
 from kvrecall.errors import ContextLengthError, ParameterError
@@ -282,18 +283,25 @@ class Suite:
         """The shortest context in which all samples fit, searched for from one in which they do not: which names and numbers
         are drawn, and so how long they are, depends on the context."""
 
-        def fits(tokens: int) -> bool:
-            return self._fits(task, self._jobs_of(task, tokens), self._room_tokens(task, tokens))
+        def fits(tokens: int, samples: int | None = None) -> bool:
+            return self._fits(task, islice(self._jobs_of(task, tokens), samples), self._room_tokens(task, tokens))
 
-        low, high = context, 2 * context
-        while not fits(high):
+        def least(low: int, high: int, samples: int | None = None) -> int:
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if fits(middle, samples) else (middle, high)
+            return high
+
+        high = context
+        while not fits(high, 1):
             if high > _LONGEST_NEEDED:
                 return f"more than {high:,}"
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return f"at least {high:,}"
+            high *= 2
+        # One sample tells roughly, and counting the tokens of all takes as many times as long.
+        low = high = least(context - 1, high, 1)
+        while not fits(high):
+            low, high = high, high + max(1, high // 64)
+        return f"at least {least(low, high):,}"
 
     def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
         """What is returned solves the problem under a condition."""

@@ -23,7 +23,7 @@ from kvrecall.structs import Budget
 @dataclass(frozen=True)
 class MilestoneConfig(PageConfig):
     """page_tokens, bounds: as `pages`. stamp_ratio: share of the pages that are left which get the time of a step, in (0, 1].
-    keep_prompt: whether prompts that fit the budget together are never dropped."""
+    keep_prompt: whether prompts whose pages fit the budget together are never dropped."""
 
     name: ClassVar[str] = "milestones"
     static_refusal: ClassVar[str] = "pages would close up around static tokens, and a page's time would mean other tokens"
@@ -66,9 +66,9 @@ class MilestoneIndex(PageIndex):
         return super().nbytes + sum(times.nbytes for times in self._times)
 
     def mark_prompt(self, sequence: int, begin: int, end: int) -> None:
-        # A crop may lie between two prompts.
-        earlier = [(first, min(last, begin)) for first, last in self._prompts[sequence] if first < begin]
-        self._prompts[sequence] = [*earlier, (max(0, begin), max(0, end))]
+        # A crop may lie between two prompts, and may have left nothing of the second.
+        known = [(first, min(last, begin)) for first, last in self._prompts[sequence]] + [(max(0, begin), end)]
+        self._prompts[sequence] = [(first, last) for first, last in known if first < last]
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
@@ -106,11 +106,10 @@ class MilestoneIndex(PageIndex):
         times = torch.where(left & (place < marked), now, times)
         # The latest time first; among equal ones the larger score, then the lower page. Kept prompts come before all.
         key = times.clone()
-        prompts = self._prompts[sequence]
-        if self._rule.keep_prompt and sum(end - begin for begin, end in prompts) <= budget.top_k:
-            for begin, end in prompts:
-                pages = key[..., begin // size : -(-end // size)]
-                pages.masked_fill_(pages >= 0, now + 1)
+        kept = {page for begin, end in self._prompts[sequence] for page in range(begin // size, -(-end // size))}
+        if self._rule.keep_prompt and len(kept) * size <= budget.top_k:
+            pages = sorted(page for page in kept if page < key.shape[-1])  # others are in the window still
+            key[..., pages] = torch.where(times[..., pages] >= 0, now + 1, -1)
         by_time = torch.sort(key.gather(-1, order), dim=-1, descending=True, stable=True).indices
         turn = order.gather(-1, by_time)
         priority = torch.empty_like(turn).scatter_(-1, turn, -torch.arange(turn.shape[-1], device=turn.device).expand_as(turn))

@@ -96,7 +96,10 @@ class KVRecallLM(HFLM):
 def _method(spec: str, budget: int | None) -> Method:
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise ParameterError("budget", "an integer >= 1", budget, "It counts tokens per KV head and step.")
-    found = conditions([spec], [] if budget is None else [budget])[-1]
+    listed = conditions([spec], [] if budget is None else [budget])
+    if len(listed) > 2:  # full attention is the first of them
+        raise ParameterError("method", "one method", spec, "Run the task once for each.")
+    found = listed[-1]
     if budget not in (None, found.budget):
         why = "A method file, full attention and what retrieves nothing take none; a file may be given one as file@512."
         raise ParameterError("budget", f"none beside method={spec}", budget, why)

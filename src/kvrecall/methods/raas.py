@@ -18,7 +18,7 @@ class RaaS(Method):
     3. Over budget (`top_k` tokens) the pages of the oldest time are dropped, and never return: a lemma of a chain of thought is
        used until it no longer is.
     4. keep_prompt: prompts are never dropped, as they are asked again and again, those of a conversation's turns too. Where
-       they are larger than the budget together, their pages compete like all others (the paper lets the budget grow instead).
+       their pages are more than the budget together, they compete like all others (the paper lets the budget grow instead).
 
     Simplified: dropped rows stay on the host; among equal times the larger score stays; a group shares its pages, as in
     LouisKV section 5.1. Source: the paper as LouisKV describes it (tokens without substantial attention over a sustained
