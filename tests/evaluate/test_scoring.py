@@ -97,6 +97,8 @@ def test_final_number_prefers_the_box() -> None:
         ("7/8", "7/8"),
         (r"$-\dfrac{3}{4}$.", r"-\dfrac{3}{4}"),
         ("3, 4", "4"),
+        ("5 m", "5"),
+        ("in 2024\n42", "42"),
     ],
 )
 def test_final_number_without_a_box(text: str, found: str | None) -> None:
@@ -108,7 +110,8 @@ def test_final_number_without_a_box(text: str, found: str | None) -> None:
     [
         r"2^{10}", "x^2", r"3\sqrt{2}", r"3\sqrt 2", r"5\pi", "5 + 2i", "5x", "10 - 7", "3-5", "f(x) = x - 5", "(3, 4)",
         "(3,4)", "[3, 4]", r"\{3, 4\}", "3:4", "12 / 5", r"2 \times 10^5", "1e5", "x_1", "f(2)", r"\pm 5", r"\frac{\pi}{2}",
-        r"\frac12", "2**10", "5/x", "5^n",
+        r"\frac12", "2**10", "5/x", "5^n", "17 (mod 100)", r"17 \bmod 100", r"17 \pmod{100}", "17 mod n", "1 234", "1\u00a0234",
+        "5!", "+-3", "5 (mod. 7)", "± 3", "+/- 3", "minus 3", "5 million", "42 base seven", "101 in base 2", "3 squared",
     ],
 )  # fmt: skip
 def test_a_part_of_an_expression_is_no_answer(text: str) -> None:
@@ -156,6 +159,52 @@ def test_a_part_of_an_expression_is_no_answer(text: str) -> None:
         ("Answer: (A), (B)", None),
         ("The wrong answer is C", None),
         ("The answer is I", None),
+        (r"\boxed{(B) 10}", "B"),
+        (r"\boxed{B. foo}", "B"),
+        (r"\boxed{B) 10 m}", "B"),
+        (r"\boxed{\textbf{(B)}\ 10}", "B"),
+        (r"\boxed{\text{(B) } 10^{-3}\text{ m}}", "B"),
+        (r"\boxed{(A) A and B only}", "A"),
+        (r"\boxed{b. foo}", None),
+        (r"\boxed{B 10}", None),
+        (r"\boxed{A boat}", None),
+        (r"\boxed{C.H}", None),
+        (r"\boxed{(A) or (B)}", None),
+        (r"\boxed{(A), (B)}", None),
+        (r"\boxed{(A) 1 or (B) 2}", None),
+        (r"\boxed{A. and B.}", None),
+        (r"\boxed{(A) is wrong}", None),
+        ("Answer: B\n\nExplanation: it is not A.", "B"),
+        ("The answer is:\n\n**B) 10 m**", "B"),
+        ("The answer is:\n\nB) red\n\nFor it is red.", "B"),
+        ("The answer is:\nA) 10 m\nB) 20 m", None),
+        ("Choose the right answer:\nA) red\n  or pink\n\n(B) blue", None),
+        ("The answer is B) 10 or C) 20", None),
+        ("The answer must be C", "C"),
+        ("The answer must be C.", "C"),
+        ("The answer must be A or C", None),
+        ("Option B is correct", "B"),
+        ("Thus, option (B) is the correct answer.", "B"),
+        ("Option B is correct about x.", None),
+        ("Option B is incorrect", None),
+        ("Option A is correct. Option C is correct.", None),
+        ("If option B is correct, x = 1.", None),
+        ("Neither option A nor option B is correct.", None),
+        ("It is not true that option B is correct.", None),
+        ("If the answer is A, then we get a contradiction. So it must be B.", None),
+        ("If the answer is A, then we get a contradiction. So the answer must be B.", "B"),
+        ("If x is 1.5, y is 2, so the answer is B.", "B"),
+        ("Suppose, to begin with, that the answer is A.", None),
+        ("The answer is A.\nWait, it should be C", None),
+        ("The answer is A.\nWait, the answer is C", "C"),
+        ("A\n\nWait, it should be C, I think", None),
+        ("The answer is A. No, that is wrong.", None),
+        ("a previous answer is B, which is wrong", None),
+        ("The answer is B, but this cannot be.", None),
+        ("The answer is B, since A is wrong.", "B"),
+        ("The answer is C. A previous answer is B.", "C"),
+        ("Which answer is D?", None),
+        ("Is it true that the answer is D?", None),
     ],
 )
 def test_final_choice(text: str, found: str | None) -> None:
@@ -196,7 +245,28 @@ def test_a_choice_is_one_of_those_there_are() -> None:
         (r"50\%", "50", True),
         (r"12\text{ cm}^2", "12", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
-        (r"4210_{5}", "4210_5", False),
+        (r"4210_{5}", "4210_5", True),
+        (r"4210_{5}", "4210", False),
+        (r"11\sqrt{2}", r"11\sqrt2", True),
+        (r"11\sqrt 2", r"11\sqrt{2}", True),
+        (r"\sqrt{23}", r"\sqrt{2}3", False),
+        (r"\sqrt23", r"\sqrt{23}", False),
+        ("x^10", "x^{10}", False),
+        (r"\frac{\sqrt{3}}2", r"\frac{\sqrt{3}}{2}", True),
+        (r"\dfrac{a}b", r"\frac{a}{b}", True),
+        (r"\frac{\frac12}3", r"\frac{\frac{1}{2}}{3}", True),
+        ("B", r"\text{(B)}", True),
+        ("C", r"\text{(B)}", False),
+        (r"\theta = 30^\circ", "30", True),
+        ("x_1 = 3", "3", True),
+        (r"x_{12} = 3", "3", True),
+        ("AB = 3", "3", True),
+        ("AB = 3", "CD = 3", False),
+        ("2x = 3", "3", False),
+        (r"x \in [-2,7]", "[-2,7]", True),
+        (r"x\infty", r"\infty", False),
+        (r"\boldsymbol{5}", "5", True),
+        (r"\boldsymbol{\frac{1}{2}}", r"\frac12", True),
         ("50%", "0.5", False),
         ("\u22125", "5", False),
         ("3 4", "34", False),
@@ -218,6 +288,26 @@ def test_a_choice_is_one_of_those_there_are() -> None:
 )
 def test_same_answer(given: str | None, expected: str, same: bool) -> None:
     assert same_answer(given, expected) is same
+
+
+@pytest.mark.parametrize(
+    "unit", ["cm", "square inches", "m/s", "m", "kg", "cups of tea", "sq. in.", "months", "degrees", "minutes"]
+)
+def test_units_are_dropped(unit: str) -> None:
+    assert same_answer(rf"5\text{{ {unit}}}", "5") and same_answer(rf"5\ \mathrm{{{unit}}}^2", "5")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"5\text{ trillion}", r"5\text{x}", r"5\text{ score}", r"5\text{ pairs}", r"5\text{ Million dollars}", r"5\mathrm{x}",
+        r"5\mathrm{\pi}", r"5\text{ tenths}", r"5\text{ kilo}", r"5\text{ squared}", r"5\text{ half}", r"5\text{ base seven}",
+        r"5\text{ mod }7", r"5\text{ factorial}", r"5\text{ pi}", r"5\text{th}", r"5\text{ pm}", r"5\text{ two-thirds}",
+        r"5\text{ or more}", r"0.5\text{ repeating}", r"5\text{ trillion}\text{ dollars}", r"5\text{ cm}^7",
+    ],
+)  # fmt: skip
+def test_what_changes_a_number_is_no_unit(answer: str) -> None:
+    assert not same_answer(answer, "5") and not same_answer(answer, "0.5")
 
 
 def test_wilson_is_the_textbook_interval() -> None:
