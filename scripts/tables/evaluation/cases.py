@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scripts.tables.evaluation.rows import FULL_NAME, Answer
 
 from kvrecall.evaluate.intervals import LEVEL, RESAMPLES
+from kvrecall.evaluate.summary import attended_all
 
 Column = tuple[str, int | None]
 """Name and budget of a method."""
@@ -80,7 +81,7 @@ class Comparison:
                 column, _mean(averages[i], draws[:, i]), _mean(averages[i] - averages[0], draws[:, i] - draws[:, 0]),
                 float(np.mean(attended)) if attended else None, float(np.mean(estimated)) if estimated else None,
                 {task: 100 * float(m[i]) for task, m in means.items()},
-                all(_attends_as(a, self.pool[FULL][a.task, a.sample, a.depth]) for a in own),
+                attended_all((a.attended_tokens, self.pool[FULL][a.task, a.sample, a.depth].attended_tokens) for a in own),
             ))  # fmt: skip
         return found
 
@@ -117,11 +118,6 @@ def comparisons(found: Pool, columns: Iterable[Column]) -> list[Comparison]:
 def _shared(found: Pool, columns: Iterable[Column]) -> list[Case]:
     first, *others = columns
     return [case for case in found[first] if all(case in found[column] for column in others)]
-
-
-def _attends_as(answer: Answer, full: Answer) -> bool:
-    """Whether an answer attended to all that full attention did, as far as that is known."""
-    return None not in (answer.attended_tokens, full.attended_tokens) and answer.attended_tokens == full.attended_tokens
 
 
 def _resampled(scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:

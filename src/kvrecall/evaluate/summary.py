@@ -98,8 +98,13 @@ def _whole(members: list[Record], full: dict[tuple[Any, ...], Record]) -> bool:
     """Whether a method's records count as many attended tokens as full attention's, where those count any."""
     if members[0]["condition"] == FULL or not all(_sample(r) in full for r in members):
         return False
-    counted = [(r.get("attended_tokens"), full[_sample(r)].get("attended_tokens")) for r in members]
-    counted = [pair for pair in counted if pair != (None, None)]
+    return attended_all((r.get("attended_tokens"), full[_sample(r)].get("attended_tokens")) for r in members)
+
+
+def attended_all(pairs: Iterable[tuple[float | None, float | None]]) -> bool:
+    """Whether a method has attended to as many tokens as full attention, in every sample in which they were counted. pairs: of
+    each sample, its tokens and full attention's."""
+    counted = [pair for pair in pairs if pair != (None, None)]
     return bool(counted) and all(own == whole for own, whole in counted)
 
 

@@ -106,10 +106,11 @@ class MilestoneIndex(PageIndex):
         times = torch.where(left & (place < marked), now, times)
         # The latest time first; among equal ones the larger score, then the lower page. Kept prompts come before all.
         key = times.clone()
-        kept = {page for begin, end in self._prompts[sequence] for page in range(begin // size, -(-end // size))}
-        if self._rule.keep_prompt and len(kept) * size <= budget.top_k:
-            pages = sorted(page for page in kept if page < key.shape[-1])  # others are in the window still
-            key[..., pages] = torch.where(times[..., pages] >= 0, now + 1, -1)
+        kept = self._prompt_pages(sequence)
+        if self._rule.keep_prompt and sum(last - first for first, last in kept) * size <= budget.top_k:
+            for first, last in kept:
+                pages = key[..., first:last]
+                pages.masked_fill_(pages >= 0, now + 1)
         by_time = torch.sort(key.gather(-1, order), dim=-1, descending=True, stable=True).indices
         turn = order.gather(-1, by_time)
         priority = torch.empty_like(turn).scatter_(-1, turn, -torch.arange(turn.shape[-1], device=turn.device).expand_as(turn))
@@ -119,6 +120,13 @@ class MilestoneIndex(PageIndex):
         taken = torch.zeros_like(times, dtype=torch.int64).scatter_add_(-1, page, (ids >= 0).long()) > 0
         self._next[sequence] = torch.where(taken, times, -1), tokens
         return union_rows(ids)
+
+    def _prompt_pages(self, sequence: int) -> list[tuple[int, int]]:
+        """First pages of the prompts, and those behind their last; no page is in two. The last may be in the window still."""
+        found, size = [(0, 0)], self._rule.page_tokens
+        for begin, end in self._prompts[sequence]:
+            found.append((max(begin // size, found[-1][1]), -(-end // size)))
+        return found
 
     def _current(self, sequence: int, units: Units) -> Tensor:
         """The times of all pages; pages that have got tokens since they were last written are new."""
