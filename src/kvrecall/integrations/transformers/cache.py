@@ -89,7 +89,7 @@ class RetrievalCache(Cache):
         self.running: ForwardPass | None = None
         """The forward pass that stores into this cache right now."""
         self._torn = False
-        layers = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
+        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
         """The layers that store keys: ours and those of transformers."""
@@ -212,7 +212,7 @@ class RetrievalCache(Cache):
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             layer.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         self.tokens.select(beam_idx.tolist())
 
