@@ -19,8 +19,8 @@ REFUSED_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "BART": ("BartConfig", {}, "bart: .*an encoder-decoder model"),
     "Whisper": ("WhisperConfig", {}, "whisper: .*an encoder-decoder model"),
     "DeepSeek V3": ("DeepseekV3Config", {}, r"deepseek_v3: .*multi-head latent attention \(MLA\)"),
-    "Mamba": ("MambaConfig", {}, "mamba: .*no layer attends to the whole context"),
-    "Mistral, all sliding": ("MistralConfig", {"sliding_window": 32}, "mistral: .*sliding windows only"),
+    "Mamba": ("MambaConfig", {}, r"mamba: .*no layer that only attends.*LinearAttentionLayer"),
+    "Mistral, all sliding": ("MistralConfig", {"sliding_window": 32}, r"mistral: .*cache layers: DynamicSlidingWindowLayer"),
     "Gemma 3n": ("Gemma3nTextConfig", {}, "gemma3n_text: .*num_kv_shared_layers"),
     "Falcon with ALiBi": ("FalconConfig", {"alibi": True}, "falcon: .*ALiBi"),
 }
@@ -51,6 +51,27 @@ def test_attention_without_the_interface_is_refused_at_attach(name: str) -> None
     model = getattr(transformers, kind)(getattr(transformers, config)(**{**OTHER, **given})).eval()
     with pytest.raises(errors.UnsupportedModelError, match="attention of its own"), kvrecall.attach(model):
         pass
+
+
+@pytest.mark.parametrize(("name", "says"), [("Doge", "computes with its mask"), ("MiniMax", "a cache class of its own")])
+def test_families_that_would_fail_with_an_error_of_their_own(name: str, says: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, "num_hidden_layers": 1, "num_local_experts": 2})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with pytest.raises(errors.UnsupportedModelError, match=says), kvrecall.attach(model):
+        pass
+
+
+def test_a_decoder_that_could_have_an_encoder() -> None:
+    """BART's decoder alone: it asks for a mask of encoder states that it is not given."""
+    config = transformers.BartConfig(
+        **OTHER, d_model=128, decoder_layers=1, decoder_attention_heads=2, encoder_attention_heads=2, decoder_ffn_dim=64, max_position_embeddings=512,
+        is_decoder=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    model: Any = transformers.BartForCausalLM(config).eval()
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model):
+        assert torch.equal(answer(model, ids(), cache), answer(model, ids()))
+    assert cache.get_seq_length() > 60
 
 
 def test_an_encoder_decoder_is_refused_at_attach() -> None:

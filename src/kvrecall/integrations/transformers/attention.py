@@ -69,15 +69,15 @@ def retrieval_mask(
     def own(**changes: Any) -> Any:
         return own_mask(config)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **kwargs,
+            mask_function=mask_function, attention_mask=attention_mask, **{**kwargs, **changes},
         )  # fmt: skip
 
     if running is None:
         return own()
     if q_length == kv_length == 1 and attention_mask is None:
         return None  # a single token needs no mask, and a graph would record how it is made
-    if mask_function is bidirectional_mask_function:
-        raise UnsupportedModelError(str(getattr(config, "model_type", "model")), "attention in both directions")
+    if mask_function is bidirectional_mask_function:  # for an encoder's states; ours refuses it, so there must be one
+        return own(allow_is_bidirectional_skip=False)
     if mask_function is not causal_mask_function or kwargs.get("local_size"):
         return own()
     running.own_causal_mask = own

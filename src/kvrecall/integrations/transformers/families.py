@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from kvrecall.errors import ParameterError, UnsupportedModelError
 from kvrecall.methods.base import HEAD_DIMS
 
 ENCODER_DECODER = "an encoder-decoder model (cross-attention, two caches)"
 COMPILED = "Use the model as it is; on a GPU, kvrecall captures decode steps as CUDA graphs, with compiled=True also compiled."
+
+_REFUSED = {"doge": "attention that computes with its mask, which has to be of queries by keys"}
+"""Families that would fail with an error of their own."""
 
 
 def check_config(config: PretrainedConfig) -> None:
@@ -31,8 +35,8 @@ def check_config(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(family, "ALiBi, a bias by position that an index does not see")
     layers = template(config)
     if not any(type(layer) is DynamicLayer for layer in layers):
-        kind = "sliding windows only" if any(isinstance(x, CacheLayerMixin) for x in layers) else "no attention"
-        raise UnsupportedModelError(family, f"{kind}: no layer attends to the whole context")
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+        raise UnsupportedModelError(family, f"no layer that only attends, and to the whole context (its cache layers: {kinds})")
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(family, "layers that attend to the keys of another layer (num_kv_shared_layers)")
     if not getattr(text, "num_attention_heads", None):
@@ -49,6 +53,11 @@ def check_model(model: PreTrainedModel) -> None:
     family = config.model_type or type(model).__name__
     if config.is_encoder_decoder:
         raise UnsupportedModelError(family, ENCODER_DECODER)
+    if family in _REFUSED:
+        raise UnsupportedModelError(family, _REFUSED[family])
+    own = [x for x in vars(sys.modules[type(model).__module__]).values() if isinstance(x, type) and issubclass(x, Cache)]
+    if any(kind.__module__ == type(model).__module__ for kind in own):
+        raise UnsupportedModelError(family, "a model with a cache class of its own")
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
             raise UnsupportedModelError(
