@@ -64,8 +64,8 @@ def test_families_that_would_fail_with_an_error_of_their_own(name: str, says: st
 def test_a_decoder_that_could_have_an_encoder() -> None:
     """BART's decoder alone: it asks for a mask of encoder states that it is not given."""
     config = transformers.BartConfig(
-        **OTHER, d_model=128, decoder_layers=1, decoder_attention_heads=2, encoder_attention_heads=2, decoder_ffn_dim=64, max_position_embeddings=512,
-        is_decoder=True, is_encoder_decoder=False,
+        **OTHER, d_model=128, decoder_layers=1, decoder_attention_heads=2, encoder_layers=1, encoder_attention_heads=2,
+        decoder_ffn_dim=64, max_position_embeddings=512, is_decoder=True, is_encoder_decoder=False,
     )  # fmt: skip
     model: Any = transformers.BartForCausalLM(config).eval()
     cache = kvrecall.RetrievalCache(model.config, COVERING)
