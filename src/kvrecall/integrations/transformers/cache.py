@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import CacheModelError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import attached
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.integrations.transformers.memory import check_device
+from kvrecall.integrations.transformers.memory import as_before, check_device
 from kvrecall.methods.base import Method
 from kvrecall.stats import CacheStats
 
@@ -122,7 +124,7 @@ class RetrievalCache(Cache):
             sequences = [layer.state.shape.sequences for layer in self.retrieval_layers if layer.state is not None]
             self._check_host(self.get_seq_length(), max(sequences, default=0), None)
         fork = copy(self)
-        fork.method, fork._windows = method, []
+        fork.method, fork._windows, fork.on_queries = method, [], None
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
@@ -195,8 +197,28 @@ class RetrievalCache(Cache):
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             layer.reset()
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        with self._rearranging():
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        with self._rearranging():
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        with self._rearranging():
+            super().batch_select_indices(indices)
+
+    @contextmanager
+    def _rearranging(self) -> Iterator[None]:
+        """All layers get the new order of sequences, or none does."""
+        with deferred_interrupt(), as_before(self.layers):
+            yield
+
     def align(self) -> None:
         """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""
+        for layer in self.retrieval_layers:
+            layer.mend()
         shortest = self.get_seq_length()
         for layer, before in self._windows:
             if layer.get_seq_length() > shortest:
@@ -228,7 +250,8 @@ class RetrievalCache(Cache):
     def _begin_pass(self, keys: Tensor) -> None:
         if not self.attached():
             raise NotAttachedError
-        if len(set(map(self._length, self._attention_numbers))) > 1:
+        torn = [layer.mend() for layer in self.retrieval_layers]
+        if any(torn) or len(set(map(self._length, self._attention_numbers))) > 1:
             self.align()
             raise InterruptedPassError(self.get_seq_length())
         if keys.shape[2] > _CHECKED_TOKENS:  # the memory must be there before any layer stores
