@@ -78,7 +78,7 @@ class Course(RuleBasedStateMachine):
         self.pairs = [Pair(self._small(layer(self.methods[self.name], sequences)), Tokens.none(sequences))]
         self.pairs[0].state._observe = OBSERVED
         self.pairs[0].state._adopt(self.pairs[0].state.method)  # again, with a log for those queries
-        self.lines = {"chunk": 200, "step": 300, "crop": 60}
+        self.lines = {"chunk": 1500, "step": 1500, "crop": 200}  # of each operation, once it has been done
         self._chunk(self.pairs[0], Inputs.random(seed, sequences, first))
 
     @rule(which=layers, tokens=st.sampled_from([1, 2, 5, 9, 17, 31]), ragged=st.booleans(), seed=SEEDS)
@@ -147,9 +147,12 @@ class Course(RuleBasedStateMachine):
 
     @rule(which=layers, ahead=st.sampled_from([1, 9, 40]), seed=SEEDS)
     def room(self, which: int, ahead: int, seed: int) -> None:
-        """Room is made and nothing comes, as after an error between the two: the last segment is empty."""
+        """Room is made and nothing comes, as after an error between the two: the last segment is empty. A fork goes on."""
         with self._only(which) as pair:
-            pair.state.store.host[seed % len(pair.tokens.keys)].make_room(ahead)
+            for pool in pair.state.store.host:
+                pool.make_room(ahead)
+        self.fork(which, 0, seed)
+        self.chunk(len(self.pairs) - 1, 31, False, seed)
 
     @rule(
         which=layers, what=st.sampled_from(["chunk", "step", "crop"]), tokens=st.sampled_from([1, 9, 40]),
@@ -160,28 +163,33 @@ class Course(RuleBasedStateMachine):
     ) -> None:
         """An exception before any line of kvrecall: all of the operation was done, for all sequences, or nothing of it."""
         with self._only(which) as pair:
-            state, before = pair.state, pair.tokens
-            inputs = Inputs.random(seed, len(before.keys), 1 if what == "step" else tokens, ragged)
-            kept = _fewer(before.lengths, seed)
-            after = before.crop(kept) if what == "crop" else before.add(inputs)
-
-            def work() -> None:
-                with all_of_it(state):
-                    if what == "crop":
-                        for b, count in enumerate(kept):
-                            state.crop(b, count)
-                    else:
-                        _feed(state, inputs, chunk=what == "chunk")
-
-            at = 1 + int(share * self.lines[what])
-            ran = interrupted(work, at)
-            self.lines[what] = ran if ran < at else max(ran, self.lines[what])
-            mend(state)
-            totals = [state.store.zones(b).total for b in range(len(before.keys))]
-            assert ran >= at or totals == after.lengths
-            pair.tokens = after if totals == after.lengths else before  # interrupted behind its last change, or before
+            for number in range(4):
+                self._interrupt(pair, what, tokens, ragged, (share + number / 4) % 1, seed + number)
         if fork:
             self.fork(which, 2, seed)
+
+    def _interrupt(self, pair: Pair, what: str, tokens: int, ragged: bool, share: float, seed: int) -> None:
+        state, before = pair.state, pair.tokens
+        inputs = Inputs.random(seed, len(before.keys), 1 if what == "step" else tokens, ragged)
+        kept = _fewer(before.lengths, seed)
+        after = before.crop(kept) if what == "crop" else before.add(inputs)
+
+        def work() -> None:
+            with all_of_it(state):
+                if what == "crop":
+                    for b, count in enumerate(kept):
+                        state.crop(b, count)
+                else:
+                    _feed(state, inputs, chunk=what == "chunk")
+
+        at = 1 + int(share * self.lines[what])
+        ran = interrupted(work, at)
+        self.lines[what] = ran * 5 // 4 if ran < at else self.lines[what]
+        mend(state)
+        totals = [state.store.zones(b).total for b in range(len(before.keys))]
+        assert ran >= at or totals == after.lengths
+        pair.tokens = after if totals == after.lengths else before  # interrupted behind its last change, or before
+        check_rows(state, pair.tokens)
 
     def teardown(self) -> None:
         for pair in getattr(self, "pairs", []):
