@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,9 @@ from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import passes
 from kvrecall.integrations.transformers.families import check_config, head_dim, template
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.integrations.transformers.memory import check_device
+from kvrecall.integrations.transformers.memory import as_before, check_device
 from kvrecall.integrations.transformers.passes import ForwardPass
 from kvrecall.integrations.transformers.token_log import TokenLog
 from kvrecall.methods.base import Method
@@ -137,7 +139,8 @@ class RetrievalCache(Cache):
         if method.zone_sizes() != self.method.zone_sizes():
             self._check_host(self.get_seq_length(), self.sequences, None)
         fork = copy(self)
-        fork.method, fork._windows, fork.running, fork.tokens = method, [], None, self.tokens.copy()
+        fork.method, fork._windows, fork.on_queries = method, [], None
+        fork.running, fork.tokens = None, self.tokens.copy()
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
@@ -213,26 +216,38 @@ class RetrievalCache(Cache):
             layer.reset()
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        super().reorder_cache(beam_idx)
-        self.tokens.select(beam_idx.tolist())
+        with self._rearranging():
+            super().reorder_cache(beam_idx)
+            self.tokens.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        sequences = self.sequences
-        super().batch_repeat_interleave(repeats)
-        self.tokens.select([b for b in range(sequences) for _ in range(repeats)])
+        with self._rearranging():
+            repeated = [b for b in range(self.sequences) for _ in range(repeats)]
+            super().batch_repeat_interleave(repeats)
+            self.tokens.select(repeated)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.tokens.select((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
+        with self._rearranging():
+            super().batch_select_indices(indices)
+            self.tokens.select((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
+
+    @contextmanager
+    def _rearranging(self) -> Iterator[None]:
+        """All layers get the new order of sequences, or none does."""
+        with deferred_interrupt(), as_before(self.layers):
+            yield
 
     def align(self) -> None:
         """Ends an interrupted forward pass: all layers hold the same tokens again, those of the shortest one."""
+        torn = [layer.mend() for layer in self.retrieval_layers]
         if self.running is not None and not self.running.alive():
-            self.running.finish(failed=bool(self.running.missing()))
+            self.running.finish(failed=any(torn) or bool(self.running.missing()))
         self.undo(self.get_seq_length())
 
     def undo(self, tokens: int) -> None:
         """Cuts every layer back to `tokens` tokens, after a forward pass that is not accepted."""
+        for layer in self.retrieval_layers:
+            layer.mend()
         for layer, before in self._windows:
             if layer.get_seq_length() > tokens:
                 vars(layer).update(before)
@@ -251,13 +266,11 @@ class RetrievalCache(Cache):
 
     def settle(self) -> None:
         """Before a forward pass: mends what an interrupted one left, and raises InterruptedPassError if there was anything."""
-        stale = self.running
+        stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
-            broken = bool(stale.missing())
-            stale.finish(failed=broken)
-            if broken:
-                raise InterruptedPassError(self.get_seq_length(), self._torn)
-        if len(set(map(self._length, self._attention_numbers))) > 1:
+            torn = torn or bool(stale.missing())
+            stale.finish(failed=torn)
+        if torn or len(set(map(self._length, self._attention_numbers))) > 1:
             self.align()
             raise InterruptedPassError(self.get_seq_length(), self._torn)
         if self._torn:

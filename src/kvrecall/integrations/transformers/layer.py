@@ -27,6 +27,7 @@ from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
+from kvrecall.undo import mend
 
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers.cache import RetrievalCache
@@ -143,16 +144,19 @@ class RetrievalLayer(CacheLayerMixin):
             self.cache.on_queries(self.number, queries)
         if self.state is None:
             self._begin(queries, keys)
+        shape = self._ready().shape
+        if queries.shape[1] != shape.query_heads:
+            raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
         self._ready().guard(keys, values)
         exact = torch.autocast(keys.device.type, enabled=False)  # indexes compute in fp32
-        with exact, deferred_interrupt(), all_or_nothing(self._ready(), new):
+        with exact, deferred_interrupt(), all_or_nothing(self._ready(), new, self):
             if new == 1 and not self.cache.prefilling:
                 flags = None if valid is None else valid[:, 0].tolist()
                 out = decode_step(self._ready(), queries, keys, values, flags, params)
             else:
                 out = prefill_layer(self._ready(), queries, keys, values, valid, params)
             self._advance(valid, new)
-            running.attended.add(self.number)
+        running.attended.add(self.number)
         return out
 
     def count_captured(self) -> None:
@@ -193,11 +197,15 @@ class RetrievalLayer(CacheLayerMixin):
             return
         if keep < 0:
             raise ParameterError("crop", f"at most {self._logical} tokens to remove", -tokens, "The cache is unchanged.")
-        for b in range(self.state.shape.sequences):
-            real = keep if self._valid is None else int(self._valid[b, :keep].sum())
-            self.state.crop(b, real)
-        self._logical = keep
-        self._valid = None if self._valid is None else self._valid[:, :keep]
+        with deferred_interrupt(), all_or_nothing(self.state, 0, self):
+            for b in range(self.state.shape.sequences):
+                real = keep if self._valid is None else int(self._valid[b, :keep].sum())
+                self.state.crop(b, real)
+            self._logical, self._valid = keep, None if self._valid is None else self._valid[:, :keep]
+
+    def mend(self) -> bool:
+        """Undoes a change that was left in its middle; returns whether there was one."""
+        return self.state is not None and mend(self.state)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -250,8 +258,8 @@ class RetrievalLayer(CacheLayerMixin):
     def _select(self, sequences: list[int]) -> None:
         if self.state is None or sequences == list(range(self.state.shape.sequences)):
             return
-        self.state = self.state.select(sequences)
-        self._valid = None if self._valid is None else self._valid[sequences]
+        state, valid = self.state.select(sequences), None if self._valid is None else self._valid[sequences]
+        self.state, self._valid = state, valid
 
     def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
         """bool `[B, T]` on the CPU for the new tokens, None when all are valid."""

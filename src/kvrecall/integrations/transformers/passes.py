@@ -100,7 +100,7 @@ class ForwardPass:
         self.cache.running = None
         missing = self.missing()
         if not failed and not missing:
-            self.cache.tokens.add(self.inputs.ids, self.cache.get_seq_length() - self.before)
+            self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
             return
         self.cache.undo(self.before)
         if not failed:

@@ -21,11 +21,12 @@ class TokenLog:
         """False once tokens came that ids alone do not tell: embeddings, images."""
         return self._known
 
-    def add(self, ids: Tensor | None, stored: int) -> None:
-        """`stored` more tokens per sequence are held; ids `[B, stored]`, None where they are not known."""
+    def add(self, ids: Tensor | None, start: int, stored: int) -> None:
+        """Behind the first `start` tokens of each sequence, `stored` more are held: ids `[B, stored]`, None where not known."""
         if not stored:
             return
-        if ids is None or ids.shape[1] != stored:
+        self.truncate(start)
+        if ids is None or ids.shape[1] != stored or self._length() != start:
             self._pieces, self._known = [], False
         elif self._known:
             self._pieces.append(ids.detach().clone())
@@ -40,7 +41,7 @@ class TokenLog:
 
     def truncate(self, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens."""
-        held = self.ids()
+        held = self.ids() if self._length() > tokens else None
         if held is not None:
             self._pieces = [held[:, :tokens]] if tokens else []
         if not tokens:
@@ -72,3 +73,6 @@ class TokenLog:
             same |= ~counted[:, :width].to(held.device)
         differs = (~same.all(0)).nonzero()
         return int(differs[0]) if differs.numel() else width
+
+    def _length(self) -> int:
+        return sum(piece.shape[1] for piece in self._pieces)
