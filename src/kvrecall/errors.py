@@ -151,8 +151,9 @@ class InputFileError(KVRecallError, ValueError):
 class OutputFileError(KVRecallError, OSError):
     """A file that cannot be written; raised, where it is known beforehand, before what it is to hold is computed."""
 
-    def __init__(self, path: object, problem: str) -> None:
-        remedy = "Give a name in a folder that exists and may be written to."
+    def __init__(
+        self, path: object, problem: str, remedy: str = "Give a name in a folder that exists and may be written to."
+    ) -> None:
         super().__init__(f"{path}: {problem}. {remedy}")
         self.remedy = remedy
 

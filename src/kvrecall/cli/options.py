@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from kvrecall.errors import ParameterError
+from kvrecall.whole_files import parse_json
 
 MODEL_HELP = "Known name, folder, .gguf file or hub repository."
 
@@ -50,7 +50,7 @@ def _setting(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ParameterError("--set", "key=value", text, "For example --set top_k=200.")
     try:
-        parsed = json.loads(value)
+        parsed = parse_json(value)
     except ValueError:
         parsed = value  # a bare word is a string: --set gqa=max
     return key.strip().replace("-", "_"), tuple(parsed) if isinstance(parsed, list) else parsed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvrecall import methods
 from kvrecall.errors import ParameterError
 from kvrecall.methods.base import Method
 from kvrecall.methods.settings import from_settings, settings_of
+from kvrecall.whole_files import parse_json
 
 FULL = "full"
 ALL = "all"
@@ -148,6 +148,6 @@ def _with_budget(spec: str, method: Method, budget: int) -> Method:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text  # a bare word is a string

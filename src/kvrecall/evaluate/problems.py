@@ -11,6 +11,7 @@ from typing import Any
 
 from kvrecall.errors import InputFileError, ParameterError, UnknownNameError
 from kvrecall.evaluate.answers import final_choice, final_number, same_answer
+from kvrecall.whole_files import parse_json
 
 _BOX = "Please reason step by step, and put your final answer within \\boxed{}."
 _CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."
@@ -73,7 +74,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError(f"expected a JSON object, got {line[:40]!r}")
             found.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))

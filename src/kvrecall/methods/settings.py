@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, is_dataclass
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 from kvrecall.errors import InputFileError, KVRecallError, UnknownNameError
@@ -61,4 +62,10 @@ def first_mistake(error: ValidationError) -> str:
     """The first mistake: where it is, what was expected, what was given."""
     found = error.errors()[0]
     where = ".".join(str(step) for step in found["loc"]) or "the file"
-    return f"{where}: {found['msg'][:1].lower()}{found['msg'][1:]}, got {found['input']!r}"
+    said = found["msg"].removeprefix("Value error, ")
+    return f"{where}: {said[:1].lower()}{said[1:]}, got {_SHORT.repr(found['input'])}"
+
+
+_SHORT = Repr()
+"""What was given may be of any size and depth."""
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
