@@ -34,7 +34,7 @@ class UnknownNameError(KVRecallError, ValueError):
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = get_close_matches(got, known, n=1)
+        near = get_close_matches(str(got), known, n=1)  # a value of a file may be anything
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
         self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()

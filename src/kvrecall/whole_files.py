@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse_json(text: str, *, finite: bool = True) -> Any:
-    """The value of a JSON text; raises ValueError, also for brackets nested too deeply and, if finite, for NaN and infinities."""
+    """The value of a JSON text; raises ValueError, also for brackets nested too deeply and, if finite, for NaN and infinity."""
     try:
         return json.loads(text, parse_constant=_constant, parse_float=_float) if finite else json.loads(text)
     except RecursionError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from kvrecall.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
 from kvrecall.evaluate.runs import CONFIG as CONFIG_FILE
 from kvrecall.evaluate.runs import SAMPLES, Record, RunFolder, Shard, key_of, read_config, read_records
+from tests.faults import limited_files
 
 CONFIG = {"model": "m", "seed": 0, "depths": (0.0, 1.0)}
 
@@ -141,19 +140,12 @@ def test_a_sample_that_could_not_be_written_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if left < 1000:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + left, hard))
-        else:
-            monkeypatch.setattr("kvrecall.evaluate.runs.os.fsync", full)
-        with pytest.raises(OutputFileError, match=r"samples\.jsonl: cannot be written .* Free some space"):
-            folder.add(sample(1))
-    finally:
-        monkeypatch.undo()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
+    if left > 1000:
+        monkeypatch.setattr("kvrecall.evaluate.runs.os.fsync", full)
+    said = r"samples\.jsonl: cannot be written .* Free some space"
+    with limited_files(len(before) + left), pytest.raises(OutputFileError, match=said):
+        folder.add(sample(1))
+    monkeypatch.undo()
     assert (tmp_path / SAMPLES).read_bytes() == before and key_of(sample(1)) not in folder.done
     folder.add(sample(2))
     folder.add(sample(1))
@@ -188,7 +180,8 @@ def test_half_a_surrogate_pair_in_an_answer_is_kept(tmp_path: Path) -> None:
 DEEP = "[" * 100_000 + "]" * 100_000
 WRONG = {
     "task": "[1]", "condition": "{}", "context": "[]", "sample": "null", "attempt": "1.5", "score": "NaN", "scores": '["1"]',
-    "depth": "-1", "budget": "1e400", "answers": "[1]", "expected": "[[1]]", "seconds": '{"decode": null}', "new_tokens": "true",
+    "depth": "-1", "budget": "1e400", "answers": "[1]", "expected": "[[1]]", "seconds": '{"decode": null}',
+    "new_tokens": "true",
     "windows": '[{"first_step": 0, "agreement": 2, "kl": 0}]', "layers": '{"x": 1}', "attended_tokens": '"9"', "method": "0",
 }  # fmt: skip
 

@@ -180,7 +180,7 @@ def _layers(layers: str | None) -> list[int | None]:
     if layers is None:
         return [None]
     counts = layers.split(",")
-    if not all(count.isdigit() and int(count) for count in counts):
+    if not all(options.whole(count) > 0 for count in counts):
         raise ParameterError("--layers", "numbers such as 8 or 8,16", layers, "Leave it out for the whole model.")
     return [int(count) for count in counts]
 

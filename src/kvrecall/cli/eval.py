@@ -200,6 +200,7 @@ def _depths(text: str) -> list[float]:
 
 
 def _budget(text: str) -> int:
-    if not text.isdigit() or not int(text):
+    count = options.whole(text)
+    if count < 1:
         raise ParameterError("--budgets", "numbers of tokens such as 128,512", text, "They count tokens per KV head and step.")
-    return int(text)
+    return count

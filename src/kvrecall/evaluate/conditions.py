@@ -119,7 +119,7 @@ def _split(given: str) -> tuple[str, int | None]:
     spec, at, budget = given.rpartition("@")
     if not at or given.endswith(_SUFFIXES):
         return given, None
-    if not budget.isdecimal() or not int(budget):
+    if not (budget.isascii() and budget.isdigit() and len(budget) < 19 and int(budget)):
         raise ParameterError("--methods", "a number of tokens behind @", given, "For example pariskv@512.")
     return spec, int(budget)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Problem:
 def _aime(row: dict[str, Any], _: random.Random) -> Problem:
     """AIME: `problem` (or `question`) and `answer`, an integer from 0 to 999."""
     answer = str(_field(row, "answer", "Answer")).strip()
-    if not answer.isdigit() or int(answer) > 999:
+    if not re.fullmatch("[0-9]{1,20}", answer) or int(answer) > 999:
         raise ValueError(f"answer: expected an integer from 0 to 999, got {answer!r}")
     return Problem(f"{_field(row, 'problem', 'question', 'Problem', 'Question')}\n{_BOX}", str(int(answer)))
 
@@ -102,7 +103,9 @@ def problem_text(spec: str) -> str:
 def _field(row: dict[str, Any], *names: str) -> Any:
     for name in names:
         if name in row:
-            if not str(row[name]).strip():
+            if isinstance(row[name], str) and not row[name].strip():
                 raise ValueError(f"{name}: expected some text, got nothing")
+            if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
+                raise ValueError(f"{name}: expected text or a number, got {repr(row[name])[:40]}")
             return row[name]
     raise ValueError(f"expected a field {' or '.join(repr(name) for name in names)}, got {', '.join(map(repr, row)) or 'none'}")

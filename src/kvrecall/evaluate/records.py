@@ -78,7 +78,7 @@ _MODELS: dict[str, type[BaseModel]] = {"sample": Sample, "configuration": Config
 
 
 def first_mistake_of(kind: str, held: Any) -> str | None:
-    """The first mistake of a "sample" or a "configuration": where it is, what was expected, what was given; None without one."""
+    """The first mistake of a "sample" or "configuration": where it is, what was expected, what was given; None without one."""
     try:
         _MODELS[kind].model_validate(held)
     except ValidationError as error:

@@ -43,7 +43,7 @@ class Shard:
     def of(text: str) -> Shard:
         """Reads "3/14"; raises ParameterError."""
         number, slash, count = text.partition("/")
-        if not (slash and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        if not (slash and _is_count(number) and _is_count(count) and 1 <= int(number) <= int(count)):
             raise ParameterError("--shard", "i/n with i from 1 to n", text, "For example 1/2 and 2/2 in two processes.")
         return Shard(int(number), int(count))
 
@@ -177,6 +177,10 @@ class RunFolder:
                     return start + newline + 1
                 end, step = start, 1 << 16
         return 0
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+UNFORESEEN = (TypeError, AttributeError, ArithmeticError, LookupError, ValueError)
+"""What a method's own checks raise for a value of a type that they did not foresee, such as a list in place of a number."""
+_TYPES = "Types are those of the method's fields."
+
+
 def from_settings(name: str, settings: dict[str, Any]) -> Method:
     """A method from plain values such as JSON has; types are checked strictly. Raises errors of `kvrecall.errors`.
 
@@ -37,7 +42,11 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
         cause = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(cause, KVRecallError):
             raise cause from None  # the method's own check, which has a remedy of its own
-        raise InputFileError(f"settings of {name}", first_mistake(error), "Types are those of the method's fields.") from None
+        raise InputFileError(f"settings of {name}", first_mistake(error), _TYPES) from None
+    except KVRecallError:
+        raise
+    except UNFORESEEN as error:
+        raise InputFileError(f"settings of {name}", f"a value of another type than its field's ({error})", _TYPES) from error
 
 
 def settings_of(method: Method) -> dict[str, Any]:
