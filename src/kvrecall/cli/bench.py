@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
+from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import ParameterError, UnknownNameError
 
@@ -167,7 +166,7 @@ def _rows(
         for row in rows:
             cells = (getattr(row, name) for name in columns)
             table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-        Console(file=sys.stdout, highlight=False).print(table)
+        results().print(table)
     return {"rows": [asdict(row) for row in rows], "environment": environment()}
 
 

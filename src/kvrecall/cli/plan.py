@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, status, verb
 
 
@@ -53,7 +52,7 @@ def _show(model: str, told: Result) -> None:
     table.add_row("device", f"{size(told['device_bytes'])} = {device} {fits}")
     fits = _fits(told["full_attention_fits_device"], told["available_device_bytes"])
     table.add_row("full attention", f"{size(told['full_attention_device_bytes'])} on the device {fits}")
-    Console(file=sys.stdout, highlight=False).print(table)
+    results().print(table)
 
 
 def _fits(fits: bool | None, available: int | None) -> str:
