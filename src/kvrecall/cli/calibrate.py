@@ -58,7 +58,7 @@ def calibrate(
     if out is not None and out.suffix != ".json":
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     text = read_texts(files) if files else ""
-    wanted = None if tokens is None else options.token_count(tokens)
+    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
     listed = tuple(part.strip() for part in (tasks or "").split(",") if part.strip())
     plan = Plan(listed, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
     if out is not None:

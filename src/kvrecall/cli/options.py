@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any
 
 import typer
@@ -74,6 +75,14 @@ def token_count(text: str, name: str = "--context") -> int:
     if count > _MOST_TOKENS:
         raise ParameterError(name, f"at most {_MOST_TOKENS:,} tokens", text, "Give what a model can hold.")
     return count
+
+
+def check_sampling(temperature: float, seed: int | None = None) -> None:
+    """Raises ParameterError for a temperature that is no number, or a seed that torch does not take."""
+    if not 0 <= temperature < inf:
+        raise ParameterError("--temperature", "a finite number >= 0", temperature, "0 takes the likeliest token each time.")
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+        raise ParameterError("--seed", "an integer of 64 bits", seed, "Give a smaller one.")
 
 
 def whole(text: str) -> int:

@@ -9,7 +9,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
-from kvrecall.cli.verb import Result, status, verb
+from kvrecall.cli.verb import Result, notes, status, verb
 
 
 @verb
@@ -32,7 +32,12 @@ def plan(
     kind = as_dtype(dtype)
     with status(f"reading the config of {model}", quiet=as_json):
         config = load_config(model)
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and context_tokens > limit:
+        said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
+        notes().print(f"note: {said}", soft_wrap=True)
     told = engine.plan(config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind).to_dict()
+    told["model_context_tokens"] = limit
     if not as_json:
         _show(model, told)
     return told

@@ -42,7 +42,7 @@ def tune(
     if out.suffix != ".json":
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     read = read_texts(text)
-    wanted = None if tokens is None else options.token_count(tokens)
+    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
 
     from kvrecall.evaluate.trace import capture
     from kvrecall.evaluate.tune import check

@@ -56,7 +56,7 @@ def verb(run: Callable[P, Result]) -> Callable[P, None]:
                     _tell(f"error: {shown}", "red")
             except OSError:  # standard output itself cannot be written
                 _tell(f"error: {shown}", "red")
-            discard_stdout() if isinstance(error, OSError) else None
+            discard_stdout()
             raise typer.Exit(EXIT_ERROR) from None
 
     return command

@@ -91,6 +91,9 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
             continue  # full attention is there already
         if own and any("top_k" in dict(values) for _, values in method.per_layer):
             raise ParameterError("--methods", "no @ behind a method whose layers have budgets", given, "Remove it.")
+        if (own or budgets) and method.top_k and _sets_top_k(spec):
+            why = "Give the budget once: as top_k, as @, or as --budgets."
+            raise ParameterError("--methods", "top_k or a budget beside it, not both", given, why)
         if (own is None and (method.per_layer or spec.endswith(_SUFFIXES))) or not method.top_k:
             found.append(Condition(spec, method, None))
             continue
@@ -137,6 +140,12 @@ def _method(spec: str, layers: int | None) -> Method:
             raise ParameterError("--methods", "name:key=value;key=value", spec, "For example pariskv:stage1=product.")
         settings[key.strip().replace("-", "_")] = _value(value)
     return from_settings(name, {"full_attention_threshold": 0} | settings)
+
+
+def _sets_top_k(spec: str) -> bool:
+    """Whether the settings behind a name have a budget of their own; files have theirs, and --budgets leaves it alone."""
+    settings = [] if spec.endswith(_SUFFIXES) else spec.partition(":")[2].split(";")
+    return any(setting.partition("=")[0].strip().replace("-", "_") == "top_k" for setting in settings)
 
 
 def _with_budget(spec: str, method: Method, budget: int) -> Method:
