@@ -113,7 +113,7 @@ def test_a_process_without_an_output() -> None:
     assert (running.returncode, said) == (0, b"")
 
 
-@pytest.mark.parametrize("verb", ["trace", "report", "tune", "calibrate"])
+@pytest.mark.parametrize("verb", ["trace", "report", "tune"])
 def test_a_full_disk_leaves_what_was_there(cli: Cli, tiny: Path, document: Path, tmp_path: Path, verb: str) -> None:
     out = tmp_path / "there.json"
     out.write_text("before")
@@ -121,7 +121,6 @@ def test_a_full_disk_leaves_what_was_there(cli: Cli, tiny: Path, document: Path,
         "trace": ("trace", out, document, "-m", tiny, "--tokens", "400", "--steps", 2),
         "report": ("report", tmp_path / "run", "--out", out),
         "tune": ("tune", "--text", document, "-m", tiny, "--tokens", "400", "--steps", 2, "--out", out),
-        "calibrate": ("calibrate", document, "-m", tiny, "--tokens", "400", "--stride", 1, "--out", out),
     }
     if verb == "report":
         pytest.importorskip("matplotlib")

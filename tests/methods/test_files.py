@@ -149,7 +149,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @pytest.mark.parametrize(
     "text",
-    [DEEP, '{"method": "exact", "about": {"x": ' + DEEP + "}}", '{"method": "exact", "settings": {"top_k": ' + "9" * 5000 + "}}",
+    [DEEP, '{"method": "exact", "about": {"x": ' + DEEP + "}}",
+     '{"method": "exact", "settings": {"top_k": ' + "9" * 5000 + "}}",
      '{"method": "exact", "settings": {"top_k": NaN}}', '{"method": "exact", "settings": {"top_k": 1e999}}',
      '{"method": [], "settings": {}}', '{"method": "exact", "settings": []}', '{"method": "exact", "settings": {"index": 3}}',
      '{"method": "method", "settings": {"index": "milestones:gqa=NaN"}}', '{"method": "exact", "layers": 0}',

@@ -97,7 +97,8 @@ class Trace:
                 if told is None:
                     raise ValueError("its metadata names no model and no layers")
                 held = _Metadata.model_validate(parse_json(told)).model_dump()
-                info = TraceInfo(**held | {"layers": tuple(dict.fromkeys(held["layers"]))})
+                held["layers"] = tuple(dict.fromkeys(held["layers"]))
+                info = TraceInfo(**held)
                 layers = {n: _layer(file, n, info) for n in info.layers}
         except Exception as error:  # safetensors raises its own types for a broken file
             said = first_mistake(error) if isinstance(error, ValidationError) else error
