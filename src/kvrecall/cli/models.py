@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.screen import results
 from kvrecall.cli.session import download_bar
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import KVRecallError
@@ -46,7 +45,7 @@ def list_models(as_json: options.AsJson = False) -> Result:
         for row in told["models"]:
             name = row["name"] + (" (default)" if row["default"] else "")
             table.add_row(name, row["state"], size(row["bytes"]), row["licence"], row["description"])
-        console = Console(file=sys.stdout, highlight=False)
+        console = results()
         console.print(table)
         console.print(Text(f"\nfolder: {told['folder']}"), soft_wrap=True)
     return told
