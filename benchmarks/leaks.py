@@ -12,8 +12,8 @@ first run, file descriptors, threads, signal handlers that changed, registration
 and used device memory.
 
 The rule: the first half warms up. Over the second half, memory and objects must not grow: the median slope between all pairs
-of samples, times the half's length, must stay below a tolerance (`TOLERANCES`). The others must not grow at all; signal handlers
-must be at the end of a run what they were before the first. Exit code 1 if anything grows.
+of samples, times the half's length, must stay below a tolerance (`TOLERANCES`). The others must not grow at all, and
+signal handlers must be what they were before the first run. Exit code 1 if anything grows.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ def main(argv: list[str] | None = None) -> int:
                         f"{name:18} {run:9} {repeats:7} {each.resource:22} {numbers}{'  LEAK' if each.leaks else ''}",
                         flush=True,
                     )
-    if args.out:
-        write(args.out, findings)
+            if args.out:
+                write(args.out, findings)
     gc.unfreeze()
     leaking = [f"{each.method} {each.run}: {each.resource}" for each in findings if each.leaks]
     print(f"{len(findings)} counted, {len(leaking)} leak" + "".join(f"\n  {line}" for line in leaking))

@@ -93,9 +93,10 @@ def _read(
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         location, config=config, dtype=dtype, output_loading_info=True, **(only_model or {}), **options
     )
+    model, report = loaded
     sound.check_loaded(model, report)
     return model, AutoTokenizer.from_pretrained(location, **options)
 
