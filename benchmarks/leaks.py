@@ -169,7 +169,7 @@ def chosen_method(name: str) -> Any:
     """A method by name, with zones small enough that the prompt is searched."""
     from kvrecall.methods import registry
 
-    return registry.get(name, **({} if name == "full" else {"sink_tokens": 16, "local_tokens": 64, "update_interval": 32,
+    return registry.get(name, **({} if name == "full" else {"sink_tokens": 16, "local_tokens": 64, "update_interval": 128,
                                                             "full_attention_threshold": 0}))  # fmt: skip
 
 

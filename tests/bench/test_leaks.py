@@ -48,3 +48,9 @@ def test_one_outlier_is_no_leak_and_a_slow_rise_is_one(leaks: ModuleType) -> Non
     assert leaks.slope(flat) == 0
     assert leaks.slope([(i, value + 3 * i) for i, value in flat]) == pytest.approx(3, abs=0.1)
     assert leaks.slope([(i, -2 * i) for i in range(25)]) == -2
+
+
+def test_every_method_that_it_names_can_be_made(leaks: ModuleType) -> None:
+    for name in leaks.METHODS.split(","):
+        zones = leaks.chosen_method(name).zone_sizes()
+        assert name == "full" or zones.sink_tokens + zones.local_tokens < leaks.PROMPT_TOKENS / 2
