@@ -85,7 +85,9 @@ class Held(NamedTuple):
 
     def own(self) -> Held:
         """The same for a copy of the sequence. Estimated rows may lie in the index, which goes on to write there."""
-        return self if self.estimated is None else self._replace(estimated=replace(self.estimated, kv=self.estimated.kv.clone()))
+        return (
+            self if self.estimated is None else self._replace(estimated=replace(self.estimated, kv=self.estimated.kv.clone()))
+        )
 
 
 @dataclass(frozen=True)

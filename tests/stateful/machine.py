@@ -158,9 +158,7 @@ class Course(RuleBasedStateMachine):
         which=layers, what=st.sampled_from(["chunk", "step", "crop"]), tokens=st.sampled_from([1, 9, 40]),
         ragged=st.booleans(), share=st.floats(0, 1), fork=st.booleans(), seed=SEEDS,
     )  # fmt: skip
-    def interrupt(
-        self, which: int, what: str, tokens: int, ragged: bool, share: float, fork: bool, seed: int
-    ) -> None:
+    def interrupt(self, which: int, what: str, tokens: int, ragged: bool, share: float, fork: bool, seed: int) -> None:
         """An exception before any line of kvrecall: all of the operation was done, for all sequences, or nothing of it."""
         with self._only(which) as pair:
             for number in range(4):

@@ -197,9 +197,9 @@ class RetrievalCache(Cache):
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             layer.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
         with self._rearranging():
-            super().reorder_cache(beam_idx)
+            super().reorder_cache(beam_idx.long())  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         with self._rearranging():
