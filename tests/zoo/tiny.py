@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,14 +18,16 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, WINDOW, POSITIONS = 256, 4, 2, 64, 4, 320, 32, 1024
 SPECIAL_FROM = 304
 """Ids from here on may mean an image or another special thing; prompts use lower ones."""
-LARGEST_PARAMETERS = 40_000_000
+LARGEST_PARAMETERS = 100_000_000
 
+CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 AUTO = {
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "AutoModelForCausalLM",
+    CAUSAL: "AutoModelForCausalLM",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "AutoModelForSeq2SeqLM",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "AutoModelForImageTextToText",
 }
@@ -34,8 +36,11 @@ AUTO = {
 Rule = tuple[str, Any]
 RULES: tuple[Rule, ...] = (
     # Sizes of heads before numbers of heads: a name may hold both words.
-    (r"qk_rope_head_dim|rotary_dim|qk_nope_head_dim", 32),
-    (r"linear_(key|value)_head_dim|linear_head_dim|index_head_dim", 32),
+    # Latent attention caches a latent and the turned part of its keys: of one size, so that no check of sizes refuses them.
+    (r"(qk_rope|qk_nope)_head_dim|kv_lora_rank", HEAD_DIM),
+    (r"qk_head_dim|v_head_dim", 2 * HEAD_DIM),
+    (r"rotary_dim", 32),
+    (r"linear_(key|value)_head_dim|linear_head_dim", 32),
     (r"mamba_(d_head|head_dim|headdim)", 64),
     (r"(.*_)?head_dim|dim_head|d_head|d_kv|kv_channels|attention_head_size|attention_head_dim", HEAD_DIM),
     (r"linear_num_(key_heads|value_heads|heads)|index_n_heads", 4),
@@ -58,9 +63,10 @@ RULES: tuple[Rule, ...] = (
     # Widths.
     (r"(shared_|moe_|dense_|.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size)(_mlp)?", 128),
     (r"dff|dim_ff|n_inner|d_inner|d_ff", 128),
-    (r"(hidden_size|n_embd|d_model|emb_dim|embedding_dim|dim|embedding_size|word_embed_proj_dim|lru_width)", HIDDEN),
-    (r"(adapter_in_dim|adapter_out_dim|adapter_input_size|hidden_size_global)", HIDDEN),
-    (r"(backbone_hidden_size|input_embedding_size|attention_hidden_size|embed_dim|out_hidden_size)", HIDDEN),
+    (r"(hidden_size|hidden_dim|n_embd|d_model|emb_dim|embedding_dim|dim|embedding_size|word_embed_proj_dim|lru_width)", HIDDEN),
+    (r"(adapter_in_dim|adapter_out_dim|adapter_input_size|hidden_size_global|(text|audio)_hidden_size|projection_dim)", HIDDEN),
+    (r"(backbone_hidden_size|projector_hidden_size|input_embedding_size|attention_hidden_size)", HIDDEN),
+    (r"(embed_dim|out_hidden_size)", HIDDEN),
     (r"(.*_)?lora_rank|laurel_rank|adapter_rank|hc_lowrank|hidden_size_per_layer_input", 32),
     (r"mamba_d_ssm", 2 * HIDDEN),
     (r"mamba_d_state|state_size|ssm_state_size", 16),
@@ -71,10 +77,15 @@ RULES: tuple[Rule, ...] = (
     # Windows.
     (r"sliding_window|sliding_window_size|window_size|attention_window_size|local_attention", WINDOW),
     (r"attention_chunk_size|keep_window_size|local_attention_window_len", WINDOW),
+    (r"index_topk|indexer_budget", WINDOW),
+    (r"index_block_size", 16),
+    (r"index_topk_blocks", 2),
     (r"image_size", 32),
     (r"query_pre_attn_scalar", 64),
 )  # fmt: skip
 
+WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2 * HEAD_DIM}
+"""For rotary embeddings whose sections are written for heads of 128 in the modeling file."""
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA_AND_ATTENTION = ["linear_attention", "full_attention"] * 2
 OWN: dict[str, dict[str, Any]] = {
@@ -88,21 +99,69 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},  # a forward pass needs one
     "gemma4_text": {"global_head_dim": HEAD_DIM},  # read from the arguments, not a field
     "gemma4_unified_text": {"global_head_dim": HEAD_DIM},
+    "cosmos3_edge_text": WIDE_HEADS,
+    "ernie4_5_vl_moe_text": WIDE_HEADS,
+    "glm4v_moe_text": WIDE_HEADS,
+    "paddleocr_vl_text": WIDE_HEADS,
+    "qwen2_5_vl_text": WIDE_HEADS,
+    "qwen2_vl_text": WIDE_HEADS,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": SPECIAL_FROM},  # no default
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": SPECIAL_FROM},  # no default
+    "qwen2_5_omni_text": WIDE_HEADS,
+    "glm5_next_text": {"qk_rope_head_dim": 0},  # its indexed layers have no positions
+    "step3p5": {"sliding_window": WINDOW},  # no default
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},  # pairs of kinds and repetitions
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},  # no default
     "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4}},  # rope_theta is not a field
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},  # no default
     "dots3_note_text": {  # the sliding layers' sizes are read from the arguments
-        "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
-        "swa_head_dim": HEAD_DIM, "swa_qk_nope_head_dim": 32, "swa_v_head_dim": HEAD_DIM,
+        "swa_num_attention_heads": HEADS,
+        "swa_num_key_value_heads": HEADS,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 64,
+        "swa_head_dim": 2 * HEAD_DIM,
+        "swa_qk_nope_head_dim": HEAD_DIM,
+        "swa_v_head_dim": 2 * HEAD_DIM,
     },
     "qwen4_exp_text": {  # no default
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 32, "indexer_compress_ratio": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
     },
 }
 """Model type -> fields whose value no name tells, each with its reason."""
 
-VARIANTS: dict[str, dict[str, Any]] = {}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bert": {"seeing both ways": {"is_decoder": False}},
+    "big_bird": {"full attention": {"attention_type": "original_full"}},
+    "falcon": {
+        "alibi": {"alibi": True},
+        "new decoder": {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS},
+    },
+    "gemma2": {"low softcap": {"attn_logit_softcapping": 2.0}},
+    "gemma4_text": {
+        "shared KV": {"num_kv_shared_layers": 2, "layer_types": SLIDING_AND_FULL},
+        "other heads in full layers": {"global_head_dim": 2 * HEAD_DIM},
+    },
+    "gpt2": {"scaled by layer": {"scale_attn_by_inverse_layer_idx": True}},
+    "llama": {
+        "heads of 32": {"head_dim": 32},
+        "heads of 128": {"head_dim": 128},
+        "one KV head": {"num_key_value_heads": 1},
+        "7 heads a KV head": {"num_attention_heads": 14, "hidden_size": 224},
+        "no GQA": {"num_key_value_heads": HEADS},
+        "dynamic rope": {"max_position_embeddings": 64, "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}},
+        "yarn": {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    },
+    "minimax_m3_vl_text": {"sparse": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}},
+    "mistral": {"full attention": {"sliding_window": None}},
+    "qwen2": {"sliding": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": SLIDING_AND_FULL}},
+    "starcoder2": {"sliding": {"sliding_window": WINDOW}},
+}
+"""Model type -> label -> fields: mechanisms that a family's default does not show."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,29 +178,44 @@ class Family:
         return self.model_type + (f"[{self.variant}]" if self.variant else "")
 
 
-def families(mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") -> list[Family]:
-    """Every entry of a mapping, and the variants of those."""
+def families(mapping: str = CAUSAL) -> list[Family]:
+    """Every entry of a mapping of the installed transformers; for causal LMs also the variants."""
     found = []
-    for model_type, model_class in getattr(modeling_auto, mapping).items():
-        found.append(Family(model_type, model_class if isinstance(model_class, str) else model_class[0], mapping))
+    for model_type, names in getattr(modeling_auto, mapping).items():
+        model_class = names if isinstance(names, str) else names[0]
+        variants = ("", *VARIANTS.get(model_type, {})) if mapping == CAUSAL else ("",)
+        found += [Family(model_type, model_class, mapping, variant) for variant in variants]
     return found
+
+
+def family(name: str, mapping: str = CAUSAL) -> Family:
+    """By its name, such as `llama` or `llama[one KV head]`."""
+    return next(f for f in families(mapping) if f.name == name)
+
+
+def quiet() -> None:
+    """transformers warns of sizes that are meant."""
+    logging.set_verbosity_error()
 
 
 def tiny_model(family: Family) -> Any:
     """A model in float32 and eval mode, the same weights every time. Raises whatever transformers raises."""
     torch.manual_seed(0)
-    config = tiny_config(CONFIG_MAPPING[family.model_type], family.model_type)
+    changes = VARIANTS[family.model_type][family.variant] if family.variant else {}
+    config = tiny_config(CONFIG_MAPPING[family.model_type], family.model_type, **changes)
     auto = getattr(transformers, AUTO[family.mapping])
     with torch.device("meta"):
-        sizes = {n: p.numel() for n, p in auto.from_config(config).named_parameters()}
+        sizes = {n: p.numel() for n, p in auto.from_config(deepcopy(config)).named_parameters()}
     if sum(sizes.values()) > LARGEST_PARAMETERS:
         largest = max(sizes, key=sizes.__getitem__)
         raise ValueError(f"the tiny model has {sum(sizes.values()):,} parameters; the largest is {largest}: {sizes[largest]:,}")
-    model = auto.from_config(tiny_config(CONFIG_MAPPING[family.model_type], family.model_type), dtype=torch.float32).eval()
+    model = auto.from_config(deepcopy(config), dtype=torch.float32).eval()
     spread(model)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
+        if config.is_encoder_decoder:
+            model.generation_config.decoder_start_token_id = 1
     return model
 
 
@@ -182,7 +256,7 @@ def shrunk(name: str, default: Any) -> Any:
         return 0.0
     if name == "is_decoder":
         return True
-    if isinstance(default, bool) or not isinstance(default, int) and not (default is None and name == "num_key_value_heads"):
+    if isinstance(default, bool) or (not isinstance(default, int) and not (default is None and name == "num_key_value_heads")):
         return None
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
@@ -196,6 +270,8 @@ def special(name: str, default: Any) -> int | None:
         return 0
     if name.startswith(("bos", "eos")):
         return 1 if name.startswith("bos") else 2
+    if name == "decoder_start_token_id":
+        return 1
     if not isinstance(default, int) or default < SPECIAL_FROM:
         return None
     return SPECIAL_FROM + default % (VOCAB - SPECIAL_FROM)
@@ -236,7 +312,7 @@ def spread(model: torch.nn.Module) -> None:
             if p.ndim < 2:
                 p.add_(0.1 * torch.randn(p.shape, generator=draw))
                 continue
-            wanted = 1.0 if "emb" in name or "wte" in name else 1.5 / math.sqrt(p.shape[-1])
+            wanted = 0.1 if "emb" in name or "wte" in name else 1.5 / math.sqrt(p.shape[-1])
             have = p.std().item()
             if have == 0 or not math.isfinite(have):
                 p.copy_(wanted * torch.randn(p.shape, generator=draw))
