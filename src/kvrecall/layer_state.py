@@ -119,6 +119,12 @@ class LayerState:
         self.end_prompts(sequences)
         for b in sequences:
             self.begin_static(b)
+        self.ask_trigger(queries, sequences)
+
+    def ask_trigger(self, queries: Tensor, sequences: list[int]) -> None:
+        """Drops the held selections of those sequences whose trigger fires for queries `[len(sequences), H_q, D]`."""
+        if self.index is None:
+            return
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
             if self._outgrown(b):
                 self.held.pop(b)
@@ -299,6 +305,13 @@ class LayerState:
         other.counters = self.counters
         return other
 
+    def glance(self, sequences: list[int]) -> LayerState:
+        """A copy of some sequences, without what they hold, to try one step on. Nothing may be stored on the host by it, and it
+        must be gone before this state changes: in return this one owns its host rows alone, as before."""
+        other = self._copy(sequences, glance=True)
+        other.held, other.fetched, other.on_search = {}, {}, None
+        return other
+
     def fork(self, method: Method) -> LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
         them if the method differs. It knows the prompt's queries as far as this state was made to observe them."""
@@ -337,10 +350,10 @@ class LayerState:
             if seen is not None:
                 self.watch(b, seen)
 
-    def _copy(self, sequences: list[int]) -> LayerState:
+    def _copy(self, sequences: list[int], glance: bool = False) -> LayerState:
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
-        other.store = self.store.select(sequences)
+        other.store = self.store.select(sequences, glance)
         other.counters, other._tables = self.counters.fresh(), SegmentTables()
         other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)

@@ -54,6 +54,21 @@ def decode_step(
     layer.scaling = params.scaling
     layer.store.append_step(keys, values, valid)
     layer.begin_step(_of(active, queries)[:, :, 0], active)
+    merged, whole = attend_step(layer, queries, params)
+    layer.count_step(whole)
+    layer.end_step(queries, merged.lse, active)
+    for b in every:
+        layer.evict(b)
+    return merged.out.to(queries.dtype)
+
+
+def attend_step(layer: LayerState, queries: Tensor, params: AttentionParams) -> tuple[Partial, list[int]]:
+    """The attention of a decode step whose tokens are stored and whose triggers have been asked: queries `[B, H_q, 1, D]`.
+
+    Returns fp32 `[B, H_q, 1, D]` with its lse, and the sequences that were attended whole. Mutates what the layer holds, and
+    nothing that it stores.
+    """
+    every = range(layer.store.sequences)
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
@@ -65,12 +80,7 @@ def decode_step(
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
     with layer.clock("merge"):
-        merged = merge(parts)
-    layer.count_step(whole)
-    layer.end_step(queries, merged.lse, active)
-    for b in every:
-        layer.evict(b)
-    return merged.out.to(queries.dtype)
+        return merge(parts), whole
 
 
 def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:
