@@ -88,7 +88,8 @@ class RetrievalLayer(CacheLayerMixin):
             )
         if key_states.dtype not in DTYPES:
             raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), key_states.dtype)
-        query_heads = self.cache.signature.query_heads
+        made = self.cache.signature  # of a model that is sharded over its heads, a rank has its share of both kinds
+        query_heads = made.query_heads * heads // made.kv_heads
         shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
         cache = self.cache
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, key_states.shape[2])):
