@@ -48,8 +48,11 @@ class Ranks:
         """flags int32, of the same shape on every rank -> the largest of all ranks, on the CPU; waits for them."""
         if self.size > 1:
             flags = flags.to(self._device, copy=True)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+            self._reduce(flags)
         return flags.cpu()
+
+    def _reduce(self, flags: Tensor) -> None:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
 
     def _first_that_failed(self, failed: bool) -> int | None:
         if self.size == 1:
@@ -66,8 +69,9 @@ def ranks_of(model: PreTrainedModel) -> Ranks:
         return Ranks()
     if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         raise CaptureError("the model is sharded by FSDP, which gathers weights in every step", "Shard it by tp_plan only.")
-    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
-    mesh: Any = getattr(model, "_device_mesh", None) or next((mesh for mesh in meshes if mesh is not None), None)
+    meshes: list[Any] = [getattr(model, "_device_mesh", None)]
+    meshes += (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
     if mesh is None or mesh.size() == 1:
         return Ranks()
     names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
