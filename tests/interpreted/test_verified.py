@@ -118,9 +118,9 @@ def test_a_layer_that_answers_wrongly_is_found_and_not_used(
     expected = engine.generate(model, None, ids, cache, max_new_tokens=4).new_tokens
     monkeypatch.setattr(kind, what, how(getattr(kind, what)))
     cache, _ = prefilled(model, METHODS[name])
-    with captured.captured_decoding(model, cache, 8, required=False):
-        with pytest.warns(RuntimeWarning, match=f"decoding uncaptured: .*the attention of {where} differs"):
-            assert engine.generate(model, None, ids, cache, max_new_tokens=4).new_tokens == expected
+    told = pytest.warns(RuntimeWarning, match=f"decoding uncaptured: .*the attention of {where} differs")
+    with captured.captured_decoding(model, cache, 8, required=False), told:
+        assert engine.generate(model, None, ids, cache, max_new_tokens=4).new_tokens == expected
     cache, _ = prefilled(model, METHODS[name])
     with pytest.raises(CaptureMismatchError, match=where), captured.captured_decoding(model, cache, 8, required=True):
         engine.generate(model, None, ids, cache, max_new_tokens=4)
