@@ -112,8 +112,7 @@ class LayerState:
     def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
         """Looks at the queries `[len(sequences), H_q, D]` of a decode step; their tokens are the last ones stored.
 
-        Ends prompts, works on static sets that are soon due, and drops the held selections of sequences whose trigger fires.
-        """
+        Ends prompts, works on static sets that are soon due, and asks the trigger."""
         if self.index is None:
             return
         self.end_prompts(sequences)
@@ -123,8 +122,6 @@ class LayerState:
 
     def ask_trigger(self, queries: Tensor, sequences: list[int]) -> None:
         """Drops the held selections of those sequences whose trigger fires for queries `[len(sequences), H_q, D]`."""
-        if self.index is None:
-            return
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
             if self._outgrown(b):
                 self.held.pop(b)
@@ -303,13 +300,6 @@ class LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
         other = self._copy(sequences)
         other.counters = self.counters
-        return other
-
-    def glance(self, sequences: list[int]) -> LayerState:
-        """A copy of some sequences, without what they hold, to try one step on. Nothing may be stored on the host by it, and it
-        must be gone before this state changes: in return this one owns its host rows alone, as before."""
-        other = self._copy(sequences, glance=True)
-        other.held, other.fetched, other.on_search = {}, {}, None
         return other
 
     def fork(self, method: Method) -> LayerState:

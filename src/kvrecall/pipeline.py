@@ -63,14 +63,10 @@ def decode_step(
 
 
 def attend_step(layer: LayerState, queries: Tensor, params: AttentionParams) -> tuple[Partial, list[int]]:
-    """The attention of a decode step whose tokens are stored and whose triggers have been asked: queries `[B, H_q, 1, D]`.
-
-    Returns fp32 `[B, H_q, 1, D]` with its lse, and the sequences that were attended whole. Mutates what the layer holds, and
-    nothing that it stores.
-    """
-    every = range(layer.store.sequences)
-    whole = [b for b in every if layer.attends_whole_zone(b)]
-    searching = [b for b in every if b not in whole]
+    """Attends for queries `[B, H_q, 1, D]` of a step whose tokens are stored; says which sequences it attended whole. Stores
+    nothing."""
+    whole = [b for b in range(layer.store.sequences) if layer.attends_whole_zone(b)]
+    searching = [b for b in range(layer.store.sequences) if b not in whole]
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]

@@ -12,14 +12,15 @@ from torch import Tensor
 import kvrecall
 from kvrecall import engine
 from kvrecall.errors import CaptureError, CaptureMismatchError
+from kvrecall.layer_state import LayerState
 from tests.integrations.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.attend.whole import WholeAttention
 from kvrecall.engine.captured import decoder as captured
 from kvrecall.engine.captured import verify
 from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.sliding import SlidingWindow
 from kvrecall.engine.captured.units import UnitLayer
 from tests.interpreted.launched import Launched, without_gpu
 
@@ -91,7 +92,7 @@ def turned(step: Any) -> Any:
     return wrong
 
 
-def swapped(step: Any) -> Any:
+def larger(step: Any) -> Any:
     """One sequence answers 3 % too much."""
 
     def wrong(self: Any, *asked: Any) -> Tensor:
@@ -104,10 +105,10 @@ def swapped(step: Any) -> Any:
 
 WRONG = {
     "sphere-heads": (CapturedLayer, "step", turned, "every-step", "llama", "layer 0"),
-    "sphere-three-per-cent": (CapturedLayer, "step", swapped, "stride", "llama", "layer 0"),
+    "sphere-three-per-cent": (CapturedLayer, "step", larger, "stride", "llama", "layer 0"),
     "units": (UnitLayer, "step", turned, "dense", "llama", "layer 0"),
-    "dense": (DenseLayer, "step", turned, "dense", "llama", "layer 1"),
-    "window": (SlidingWindow, "attend", turned, "every-step", "gemma2", "layer 0"),
+    "dense": (DenseLayer, "step", larger, "dense", "llama", "layer 1"),
+    "window": (WholeAttention, "launch", larger, "every-step", "gemma2", "layer 0"),
 }
 
 
@@ -179,13 +180,14 @@ def test_a_graph_made_anew_that_is_wrong_hands_over_to_uncaptured_steps(monkeypa
 def test_a_copy_that_does_not_fit(fits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, glances = tiny("llama", **SINGLE), []
 
-    def short(self: Any, sequences: list[int], glance: Any = kvrecall.layer_state.LayerState.glance) -> Any:
+    def short(self: Any, sequences: list[int], glance: bool = False, copy: Any = LayerState._copy) -> Any:
         glances.append(len(sequences))
         if len(sequences) > 1 or fits == "not at all":
             raise torch.OutOfMemoryError
-        return glance(self, sequences)
+        assert glance
+        return copy(self, sequences, glance)
 
-    monkeypatch.setattr(kvrecall.layer_state.LayerState, "glance", short)
+    monkeypatch.setattr(LayerState, "_copy", short)
     cache, ids = prefilled(model, METHODS["every-step"], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

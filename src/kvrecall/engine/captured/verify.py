@@ -78,10 +78,12 @@ def uncaptured_answer(state: LayerState, asked: Attended) -> Tensor:
 def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
     queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
-    copy = state.glance(sequences)
+    copy = state._copy(sequences, glance=True)  # gone before the state changes, which goes on owning its host rows alone
+    copy.held, copy.fetched, copy.on_search = {}, {}, None
     copy.scaling = asked.params.scaling
     copy.store.append_step(keys, values, None)
-    copy.ask_trigger(queries[:, :, 0], list(range(len(sequences))))
+    if copy.index is not None:
+        copy.ask_trigger(queries[:, :, 0], list(range(len(sequences))))
     return attend_step(copy, queries, asked.params)[0].out.to(queries.dtype)
 
 
