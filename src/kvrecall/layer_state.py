@@ -112,16 +112,13 @@ class LayerState:
     def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
         """Looks at the queries `[len(sequences), H_q, D]` of a decode step; their tokens are the last ones stored.
 
-        Ends prompts, works on static sets that are soon due, and asks the trigger."""
+        Ends prompts, works on static sets that are soon due, and drops the held selections of sequences whose trigger fires.
+        """
         if self.index is None:
             return
         self.end_prompts(sequences)
         for b in sequences:
             self.begin_static(b)
-        self.ask_trigger(queries, sequences)
-
-    def ask_trigger(self, queries: Tensor, sequences: list[int]) -> None:
-        """Drops the held selections of those sequences whose trigger fires for queries `[len(sequences), H_q, D]`."""
         for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
             if self._outgrown(b):
                 self.held.pop(b)
@@ -340,10 +337,10 @@ class LayerState:
             if seen is not None:
                 self.watch(b, seen)
 
-    def _copy(self, sequences: list[int], glance: bool = False) -> LayerState:
+    def _copy(self, sequences: list[int]) -> LayerState:
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
-        other.store = self.store.select(sequences, glance)
+        other.store = self.store.select(sequences)
         other.counters, other._tables = self.counters.fresh(), SegmentTables()
         other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)

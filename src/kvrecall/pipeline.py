@@ -54,19 +54,8 @@ def decode_step(
     layer.scaling = params.scaling
     layer.store.append_step(keys, values, valid)
     layer.begin_step(_of(active, queries)[:, :, 0], active)
-    merged, whole = attend_step(layer, queries, params)
-    layer.count_step(whole)
-    layer.end_step(queries, merged.lse, active)
-    for b in every:
-        layer.evict(b)
-    return merged.out.to(queries.dtype)
-
-
-def attend_step(layer: LayerState, queries: Tensor, params: AttentionParams) -> tuple[Partial, list[int]]:
-    """Attends for queries `[B, H_q, 1, D]` of a step whose tokens are stored; says which sequences it attended whole. Stores
-    nothing."""
-    whole = [b for b in range(layer.store.sequences) if layer.attends_whole_zone(b)]
-    searching = [b for b in range(layer.store.sequences) if b not in whole]
+    whole = [b for b in every if layer.attends_whole_zone(b)]
+    searching = [b for b in every if b not in whole]
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
@@ -76,7 +65,12 @@ def attend_step(layer: LayerState, queries: Tensor, params: AttentionParams) -> 
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
     with layer.clock("merge"):
-        return merge(parts), whole
+        merged = merge(parts)
+    layer.count_step(whole)
+    layer.end_step(queries, merged.lse, active)
+    for b in every:
+        layer.evict(b)
+    return merged.out.to(queries.dtype)
 
 
 def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:

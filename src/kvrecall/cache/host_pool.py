@@ -101,14 +101,6 @@ class HostPool:
         self._shared = fork._shared = len(self._segments)
         return fork
 
-    def glance(self) -> HostPool:
-        """A pool that reads the same rows, until this one changes. Unlike a fork it may not append anything, and leaves this
-        one free to go on in its last segment."""
-        other = copy(self)
-        other._segments, other._starts = list(self._segments), list(self._starts)
-        other._shared = len(other._segments)
-        return other
-
     def segments(self) -> list[tuple[int, Tensor]]:
         """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may have room that is not written yet.
 

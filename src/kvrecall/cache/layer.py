@@ -98,14 +98,11 @@ class LayerStore:
         self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host].clone())
         self.host[sequence].truncate(keep_host)
 
-    def select(self, sequences: list[int], glance: bool = False) -> LayerStore:
-        """A new store whose sequence i is this one's `sequences[i]`; host rows are shared, resident ones copied.
-
-        glance: the new store only reads host rows, see `HostPool.glance`.
-        """
+    def select(self, sequences: list[int]) -> LayerStore:
+        """A new store whose sequence i is this one's `sequences[i]`; host rows are shared, resident ones copied."""
         chosen = copy(self)
         chosen.resident = self.resident.select(sequences)
-        chosen.host = [self.host[b].glance() if glance else self.host[b].fork() for b in sequences]
+        chosen.host = [self.host[b].fork() for b in sequences]
         return chosen
 
     def blocks(self, sequence: int, on_device: bool = False) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.errors import CaptureError, CaptureMismatchError
 from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import attend_step
+from kvrecall.pipeline import decode_step
 from kvrecall.structs import AttentionParams
 
 TOLERANCE = 0.02
@@ -75,16 +75,27 @@ def uncaptured_answer(state: LayerState, asked: Attended) -> Tensor:
     return torch.cat([_answer(state, asked, [b]) for b in every])
 
 
+class _Glance(LayerState):
+    """A copy that makes the attention of one step and is thrown away: it moves nothing to the host and begins no work for later
+    steps, and the static set of this one is there."""
+
+    def begin_static(self, sequence: int) -> None:
+        pass
+
+    def evict(self, sequence: int) -> None:
+        pass
+
+
 def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
     queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
-    copy = state._copy(sequences, glance=True)  # gone before the state changes, which goes on owning its host rows alone
+    owned = [pool._shared for pool in state.store.host]
+    copy = state._copy(sequences)
+    for pool, shared in zip(state.store.host, owned, strict=True):
+        pool._shared = shared  # the copy only reads host rows, and is gone before the state adds any
+    copy.__class__ = _Glance
     copy.held, copy.fetched, copy.on_search = {}, {}, None
-    copy.scaling = asked.params.scaling
-    copy.store.append_step(keys, values, None)
-    if copy.index is not None:
-        copy.ask_trigger(queries[:, :, 0], list(range(len(sequences))))
-    return attend_step(copy, queries, asked.params)[0].out.to(queries.dtype)
+    return decode_step(copy, queries, keys, values, None, asked.params)
 
 
 def _require(what: str, error: float, tolerance: float) -> None:
