@@ -77,25 +77,40 @@ class CacheModelError(KVRecallError, ValueError):
         )
 
 
+class UnsupportedModelError(KVRecallError, ValueError):
+    """A model family, or a way of calling it, that a RetrievalCache cannot serve; nothing of the call is stored."""
+
+    def __init__(self, family: str, got: str) -> None:
+        remedy = "Use another cache with this model; docs/design/families.md lists the families that were tried."
+        super().__init__(
+            f"{family}: expected a decoder with full-attention layers whose causal attention goes through transformers' "
+            f"attention interface, got {got}. {remedy}"
+        )
+        self.family, self.got, self.remedy = family, got, remedy
+
+
 class NotAttachedError(KVRecallError, RuntimeError):
-    """A RetrievalCache reached an attention layer that is not ours, so the retrieval could not happen."""
+    """A RetrievalCache was used outside a call of an attached model, so that retrieval could not happen."""
 
     def __init__(self) -> None:
         super().__init__(
-            "RetrievalCache: expected to run inside `with kvrecall.attach(model):`, got a forward pass without it. "
+            "RetrievalCache: expected a call of this model inside `with kvrecall.attach(model):`, got one without it. "
             "Wrap the call to the model in the context manager; the cache is unchanged."
         )
 
 
 class InterruptedPassError(KVRecallError, RuntimeError):
-    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds."""
+    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds.
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__(
-            "cache: expected layers of equal length, got a cache whose last forward pass was interrupted. "
-            f"It is mended now and holds {tokens:,} tokens per sequence; repeat the call."
-        )
-        self.tokens = tokens
+    torn: it also has layers with a running state (Mamba, linear attention), which cannot be cut back.
+    """
+
+    def __init__(self, tokens: int, torn: bool = False) -> None:
+        now = f"It is mended now and holds {tokens:,} tokens per sequence; repeat the call."
+        if torn:
+            now = "Its linear-attention layers cannot give tokens back; call reset() and read the prompt again, or use a fork."
+        super().__init__(f"cache: expected layers of equal length, got a cache whose last forward pass was interrupted. {now}")
+        self.tokens, self.torn = tokens, torn
 
 
 class DeviceError(KVRecallError, ValueError):
