@@ -96,6 +96,8 @@ class CapturedDecoder:
                 holder.count_captured()
             for window in self._windows:
                 window.moved_on()
+            if (running := self._cache.running) is not None:  # no layer's own function has been called
+                running.attended.update(holder.number for holder in self._cache.retrieval_layers)
         if self._steps % _CHECKED_STEPS == 0:
             self.check()
         return self._logits
@@ -280,6 +282,8 @@ class CapturedDecoder:
                 self._found[layer].record()
 
     def _forward(self) -> Tensor:
+        if (running := self._cache.running) is not None:  # a call of the model captures, and then steps or goes on uncaptured
+            running.attended.clear()
         self._search_early()
         out = self._call(
             input_ids=self.input_ids,
@@ -333,6 +337,8 @@ def captured_decoding(
                 raise
             _say_uncaptured(error, compiled)
             refused = True
+            if (running := cache.running) is not None:
+                running.attended.clear()
             return call(*args, **kwargs)
         return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
 

@@ -73,7 +73,8 @@ class SlidingWindow(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands the new token to the attention function; `attend` stores it."""
-        setattr(key_states, LAYER_TAG, self)
+        for side in (key_states, value_states):
+            setattr(side, LAYER_TAG, self)
         return key_states, value_states
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
