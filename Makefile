@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 lint format bench-cpu bench-gpu clean
 
 help: ## List the verbs
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv and install kvrecall with all development tools
 	@echo "kvrecall is installed in $(VENV)"
@@ -55,8 +55,15 @@ bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model o
 	  $(BIN)/python -m scripts.bench_rows --add build/bench/gpu_$$name.csv benchmarks/results/gpu_$$name.csv; \
 	done
 
-test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
-	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+# Compiling kernels takes most of the time, so there are more workers than the GPU needs; what one has compiled, all find in
+# TRITON_CACHE_DIR. Each takes the next test when it has ended one.
+GPU_WORKERS ?= -n 10 --maxschedchunk 1
+
+test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU (GPU_WORKERS= for one process)
+	$(PARALLEL) $(BIN)/python -m pytest -q -m gpu $(GPU_WORKERS) $(ARGS)
+
+test-gpu2: $(STAMP) ## Run only the tests that need two CUDA GPUs: tensor parallelism
+	$(PARALLEL) $(BIN)/python -m pytest -q -m gpu2 -n 4 --maxschedchunk 1 $(ARGS)
 
 test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; write docs/design/families.md (minutes)
 	@rm -rf build/zoo

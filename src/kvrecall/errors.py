@@ -197,6 +197,10 @@ class CaptureError(KVRecallError):
         self.reason, self.remedy = reason, remedy
 
 
+class CaptureMismatchError(CaptureError):
+    """A captured step answers otherwise than the uncaptured one: it is not used."""
+
+
 class MissingPackageError(KVRecallError, ModuleNotFoundError):
     """An optional package that is not installed."""
 

@@ -38,6 +38,8 @@ def retrieval_attention(
         raise UnsupportedModelError(_family(module), "values that are changed between the cache and the attention")
     if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
         raise ShapeError("queries", f"a multiple of {key.shape[1]} heads, {key.shape[2]} tokens", list(query.shape), "")
+    if layer.is_sliding:  # a captured window, of as many tokens as the config says, which needs no mask
+        kwargs, attention_mask = {name: value for name, value in kwargs.items() if name != "sliding_window"}, None
     params = _params(module, query, kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModelError(

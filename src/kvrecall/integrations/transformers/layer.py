@@ -45,6 +45,9 @@ class TaggedLayer(Protocol):
     @property
     def cache(self) -> RetrievalCache: ...
 
+    is_sliding: bool
+    """Whether it holds no more than a window."""
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
         ...
