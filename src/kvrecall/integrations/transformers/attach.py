@@ -23,6 +23,7 @@ from kvrecall.errors import CacheModelError, NotAttachedError, ParameterError, U
 from kvrecall.integrations.transformers import passes
 from kvrecall.integrations.transformers.cache import RetrievalCache
 from kvrecall.integrations.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.passes import ForwardPass, Inputs
 from kvrecall.integrations.transformers.switch import decoder_configs, switched
 
@@ -41,16 +42,37 @@ def attach(model: nn.Module) -> Iterator[nn.Module]:
     """
     inner = transformers_model(model)
     check_model(inner)
-    with _lock:
-        attachment = _attached.get(inner)
-        if attachment is None:
-            attachment = _attached[inner] = Attachment(inner)
-        attachment.enter()
+    context = _Context(inner)
     try:
+        context.enter()
         yield model
     finally:
-        with _lock:
-            attachment.leave()
+        try:
+            context.leave()
+        finally:
+            context.leave()  # where a signal has ended the first call before it began
+
+
+class _Context:
+    """One `with` block: counts itself in once and out once, whatever signals come meanwhile."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._attachment: Attachment | None = None
+
+    def enter(self) -> None:
+        with deferred_interrupt(), _lock:
+            attachment = _attached.get(self._model)
+            if attachment is None:
+                attachment = _attached[self._model] = Attachment(self._model)
+            attachment.enter()
+            self._attachment = attachment
+
+    def leave(self) -> None:
+        with deferred_interrupt(), _lock:
+            if self._attachment is not None:
+                self._attachment.leave()
+                self._attachment = None
 
 
 class Attachment:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvrecall.errors import ParameterError, ShapeError, UnsupportedModelError
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers.cache import RetrievalCache
@@ -95,10 +96,11 @@ class ForwardPass:
 
     def finish(self, failed: bool) -> None:
         """Accepts the pass, or undoes it. Raises UnsupportedModelError where the model went past a layer without an error."""
-        self._undo.close()
-        self._calls = []
-        self.cache.running = None
         missing = self.missing()
+        with deferred_interrupt():
+            self._undo.close()
+            self._calls = []
+            self.cache.running = None
         if not failed and not missing:
             self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
             return
@@ -131,7 +133,8 @@ def enter(
     _check(cache, inputs)
     running = ForwardPass(cache, inputs)
     running.add(module, frame)
-    running.begin(switch())
+    with deferred_interrupt():
+        running.begin(switch())
     return running
 
 
