@@ -7,10 +7,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench-cpu bench-gpu test-gpu test-gpu2 clean
+.PHONY: help install demo test test-stateful test-faults lint format bench-cpu bench-gpu test-gpu test-gpu2 clean
 
 help: ## List the verbs
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv and install kvrecall with all development tools
 	@echo "kvrecall is installed in $(VENV)"
@@ -29,6 +29,13 @@ WORKERS  ?= -n auto --maxprocesses 4 --dist worksteal
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
 	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/interpreted $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) tests/interpreted
+
+test-stateful: $(STAMP) ## Random operations on layers, 10,000 for every method (OPERATIONS=1000 for fewer)
+	$(PARALLEL) KVRECALL_STATEFUL_OPERATIONS=$(or $(OPERATIONS),10000) $(BIN)/python -m pytest -q -rP $(WORKERS) tests/stateful $(ARGS)
+
+test-faults: $(STAMP) ## Memory refused at every allocation, exceptions at 1,000 random moments (MOMENTS=100 for fewer)
+	$(PARALLEL) KVRECALL_REFUSALS=all KVRECALL_INTERRUPTS=$(or $(MOMENTS),1000) $(BIN)/python -m pytest -q -rP $(WORKERS) \
+	  tests/test_refused_memory.py tests/integrations/test_random_interrupts.py $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .

@@ -34,7 +34,7 @@ class UnknownNameError(KVRecallError, ValueError):
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = get_close_matches(got, known, n=1)
+        near = get_close_matches(str(got), known, n=1)  # a value of a file may be anything
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
         self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()
@@ -166,8 +166,9 @@ class InputFileError(KVRecallError, ValueError):
 class OutputFileError(KVRecallError, OSError):
     """A file that cannot be written; raised, where it is known beforehand, before what it is to hold is computed."""
 
-    def __init__(self, path: object, problem: str) -> None:
-        remedy = "Give a name in a folder that exists and may be written to."
+    def __init__(
+        self, path: object, problem: str, remedy: str = "Give a name in a folder that exists and may be written to."
+    ) -> None:
         super().__init__(f"{path}: {problem}. {remedy}")
         self.remedy = remedy
 

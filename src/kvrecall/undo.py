@@ -104,8 +104,9 @@ def _undo_index(state: LayerState) -> None:
 def _renew_index(state: LayerState) -> None:
     """Nobody knows what its tables hold, but the rows are all there. Static sets, which it left out, are chosen anew, too."""
     state.half_built = True  # until the new one is whole
-    state.index = state.method.build_index(state.shape)
-    state.index.bind(state.store.host)
+    state.index = index = state.method.build_index(state.shape)
+    assert index is not None
+    index.bind(state.store.host)
     state.prompt_from = [0] * state.store.sequences
     for b in range(state.store.sequences):
         state.forget(b)

@@ -1,7 +1,7 @@
 """Exceptions at random moments of prefill and decode: Ctrl-C, SIGTERM, a time-out, or one that another thread sets.
 
-Whatever the cache holds afterwards, it goes on as a cache that was fed with just these tokens. KVRECALL_INTERRUPTS=1000 tries so
-many moments of each kind (`make test-faults`).
+Whatever the cache holds afterwards, it goes on as a cache that was fed with just these tokens. KVRECALL_INTERRUPTS=1000 tries
+so many moments of each kind (`make test-faults`).
 """
 
 from __future__ import annotations

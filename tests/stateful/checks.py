@@ -84,10 +84,8 @@ def _retrieved(state: LayerState, b: int, h: int, query: Tensor, keys: Tensor, v
         rows.append(_estimated(held, h))
         if fresh and isinstance(state.index, CompletedIndex):
             _check_means(rows[-1], keys[sink:], values[sink:], [*found, *chosen], zone, state.index.page_tokens)
-    every_key, every_value, every_bias = (
-        torch.cat(parts, dim) for parts, dim in zip(zip(*rows, strict=True), (0, 0, 1), strict=True)
-    )
-    return attention(query, every_key, every_value, every_bias.unsqueeze(1))
+    all_keys, all_values, biases = zip(*rows, strict=True)
+    return attention(query, torch.cat(all_keys), torch.cat(all_values), torch.cat(biases, 1).unsqueeze(1))
 
 
 def _estimated(held: Held, h: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Any course of operations, for every method. KVRECALL_STATEFUL_OPERATIONS=10000 does so many with each (`make test-stateful`)."""
+"""Any course of operations, for every method.
+
+KVRECALL_STATEFUL_OPERATIONS=10000 does so many with each of them (`make test-stateful`).
+"""
 
 from __future__ import annotations
 

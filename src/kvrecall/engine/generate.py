@@ -136,8 +136,8 @@ def _check(
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     if max_new_tokens < 1:
         raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
-    if temperature < 0:
-        raise ParameterError("temperature", "a number >= 0", temperature, "0 decodes greedily.")
+    if not 0 <= temperature < float("inf"):  # NaN is none
+        raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
     if not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

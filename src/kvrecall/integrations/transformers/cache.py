@@ -217,7 +217,7 @@ class RetrievalCache(Cache):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         with self._rearranging():
-            super().reorder_cache(beam_idx)
+            super().reorder_cache(beam_idx.long())
             self.tokens.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:

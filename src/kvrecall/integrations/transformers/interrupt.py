@@ -7,7 +7,7 @@ would not do: another thread would take the signal, and the main thread would ru
 
 from __future__ import annotations
 
-import _signal  # as `signal`, without the enums that take a microsecond for each number
+import _signal  # pyright: ignore[reportMissingImports] - `signal` makes enums, which takes a microsecond for each number
 import signal
 import threading
 from collections.abc import Callable, Iterator
