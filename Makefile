@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-stateful test-faults lint format bench-cpu bench-gpu test-gpu test-gpu2 clean
+.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 lint format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,11 @@ test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU (GPU_WORKERS= for 
 
 test-gpu2: $(STAMP) ## Run only the tests that need two CUDA GPUs: tensor parallelism
 	$(PARALLEL) $(BIN)/python -m pytest -q -m gpu2 -n 4 --maxschedchunk 1 $(ARGS)
+
+test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; write docs/design/families.md (minutes)
+	@rm -rf build/zoo
+	-$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) -m zoo --tb=line tests/zoo $(ARGS)
+	$(BIN)/python scripts/families_page.py
 
 clean: ## Remove caches and build output (keeps .venv and model weights)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks htmlcov .coverage
