@@ -7,10 +7,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench-cpu bench-gpu test-gpu test-zoo clean
+.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 lint format bench-cpu bench-gpu clean
 
 help: ## List the verbs
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv and install kvrecall with all development tools
 	@echo "kvrecall is installed in $(VENV)"
@@ -30,6 +30,13 @@ test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one
 	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/interpreted $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) tests/interpreted
 
+test-stateful: $(STAMP) ## Random operations on layers, 10,000 for every method (OPERATIONS=1000 for fewer)
+	$(PARALLEL) KVRECALL_STATEFUL_OPERATIONS=$(or $(OPERATIONS),10000) $(BIN)/python -m pytest -q -rP $(WORKERS) tests/stateful $(ARGS)
+
+test-faults: $(STAMP) ## Memory refused at every allocation, exceptions at 1,000 random moments (MOMENTS=100 for fewer)
+	$(PARALLEL) KVRECALL_REFUSALS=all KVRECALL_INTERRUPTS=$(or $(MOMENTS),1000) $(BIN)/python -m pytest -q -rP $(WORKERS) \
+	  tests/test_refused_memory.py tests/integrations/test_random_interrupts.py $(ARGS)
+
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,8 +55,15 @@ bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model o
 	  $(BIN)/python -m scripts.bench_rows --add build/bench/gpu_$$name.csv benchmarks/results/gpu_$$name.csv; \
 	done
 
-test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU
-	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+# Compiling kernels takes most of the time, so there are more workers than the GPU needs; what one has compiled, all find in
+# TRITON_CACHE_DIR. Each takes the next test when it has ended one.
+GPU_WORKERS ?= -n 10 --maxschedchunk 1
+
+test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU (GPU_WORKERS= for one process)
+	$(PARALLEL) $(BIN)/python -m pytest -q -m gpu $(GPU_WORKERS) $(ARGS)
+
+test-gpu2: $(STAMP) ## Run only the tests that need two CUDA GPUs: tensor parallelism
+	$(PARALLEL) $(BIN)/python -m pytest -q -m gpu2 -n 4 --maxschedchunk 1 $(ARGS)
 
 test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; write docs/design/families.md (minutes)
 	@rm -rf build/zoo

@@ -13,12 +13,13 @@ NO_GPU = "needs a CUDA GPU; torch sees none"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Tests marked `gpu` are skipped, with the reason, where there is none, and those marked `gpu2` where there are not two."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not there:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+        if item.get_closest_marker("gpu2") and there < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA GPUs; torch sees {there}"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from kvrecall.index.sphere.maps import OBSERVED_QUERIES
 from kvrecall.integrations.transformers.rezone import rezoned
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import prefill_layer
+from kvrecall.undo import all_of_it
 from tests.layers import PARAMS, ZONES, History, left_padded, start, state, step, tokens
 
 BALANCED = kvrecall.methods.get("pariskv-balanced", top_k=5, refit_growth=None, **ZONES)
@@ -81,8 +82,8 @@ def test_a_fork_of_a_sequence_that_decodes_and_an_index_rebuilt_after_an_error_d
     for b in range(2):
         blind.log.shrink(b, 0)
     torch.testing.assert_close(fitted(forked), fitted(blind))
-    layer._half_built = True  # an error while keys were coded
-    layer.undo(LENGTHS)
+    with pytest.raises(KeyError), all_of_it(layer), layer.building_index():
+        raise KeyError  # an error while keys were coded
     torch.testing.assert_close(fitted(layer), fitted(blind))
 
 
@@ -93,7 +94,9 @@ def test_a_zone_that_was_empty_at_the_end_of_the_prompt_is_fitted_to_its_queries
     step(layer, history, 1)
     index = layer.index
     assert isinstance(index, SphereIndex) and index.maps._asked[0] is not None and index.lengths == [0]
-    layer.undo([20])
+    with pytest.raises(KeyError), all_of_it(layer):
+        step(layer, history, 2)
+        raise KeyError
     assert index.maps._asked[0] is not None
 
 

@@ -37,8 +37,8 @@ STAGES = {
 
 
 DRIVERS = {
-    "pipeline.py", "layer_state.py", "static_sets.py", "stats.py", "non_finite.py", "methods", "engine", "integrations",
-    "models", "cli", "bench", "evaluate",
+    "pipeline.py", "layer_state.py", "undo.py", "static_sets.py", "stats.py", "non_finite.py", "methods", "engine",
+    "integrations", "models", "cli", "bench", "evaluate",
 }  # fmt: skip
 """What may see several stages."""
 

@@ -34,7 +34,7 @@ class UnknownNameError(KVRecallError, ValueError):
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = get_close_matches(got, known, n=1)
+        near = get_close_matches(str(got), known, n=1)  # a value of a file may be anything
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
         self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()
@@ -77,25 +77,40 @@ class CacheModelError(KVRecallError, ValueError):
         )
 
 
+class UnsupportedModelError(KVRecallError, ValueError):
+    """A model family, or a way of calling it, that a RetrievalCache cannot serve; nothing of the call is stored."""
+
+    def __init__(self, family: str, got: str) -> None:
+        remedy = "Use another cache with this model; docs/design/families.md lists the families that were tried."
+        super().__init__(
+            f"{family}: expected a decoder with full-attention layers whose causal attention goes through transformers' "
+            f"attention interface, got {got}. {remedy}"
+        )
+        self.family, self.got, self.remedy = family, got, remedy
+
+
 class NotAttachedError(KVRecallError, RuntimeError):
-    """A RetrievalCache reached an attention layer that is not ours, so the retrieval could not happen."""
+    """A RetrievalCache was used outside a call of an attached model, so that retrieval could not happen."""
 
     def __init__(self) -> None:
         super().__init__(
-            "RetrievalCache: expected to run inside `with kvrecall.attach(model):`, got a forward pass without it. "
+            "RetrievalCache: expected a call of this model inside `with kvrecall.attach(model):`, got one without it. "
             "Wrap the call to the model in the context manager; the cache is unchanged."
         )
 
 
 class InterruptedPassError(KVRecallError, RuntimeError):
-    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds."""
+    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds.
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__(
-            "cache: expected layers of equal length, got a cache whose last forward pass was interrupted. "
-            f"It is mended now and holds {tokens:,} tokens per sequence; repeat the call."
-        )
-        self.tokens = tokens
+    torn: it also has layers with a running state (Mamba, linear attention), which cannot be cut back.
+    """
+
+    def __init__(self, tokens: int, torn: bool = False) -> None:
+        now = f"It is mended now and holds {tokens:,} tokens per sequence; repeat the call."
+        if torn:
+            now = "Its linear-attention layers cannot give tokens back; call reset() and read the prompt again, or use a fork."
+        super().__init__(f"cache: expected layers of equal length, got a cache whose last forward pass was interrupted. {now}")
+        self.tokens, self.torn = tokens, torn
 
 
 class DeviceError(KVRecallError, ValueError):
@@ -151,8 +166,9 @@ class InputFileError(KVRecallError, ValueError):
 class OutputFileError(KVRecallError, OSError):
     """A file that cannot be written; raised, where it is known beforehand, before what it is to hold is computed."""
 
-    def __init__(self, path: object, problem: str) -> None:
-        remedy = "Give a name in a folder that exists and may be written to."
+    def __init__(
+        self, path: object, problem: str, remedy: str = "Give a name in a folder that exists and may be written to."
+    ) -> None:
         super().__init__(f"{path}: {problem}. {remedy}")
         self.remedy = remedy
 
@@ -179,6 +195,10 @@ class CaptureError(KVRecallError):
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"cannot capture the decode step: {reason}. {remedy}")
         self.reason, self.remedy = reason, remedy
+
+
+class CaptureMismatchError(CaptureError):
+    """A captured step answers otherwise than the uncaptured one: it is not used."""
 
 
 class MissingPackageError(KVRecallError, ModuleNotFoundError):

@@ -24,6 +24,7 @@ from kvrecall.select.static import Sight, StaticSet
 from kvrecall.static_sets import StaticRefresh, StaticSets
 from kvrecall.structs import Budget, Held, HostRows, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.trigger.segments import SegmentLog
+from kvrecall.undo import Mark, all_of_it, mend
 
 
 class LayerState:
@@ -41,7 +42,10 @@ class LayerState:
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
         self._non_finite = NonFinite(layer, shape.sequences, shape.device)
-        self._half_built = False
+        self.half_built = False
+        """Whether an error has struck while tables of the index were written."""
+        self.mark: Mark | None = None
+        """While the layer is changed, what to go back to; see `undo.py`."""
         self._adopt(method)
 
     def _adopt(self, method: Method) -> None:
@@ -139,7 +143,7 @@ class LayerState:
         """Shows the index who attended to what, if it wants to know. step: in a decode step."""
         if self.index is None or not self.index.watches:
             return
-        with self.clock("watch"):
+        with self.clock("watch"), self.building_index():
             sink, resident = self.store.zones(sequence).sink, self.store.resident_keys(sequence)
             attended = None if not step or self.attends_whole_zone(sequence) else self.attended_ids(sequence)
             self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
@@ -153,6 +157,8 @@ class LayerState:
                 asked = self.trigger.asks(queries[due], due, self.shape.kv_heads)
                 if self.on_search is not None:
                     self.on_search(asked, Budget(top_k, scaling), due)
+                with self.building_index():
+                    self.index.prepare(due)
                 found = self.index.search(asked, Budget(top_k, scaling), due)
             else:  # the static set is the whole budget
                 shape = (len(due), self.shape.kv_heads)
@@ -189,7 +195,7 @@ class LayerState:
     def learn(self, sequences: list[int]) -> None:
         """Lets the index take over what the searches of this step found out."""
         if self.index is not None:
-            with self.clock("learn"):
+            with self.clock("learn"), self.building_index():
                 self.index.learn(sequences)
 
     @property
@@ -231,7 +237,7 @@ class LayerState:
         self.counters.offloaded(moved)
         self._non_finite.tell_later()
         if self.index is not None:
-            with self.clock("encode"), self._building_index():
+            with self.clock("encode"), self.building_index():
                 self.index.take_rows(sequence, moved)
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
 
@@ -253,45 +259,38 @@ class LayerState:
         """Host check of what `guard` saw on a GPU (synchronises)."""
         self._non_finite.tell()
 
+    def flagged_as(self, other: LayerState) -> None:
+        """Takes over what another state of the same sequences has not told yet."""
+        self._non_finite = other._non_finite.select(list(range(self.store.sequences)))
+
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
-        self.store.crop(sequence, tokens)
-        self.prompt_from[sequence] = None if (begun := self.prompt_from[sequence]) is None else min(begun, tokens)
-        if self.index is not None:
-            self.index.truncate(sequence, self.store.host[sequence].length)
-            if self.static[sequence] is not None:
-                self.index.exclude(sequence, None)
+        with all_of_it(self):
+            self.store.crop(sequence, tokens)
+            self.prompt_from[sequence] = None if (begun := self.prompt_from[sequence]) is None else min(begun, tokens)
+            if self.index is not None:
+                with self.building_index():
+                    self.index.truncate(sequence, self.store.host[sequence].length)
+                    if self.static[sequence] is not None:
+                        self.index.exclude(sequence, None)
+            self.forget(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """What was concluded from tokens that a sequence no longer has; what the index knows is another matter."""
         self.statics.forget(sequence)
         self.trigger.forget(sequence)
         for log in (self.log, self.segments):
             if log is not None:
-                log.truncate(sequence, tokens)
+                log.truncate(sequence, self.store.zones(sequence).total)
         self.held.pop(sequence, None)
         self.fetched.pop(sequence, None)
 
-    def undo(self, tokens: list[int]) -> None:
-        """After an error: forgets all but the first tokens[b] of each sequence, however far the others have come."""
-        index = self.index
-        stored = [pool.length for pool in self.store.host]
-        torn = index is not None and (self._half_built or list(index.lengths) != stored)
-        if torn:  # nobody knows what its tables hold, but the rows are all there
-            self.index, self._half_built = None, False
-        for b, kept in enumerate(tokens):
-            if self.store.zones(b).total > kept:
-                self.crop(b, kept)
-        if torn:
-            self.index = self.method.build_index(self.shape)
-            assert self.index is not None
-            self.index.bind(self.store.host)
-            self.prompt_from = [0] * len(tokens)
-            self.reindex()
-
     @contextmanager
-    def _building_index(self) -> Iterator[None]:
-        """Remembers an error inside until `undo`."""
-        self._half_built = True
+    def building_index(self) -> Iterator[None]:
+        """Remembers an error inside until it is undone."""
+        before, self.half_built = self.half_built, True
         yield
-        self._half_built = False
+        self.half_built = before
 
     def select(self, sequences: list[int]) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
@@ -303,6 +302,7 @@ class LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
         them if the method differs. It knows the prompt's queries as far as this state was made to observe them."""
         other = self._copy(list(range(self.store.sequences)))
+        other.on_search = None  # who watches this state has not asked for the other one
         if method.at(self.layer) != self.method:
             log = other.log
             other._adopt(method)
@@ -338,6 +338,7 @@ class LayerState:
                 self.watch(b, seen)
 
     def _copy(self, sequences: list[int]) -> LayerState:
+        mend(self)
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences)
@@ -345,7 +346,7 @@ class LayerState:
         other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.prompt_from = [self.prompt_from[b] for b in sequences]
-        other.held = {i: self.held[b] for i, b in enumerate(sequences) if b in self.held}
+        other.held = {i: self.held[b].own() for i, b in enumerate(sequences) if b in self.held}
         other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
         other.log = None if self.log is None else self.log.select(sequences)
         other.segments = None if self.segments is None else self.segments.select(sequences)
@@ -365,11 +366,10 @@ class LayerState:
     def _end_prompt(self, sequence: int, begin: int, end: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
         assert self.index is not None
-        self.prompt_from[sequence] = None
         self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
-        with self.clock("build"), self._building_index():
+        with self.clock("build"), self.building_index():
             self.index.mark_prompt(sequence, begin - zones.sink, end - zones.sink)
             self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
         self.statics.forget(sequence, count=True)  # chosen anew, by this prompt's last queries
@@ -377,6 +377,7 @@ class LayerState:
             self.log.shrink(sequence, self._decode_window)
         if self.segments is not None:
             self.segments.cut(sequence, zones.sink + zones.retrieval, end)
+        self.prompt_from[sequence] = None
 
     def begin_static(self, sequence: int) -> None:
         """What a step begins with: its share of the work for the next static set, which takes its place when it is due."""

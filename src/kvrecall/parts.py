@@ -121,7 +121,7 @@ def _split(settings: str) -> list[str]:
 def _value(text: str) -> Any:
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return tuple(map(_frozen, parsed)) if isinstance(parsed, list) else parsed
 

@@ -83,6 +83,12 @@ class Held(NamedTuple):
     bias: Tensor | None = None
     estimated: Rows | None = None
 
+    def own(self) -> Held:
+        """The same for a copy of the sequence. Estimated rows may lie in the index, which goes on to write there."""
+        return (
+            self if self.estimated is None else self._replace(estimated=replace(self.estimated, kv=self.estimated.kv.clone()))
+        )
+
 
 @dataclass(frozen=True)
 class Rows:

@@ -118,6 +118,39 @@ def test_truncated_fork_does_not_overwrite_what_the_other_reads() -> None:
         assert torch.equal(contents(pair[1 - who]), rows(0, 12))
 
 
+def test_a_fork_of_a_pool_whose_last_segment_is_empty() -> None:
+    """Room was made, and an error came in place of the rows: both pools put their next rows behind those that are there."""
+    first = pool(8)
+    first.append(rows(0, 1))
+    first.make_room(20)
+    second = first.fork()
+    for made, stamp in ((second, 100), (first, 500)):
+        made.append(rows(stamp, 19))
+    for made, stamp in ((second, 100), (first, 500)):
+        expected = torch.cat([rows(0, 1), rows(stamp, 19)], 1)
+        assert torch.equal(contents(made), expected)
+        assert torch.equal(made.gather(torch.arange(20).expand(HEADS, -1)), expected)
+
+
+def test_an_error_in_the_middle_of_an_append_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, copies, real = pool(4), [0], Tensor.copy_
+
+    def copy_(target: Tensor, *args: Any, **more: Any) -> Tensor:
+        copies[0] += 1
+        if copies[0] == 2:
+            raise MemoryError
+        return real(target, *args, **more)
+
+    made.append(rows(0, 2))
+    monkeypatch.setattr(Tensor, "copy_", copy_)
+    with pytest.raises(MemoryError):
+        made.append(rows(2, 9))
+    monkeypatch.undo()
+    assert made.length == 2 and torch.equal(contents(made), rows(0, 2))
+    made.append(rows(2, 9))
+    assert torch.equal(contents(made), rows(0, 11))
+
+
 class Forks(RuleBasedStateMachine):
     """Any course of appends, truncations and forks, against lists of rows."""
 
@@ -145,6 +178,22 @@ class Forks(RuleBasedStateMachine):
     def reserve(self, which: int, ahead: int) -> None:
         i = self._pick(which)
         self.pools[i].reserve(self.pools[i].length + ahead)
+
+    @rule(which=st.integers(0, 9), ahead=st.integers(1, 20))
+    def make_room(self, which: int, ahead: int) -> None:
+        """For rows that do not come: the last segments are empty then."""
+        self.pools[self._pick(which)].make_room(ahead)
+
+    @rule(which=st.integers(0, 9), count=st.integers(1, 9), keep=st.integers(0, 30))
+    def restore(self, which: int, count: int, keep: int) -> None:
+        """After an append or a truncation, whatever came of it."""
+        of = self.pools[self._pick(which)]
+        mark = of.mark()
+        if keep % 2:
+            of.append(rows(self.stamp, count))
+        else:
+            of.truncate(keep)
+        of.restore(mark)
 
     @rule(which=st.integers(0, 9))
     def fork(self, which: int) -> None:

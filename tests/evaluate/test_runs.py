@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import FolderInUseError, InputFileError, ParameterError
+from kvrecall.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
 from kvrecall.evaluate.runs import CONFIG as CONFIG_FILE
 from kvrecall.evaluate.runs import SAMPLES, Record, RunFolder, Shard, key_of, read_config, read_records
+from tests.faults import limited_files
 
 CONFIG = {"model": "m", "seed": 0, "depths": (0.0, 1.0)}
 
@@ -124,3 +126,92 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / SAMPLES).write_text("{}\n")
     with pytest.raises(InputFileError, match=r"without config\.json"):
         RunFolder(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("left", [0, 40, 10**6], ids=["nothing", "a part of the line", "all of it, but not to the disk"])
+def test_a_sample_that_could_not_be_written_leaves_nothing_behind(
+    tmp_path: Path, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, then there is room again: the next sample is whole, and the one that failed is made again."""
+    folder = RunFolder(tmp_path, CONFIG)
+    folder.add(sample(0))
+    before = (tmp_path / SAMPLES).read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if left > 1000:
+        monkeypatch.setattr("kvrecall.evaluate.runs.os.fsync", full)
+    said = r"samples\.jsonl: cannot be written .* Free some space"
+    with limited_files(len(before) + left), pytest.raises(OutputFileError, match=said):
+        folder.add(sample(1))
+    monkeypatch.undo()
+    assert (tmp_path / SAMPLES).read_bytes() == before and key_of(sample(1)) not in folder.done
+    folder.add(sample(2))
+    folder.add(sample(1))
+    assert read_records(tmp_path) == [sample(0), sample(1), sample(2)]
+
+
+def test_a_line_that_something_else_tore_is_cut_off_before_every_sample(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, CONFIG)
+    for number in range(3):
+        folder.add(sample(number))
+        with (tmp_path / SAMPLES).open("ab") as file:
+            file.write(b'{"task": "' + b"x" * 70_000 * number)
+    assert RunFolder(tmp_path, CONFIG).records == [sample(n) for n in range(3)]
+
+
+def test_a_configuration_that_could_not_be_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvrecall.whole_files.os.fsync", full)
+    with pytest.raises(OutputFileError, match=r"config\.json: cannot be written \(No space left"):
+        RunFolder(tmp_path, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_kept(tmp_path: Path) -> None:
+    said = sample(0) | {"answers": ["\udc80 \u2028 \x00"]}
+    RunFolder(tmp_path, CONFIG).add(said)
+    assert read_records(tmp_path) == [said]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+WRONG = {
+    "task": "[1]", "condition": "{}", "context": "[]", "sample": "null", "attempt": "1.5", "score": "NaN", "scores": '["1"]',
+    "depth": "-1", "budget": "1e400", "answers": "[1]", "expected": "[[1]]", "seconds": '{"decode": null}',
+    "new_tokens": "true",
+    "windows": '[{"first_step": 0, "agreement": 2, "kl": 0}]', "layers": '{"x": 1}', "attended_tokens": '"9"', "method": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_field_of_another_type_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    folder = RunFolder(tmp_path, CONFIG)
+    folder.add(sample(0))
+    text = json.dumps({key: value for key, value in sample(1).items() if key != name})
+    with (tmp_path / SAMPLES).open("a") as file:
+        file.write(f'{text[:-1]}, "{name}": {WRONG[name]}}}\n')
+    with pytest.raises(InputFileError, match=rf"line 2: .*\({name}"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize("line", [DEEP, '{"task": "t", "condition": "c", "more": ' + DEEP + "}", '{"task": ' + "9" * 5000])
+def test_deep_and_huge_lines_are_named(tmp_path: Path, line: str) -> None:
+    RunFolder(tmp_path, CONFIG).add(sample(0))
+    with (tmp_path / SAMPLES).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputFileError, match="line 2: expected the JSON of a sample"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, '{"more": ' + DEEP + "}", "[]", '{"tasks": 3}', '{"contexts": [[1]]}', '{"conditions": 7}', '{"seed": NaN}'],
+    ids=lambda text: text[:24],
+)  # fmt: skip
+def test_configurations_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / CONFIG_FILE).write_text(text)
+    for read in (read_config, read_records, lambda path: RunFolder(path, CONFIG)):
+        with pytest.raises(InputFileError, match=r"config\.json: "):
+            read(tmp_path)

@@ -12,7 +12,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from tests.one_layer import ZONES, methods, normal, params
-from tests.strategies import DTYPES, generator
+from tests.strategies import DTYPES, HEAD_DIMS, generator, some_of_each
 
 pytestmark = pytest.mark.gpu
 SMALL = {name: m for name, m in methods(top_k=20).items() if "per_head" in name or "mean_softmax" in name or "composed" in name}
@@ -39,10 +39,12 @@ def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
     assert states[0].stats.reused_rows == states[1].stats.reused_rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("policy", [Direct(), Staged(), Direct(reuse=True), Staged(reuse=True)], ids=str)
-def test_fetched_rows_are_those_of_the_pool(dtype: str, dim: int, policy: Direct | Staged) -> None:
+POLICIES = [(kind, policy) for policy in (Direct(), Staged(), Direct(reuse=True), Staged(reuse=True)) for kind in DTYPES]
+
+
+@pytest.mark.parametrize(("dim", "how"), some_of_each(HEAD_DIMS, POLICIES, 4), ids=str)
+def test_fetched_rows_are_those_of_the_pool(dim: int, how: tuple[str, Direct | Staged]) -> None:
+    dtype, policy = how
     pool = HostPool(3, dim, DTYPES[dtype], pin=True, segment_tokens=64)
     rows = torch.randn(3, 500, 2, dim, generator=generator(dim)).to(DTYPES[dtype])
     for piece in rows.split(37, 1):

@@ -48,7 +48,8 @@ def close(made: Partial, expected: Partial, dtype: torch.dtype = torch.float32) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (4, 1, 3, 7, 2, 16), strict=True)))
 def test_attention_to_resident_rows(dtype: str, dim: int, group: int) -> None:
-    for width, softcap in ((1, 0.0), (111, 5.0), (832, 0.0), (5000, 0.0)):
+    widths = ((1, 0.0), (111, 5.0), (832, 0.0), (5000, 0.0))
+    for width, softcap in widths if dtype == "bf16" else widths[1::2]:
         queries = gaussian(1, 3, 2 * group, 1, dim).cuda().to(DTYPES[dtype])
         lengths = torch.tensor([width, width // 2, 0], dtype=torch.int32, device=CUDA).unsqueeze(1).expand(-1, 2)
         kv = gaussian(2, 3, 2, width, 2, dim).cuda().to(DTYPES[dtype])
@@ -133,8 +134,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "ragged"), [(name, True) for name in METHODS] + [(name, False) for name in ("in-place", "static", "full")]
+)
 def test_generated_tokens_are_those_of_the_cpu(name: str, ragged: bool) -> None:
     prompt = torch.randint(5, 500, (2, 150), generator=generator(1))
     mask = torch.ones_like(prompt)
@@ -175,14 +177,14 @@ STEADY = {
 
 
 @pytest.mark.parametrize("name", STEADY)
-def test_no_memory_grows_over_five_thousand_steps(name: str) -> None:
+def test_no_memory_grows_over_two_thousand_steps(name: str) -> None:
     """The zone grows by every token, so the whole length is reserved; beyond that, nothing may."""
     state, params = layer(STEADY[name]), AttentionParams(0.125)
     assert state._in_place == (name != "kept")
     for pool in state.store.host:
-        pool.reserve(6000)
+        pool.reserve(3000)
     assert state.index is not None
-    state.index.reserve(6000)
+    state.index.reserve(3000)
     prefill_layer(state, *tokens(0, 200), None, params)
     new = [tokens(1 + i, 1) for i in range(8)]
 
@@ -194,14 +196,14 @@ def test_no_memory_grows_over_five_thousand_steps(name: str) -> None:
     torch.cuda.synchronize()
     host = [[held.data_ptr() for _, held in pool.segments()] for pool in state.store.host]
     before = torch.cuda.memory_allocated()
-    run(5000)
+    run(2000)
     torch.cuda.synchronize()
     # The scratch of the search grows with the candidates, which follow the zone: a few bytes per token and KV head.
-    assert torch.cuda.memory_allocated() - before < 64 * 5000 * 2 * 2
+    assert torch.cuda.memory_allocated() - before < 64 * 2000 * 2 * 2
     assert [[held.data_ptr() for _, held in pool.segments()] for pool in state.store.host] == host
-    assert state.store.zones(0).total == 5600 and all(pool.length > 5500 for pool in state.store.host)
+    assert state.store.zones(0).total == 2600 and all(pool.length > 2500 for pool in state.store.host)
     if name == "balanced":  # its maps were fitted anew meanwhile, again and again
-        assert isinstance(state.index, SphereIndex) and min(state.index.maps.tokens) > 4000
+        assert isinstance(state.index, SphereIndex) and min(state.index.maps.tokens) > 1000
 
 
 def test_the_host_waits_for_nothing_in_a_step() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection
 from tests.one_layer import ZONES, normal, params
-from tests.strategies import DTYPES, HEAD_DIMS, gaussian, whole_numbers
+from tests.strategies import DTYPES, HEAD_DIMS, gaussian, some_of_each, whole_numbers
 
 pytestmark = pytest.mark.gpu
 MODES = ("mean_softmax", "max", "max_softmax", "mean_q")
@@ -76,9 +77,13 @@ def close(found: Selection, expected: Selection, longest: int) -> None:
         assert len(set(a) - set(b)) <= longest
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
+def pairs(columns: Sequence[Any]) -> list[tuple[int, str, Any]]:
+    """Every head size with every column, and every dtype with both of them."""
+    kinds = list(DTYPES)
+    return [(dim, kinds[(i + j) % 3], column) for i, dim in enumerate(HEAD_DIMS) for j, column in enumerate(columns)]
+
+
+@pytest.mark.parametrize(("dim", "dtype", "mode"), pairs(MODES))
 def test_pages(dim: int, dtype: str, mode: str) -> None:
     keys = [gaussian(1, 2, 20_011, dim).to(DTYPES[dtype]), gaussian(2, 2, 1_025, dim).to(DTYPES[dtype])]
     index = index_of(PageConfig(page_tokens=32, gqa=mode), keys, 4)
@@ -90,9 +95,7 @@ def test_pages(dim: int, dtype: str, mode: str) -> None:
     assert not set(range(40, 9000, 35)) & set(found.ids[0].flatten().tolist())
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 4, 7, 16])
+@pytest.mark.parametrize(("dim", "dtype", "group"), pairs((1, 4, 7, 16)))
 def test_clusters_and_segments(dim: int, dtype: str, group: int) -> None:
     keys = [gaussian(1, 2, 9_000, dim).to(DTYPES[dtype]), gaussian(2, 2, 700, dim).to(DTYPES[dtype])]
     config = ClusterConfig(stretch_tokens=2048, iterations=2, size_correction=group == 4)
@@ -102,11 +105,13 @@ def test_clusters_and_segments(dim: int, dtype: str, group: int) -> None:
     close(*both(index, queries, 512), longest=longest)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["max", "mean_q"])
-@pytest.mark.parametrize(("page", "tokens", "top_k"), [(4, 4_000, 118), (1, 40_000, 1000), (2, 30_001, 3), (16, 300_000, 1024)])
-def test_equal_scores_and_many_units_are_exact(dtype: str, mode: str, page: int, tokens: int, top_k: int) -> None:
+SIZES = [(4, 4_000, 118), (1, 40_000, 1000), (2, 30_001, 3), (16, 300_000, 1024)]
+
+
+@pytest.mark.parametrize(("sizes", "how"), some_of_each(SIZES, [(d, m) for m in ("max", "mean_q") for d in DTYPES], 3))
+def test_equal_scores_and_many_units_are_exact(sizes: tuple[int, int, int], how: tuple[str, str]) -> None:
     """Whole numbers: every sum is exact, so ties are ties on both sides."""
+    (page, tokens, top_k), (dtype, mode) = sizes, how
     keys = whole_numbers(5, 1, 997, 64).repeat(1, -(-tokens // 997), 1)[:, :tokens].to(DTYPES[dtype])
     index = index_of(PageConfig(page_tokens=page, bounds="min-max", gqa=mode), [keys], 2)
     found, expected = both(index, whole_numbers(6, 1, 2, 64).to(DTYPES[dtype]).cuda(), top_k)

@@ -134,11 +134,18 @@ def test_attach_restores_the_model_even_after_an_error() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    model = tiny("llama")
+    model, seen = tiny("llama"), []
     before = model.config._attn_implementation
-    with pytest.raises(RuntimeError, match="boom"), kvrecall.attach(model), kvrecall.attach(model):
-        assert model.config._attn_implementation == "kvrecall"
+
+    def boom(layer: int, queries: torch.Tensor) -> None:
+        seen.append(model.config._attn_implementation)
         raise RuntimeError("boom")
+
+    cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
+    cache.on_queries = boom
+    with pytest.raises(RuntimeError, match="boom"), kvrecall.attach(model), kvrecall.attach(model):
+        run(model, cache, prompt(1))
+    assert seen == ["kvrecall"]
     assert model.config._attn_implementation == before
     assert "kvrecall" not in AttentionInterface._global_mapping
     assert "kvrecall" not in AttentionMaskInterface._global_mapping

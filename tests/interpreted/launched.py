@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import kvrecall
 from kvrecall.engine.captured import decoder as captured
 
 
@@ -22,22 +21,18 @@ class Idle:
 class Launched(captured.CapturedDecoder):
     """Launches in place of replays."""
 
-    def _capture(self) -> None:
+    def _warm_up(self) -> torch.Tensor:
         self._branch: Any = Idle()
         self._layers.prepare(trial=True)
-        self._launch()
-        for borrowed in (*self._layers.all, *self._windows):
-            borrowed.forget_trial()
+        return self._launch().clone()
+
+    def _record(self) -> None:
         self._graph: Any = self
 
     def replay(self) -> None:
         self._logits = self._launch()
         self._positions += 1
         self._parity.copy_(1 - self._parity)
-
-    def _launch(self) -> torch.Tensor:
-        with kvrecall.attach(self._model), torch.no_grad():
-            return self._forward()
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_captured_steps_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     def looked(*args: Any, make: Any = attention.flash_attention_mask, **more: Any) -> None:
         assert make(*args, **more) is None
 
-    monkeypatch.setattr(attention, "sdpa_mask", refuse)
+    monkeypatch.setattr(attention, "own_mask", refuse)
     monkeypatch.setattr(attention, "flash_attention_mask", looked)
     decoder = Launched(model, cache, 8)
     for _ in range(3):

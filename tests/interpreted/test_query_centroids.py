@@ -19,7 +19,9 @@ def lists_of(queries: torch.Tensor) -> CentroidLists:
     return CentroidLists(queries, nothing, nothing, nothing, nothing)
 
 
-@pytest.mark.parametrize(("dim", "group", "count"), list(zip(HEAD_DIMS, (4, 1, 3, 2, 7, 2), (4, 1, 3, 40, 2, 5), strict=True)))
+@pytest.mark.parametrize(
+    ("dim", "group", "count"), list(zip(HEAD_DIMS, (2, 4, 1, 3, 2, 7, 2), (3, 4, 1, 3, 40, 2, 5), strict=True))
+)
 def test_nearest(dim: int, group: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_LEAST_BLOCK", 16)
     centroids = torch.nn.functional.normalize(gaussian(1, 2 * group, 37, dim), dim=-1)

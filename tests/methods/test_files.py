@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall import parts
 from kvrecall.engine import generate, plan
 from kvrecall.engine.captured.check import check_capture
 from kvrecall.errors import CaptureError, InputFileError, OutputFileError, ParameterError, UnknownNameError
@@ -139,3 +142,53 @@ def test_one_graph_serves_layers_that_differ_and_refuses_one_of_them_by_number(m
     cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(per_layer={1: {"gqa": "per_head"}}))
     with pytest.raises(CaptureError, match="layer 1: gqa='per_head' has no kernel"):
         check_capture(model, cache)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, '{"method": "exact", "about": {"x": ' + DEEP + "}}",
+     '{"method": "exact", "settings": {"top_k": ' + "9" * 5000 + "}}",
+     '{"method": "exact", "settings": {"top_k": NaN}}', '{"method": "exact", "settings": {"top_k": 1e999}}',
+     '{"method": [], "settings": {}}', '{"method": "exact", "settings": []}', '{"method": "exact", "settings": {"index": 3}}',
+     '{"method": "method", "settings": {"index": "milestones:gqa=NaN"}}', '{"method": "exact", "layers": 0}',
+     '{"method": "method", "settings": {"index": "product:gqa=[[[]]]"}}', '{"method": "exact", "about": 3}',
+     '{"method": "method", "settings": {"index": "sphere:schedule=1e999"}}',
+     '{"method": "pariskv", "settings": {"per_layer": {"1": {"min_candidates_per_k": []}}}}'],
+    ids=lambda text: text[11:60],
+)  # fmt: skip
+def test_files_of_junk_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(InputFileError, match=r"m\.json: ") as error:
+        load_method(tmp_path / "m.json")
+    assert len(str(error.value)) < 2000
+
+
+def test_toml_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text("method = " + DEEP)
+    with pytest.raises(InputFileError, match="is not TOML"):
+        load_method(tmp_path / "m.toml")
+
+
+def test_files_of_random_settings_are_methods_or_refused(tmp_path: Path) -> None:
+    """Parts as text with values of every kind, in every role, alone, together and for single layers."""
+    draw, refused = random.Random(0), 0
+    values = ['"x"', "[]", "[[1, 2, 3]]", "{}", "true", "null", "1e999", "NaN", "-1", "0", "9" * 30, "mean_q", "0.5", "[[[]]]"]
+    known = [(role, name) for role in parts.ROLES for name in parts.names(role)]
+
+    def part() -> str:
+        role, name = draw.choice(known)
+        names = [field.name for field in fields(parts.part_class(role, name))] + ["x"]
+        return f"{name}:" + ",".join(f"{draw.choice(names)}={draw.choice(values)}" for _ in range(draw.randrange(3)))
+
+    for _ in range(400):
+        given: dict[str, Any] = {draw.choice(parts.ROLES): draw.choice([part(), 3, [], {}, None, True]) for _ in range(2)}
+        given |= {"index": part()} if draw.random() < 0.5 else {"per_layer": {"0": dict(given)}}
+        (tmp_path / "m.json").write_text(json.dumps({"method": draw.choice(["method", "pariskv"]), "settings": given}))
+        try:
+            load_method(tmp_path / "m.json")
+        except InputFileError:
+            refused += 1
+    assert 200 < refused < 400

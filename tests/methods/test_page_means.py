@@ -20,6 +20,7 @@ from kvrecall.methods import Method
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget
+from kvrecall.undo import all_of_it
 from tests.one_layer import ZONES, layer, normal, params
 from tests.strategies import DTYPES, SEEDS, examples
 
@@ -214,9 +215,8 @@ def test_an_error_while_means_are_taken(fails: int, monkeypatch: pytest.MonkeyPa
 
     add(state, 53, 1)
     monkeypatch.setattr(CompletedIndex, "_mean_rows", failing)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError), all_of_it(state):
         add(state, 190, 2)
-    state.undo([53])
     assert state.store.zones(0).total == 53
     add(state, 60, 3)
     assert_means(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -50,12 +51,17 @@ def test_garbage_in_the_stamp_is_ignored(index: FakeIndex) -> None:
     assert find(NAME) == path
 
 
-def test_check_ignores_the_stamp(index: FakeIndex) -> None:
+def test_check_ignores_the_stamp(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pull(NAME)
     assert check(NAME) == path
     before = path.stat()
     path.write_bytes(b"z" * index.model.bytes)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # what a failing disk would look like
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert find(NAME) is None, "an edit that restores the time of modification"
+    # A failing disk changes bytes and no times; only `check` finds that.
+    stamp = json.loads(store.stamp_path(path).read_text(encoding="utf-8"))
+    stamp.pop("sha256")
+    monkeypatch.setattr(store, "identity", lambda _: stamp)
     assert find(NAME) == path
     with pytest.raises(ModelFilesError, match="expected " + index.model.sha256):
         check(NAME)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvrecall.attend import cudnn
 from kvrecall.attend.reference import softmax_rows
+from kvrecall.errors import ShapeError
 from kvrecall.structs import Partial
 
 _MATH_QUERIES = 256
@@ -26,7 +27,8 @@ def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float 
     """
     heads, count, dim = queries.shape
     kv_heads = block.shape[0]
-    if not block.shape[1]:
+    _check_heads(heads, kv_heads)
+    if not block.shape[1] or not count:
         return Partial.empty_like(queries.unsqueeze(0))
     if softcap or not _has_flash(queries):
         return _math(queries, block[:, :, 0], block[:, :, 1], scaling, softcap, causal=False)
@@ -41,7 +43,16 @@ def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float 
 def attend_causal(
     queries: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float = 0.0, among: int = 0
 ) -> Partial:
-    """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`; among: as above."""
+    """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`; among: as above.
+
+    Raises ShapeError for other shapes: torch's kernel for CPUs divides by the number of keys, which ends the process.
+    """
+    _check_heads(queries.shape[0], keys.shape[0])
+    if keys.shape[1] != queries.shape[1] or values.shape != keys.shape:
+        got = f"{keys.shape[1]} keys and {values.shape[1]} values"
+        raise ShapeError("keys", f"one key and value for each of {queries.shape[1]} queries", got, "Give a whole chunk.")
+    if not queries.shape[1]:
+        return Partial.empty_like(queries.unsqueeze(0))
     if softcap or not _has_flash(queries):
         return _math(queries, keys, values, scaling, softcap, causal=True)
     if cudnn.is_better(queries, keys.shape[1], among):
@@ -50,6 +61,11 @@ def attend_causal(
     keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (keys, values))
     out, lse = _flash(queries.unsqueeze(0), keys, values, scaling, causal=True)
     return Partial(out.float(), lse.float())
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if not kv_heads or heads % kv_heads:
+        raise ShapeError("queries", f"a multiple of {kv_heads} heads", heads, "Every KV head serves as many query heads.")
 
 
 def _has_flash(queries: Tensor) -> bool:

@@ -57,7 +57,12 @@ def write_csv(path: Path, rows: list[Any]) -> None:
         out.writerow([f.name for f in fields(rows[0])] + list(here))
         for row in rows:
             values = [getattr(row, f.name) for f in fields(row)]
-            out.writerow([f"{v:.4f}" if isinstance(v, float) else v for v in values] + list(here.values()))
+            out.writerow([f"{v:.4f}" if isinstance(v, float) else _cell(v) for v in values] + list(here.values()))
+
+
+def _cell(value: Any) -> Any:
+    """A value as it is; a text that a spreadsheet would compute as a formula begins with an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _cpu_name() -> str:

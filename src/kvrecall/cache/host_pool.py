@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,21 @@ from kvrecall.cache.transfer import Pending, send
 from kvrecall.errors import HostMemoryError
 
 
+class PoolMark(NamedTuple):
+    """What a pool held at one moment."""
+
+    length: int
+    segments: list[Tensor]
+    starts: list[int]
+    shared: int
+
+
 class HostPool:
     """Rows `[H_kv, token, K|V, D]`: one contiguous row of 2 D numbers per token and head.
 
     The pool grows by segments and never moves a row. Rows are written once, so copies of a sequence (beams, several answers
     to one prompt, forks of a conversation) share segments; only a shared, partly filled last segment is closed to further
-    appends, and the next rows open a new one.
+    appends, and the next rows open a new one. A shared segment holds at least one row: what is still empty is not shared.
 
     Rows of a GPU are still on their way when `append` returns; every way of reading them waits as long as it must.
     """
@@ -50,8 +60,9 @@ class HostPool:
         Raises HostMemoryError, and stores nothing, when the host has no memory for them.
         """
         self.make_room(rows.shape[1])
+        length = self.length
         for start, end, segment in zip(self._starts, self._ends(), self._segments, strict=True):
-            part, offset = rows[:, : max(0, end - self.length)], self.length - start
+            part, offset = rows[:, : max(0, end - length)], length - start
             if not part.shape[1]:
                 continue
             target = segment[:, offset : offset + part.shape[1]]
@@ -59,8 +70,9 @@ class HostPool:
                 self._pending = send(part, target)
             else:
                 target.copy_(part)
-            self.length += part.shape[1]
+            length += part.shape[1]
             rows = rows[:, part.shape[1] :]
+        self.length = length  # once all are there: an error on the way stores nothing
 
     def make_room(self, tokens: int) -> None:
         """Allocates what the next `tokens` rows need, so that storing them cannot fail for want of memory."""
@@ -89,13 +101,21 @@ class HostPool:
     def truncate(self, tokens: int) -> None:
         """Forgets everything after the first `tokens` rows; whole segments behind them are released."""
         self.length = min(tokens, self.length)
-        while self._starts and self._starts[-1] >= self.length:
-            self._segments.pop()
-            self._starts.pop()
-        self._shared = min(self._shared, len(self._segments))
+        self._drop_empty()
+
+    def mark(self) -> PoolMark:
+        """What the pool holds now, for `restore`."""
+        return PoolMark(self.length, list(self._segments), list(self._starts), self._shared)
+
+    def restore(self, mark: PoolMark) -> None:
+        """Holds again what it held when it was marked. Since then it may have been appended to, or truncated, but not both."""
+        self._segments, self._starts = list(mark.segments), list(mark.starts)
+        self.length, self._shared = mark.length, mark.shared
+        self._drop_empty()
 
     def fork(self) -> HostPool:
         """A pool with the same rows that shares their memory; neither sees what the other appends."""
+        self._drop_empty()  # room without a row, which would follow rows of two pools that go their own ways
         fork = copy(self)
         fork._segments, fork._starts = list(self._segments), list(self._starts)
         self._shared = fork._shared = len(self._segments)
@@ -148,6 +168,12 @@ class HostPool:
         """First id behind each segment; a shared one that was closed early has room that nobody uses."""
         return [*self._starts[1:], self._starts[-1] + self._segments[-1].shape[1]] if self._segments else []
 
+    def _drop_empty(self) -> None:
+        """Releases the segments that hold no row."""
+        held = min(bisect_left(self._starts, self.length), len(self._segments))
+        del self._segments[held:], self._starts[held:]
+        self._shared = min(self._shared, held)
+
     def _room(self) -> int:
         if len(self._segments) == self._shared:
             return 0
@@ -155,14 +181,15 @@ class HostPool:
 
     def _open_segment(self, start: int, needed: int) -> None:
         announced = self._reserved - start
-        self._segments.append(self._allocate(max(needed, announced if announced > 0 else self._segment_tokens)))
+        segment = self._allocate(max(needed, announced if announced > 0 else self._segment_tokens))
         self._starts.append(start)
+        self._segments.append(segment)
 
     def _allocate(self, tokens: int) -> Tensor:
         heads, dim = self._shape
         try:
             return allocate((heads, tokens, 2, dim), self._dtype, self._pin)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             need = heads * tokens * 2 * dim * self._dtype.itemsize
             raise HostMemoryError(need, available_host_bytes(), tokens) from error
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from kvrecall.cache.device_pool import DevicePool
-from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.host_pool import HostPool, PoolMark
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.rows_ahead import Taken, pieces_ahead
@@ -22,8 +23,22 @@ _PIECE_BYTES = 64 << 20
 the launches and the merge behind it."""
 
 
+@dataclass(frozen=True)
+class StoreMark:
+    """What a store held at one moment: lengths and host rows, and of each window `[H_kv, n, 2, D]` that has been written over
+    since then (first row, rows)."""
+
+    lengths: list[int]
+    pools: list[PoolMark]
+    windows: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+
 class LayerStore:
-    """K and V of all sequences of one layer. Every sequence has its own lengths; padding is never stored."""
+    """K and V of all sequences of one layer. Every sequence has its own lengths; padding is never stored.
+
+    Between `mark` and `keep` nothing that the store held is lost: rows are added behind the old ones, a window that has to be
+    written over is remembered first, and `restore` brings all of it back, wherever an error has ended the work in between.
+    """
 
     def __init__(
         self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes
@@ -32,6 +47,30 @@ class LayerStore:
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         pin = device.type == "cuda"
         self.host = [HostPool(heads, dim, dtype, pin=pin) for _ in range(sequences)]
+        self._mark: StoreMark | None = None
+
+    @property
+    def marked(self) -> bool:
+        """Whether there is something to go back to: work that has not ended, or that an error has ended."""
+        return self._mark is not None
+
+    def mark(self) -> None:
+        """Remembers what is stored now."""
+        self._mark = StoreMark(list(self.resident.lengths), [pool.mark() for pool in self.host])
+
+    def keep(self) -> None:
+        """The work since `mark` is whole: there is no way back."""
+        self._mark = None
+
+    def restore(self) -> None:
+        """Holds again what was stored at `mark`, which stays: this may be called again if it does not come to its end."""
+        mark = self._mark
+        assert mark is not None
+        for b, (start, rows) in mark.windows.items():
+            self.resident.replace(b, start, rows)
+        self.resident.lengths = list(mark.lengths)
+        for pool, before in zip(self.host, mark.pools, strict=True):
+            pool.restore(before)
 
     @property
     def sequences(self) -> int:
@@ -58,17 +97,16 @@ class LayerStore:
         after = self.sizes.lengths(before.total + rows.shape[1], before.retrieval)
         moved = self.sizes.evicted(after, settle=True)
         window = torch.cat([self.resident.view(sequence, before.sink), rows], dim=1)
+        self._remember(sequence, before.sink, window[:, : before.local + before.buffer])
         to_sink = after.sink - before.sink
         self.resident.make_room(after.sink + window.shape[1] - to_sink - moved)
-        self.host[sequence].make_room(moved)
+        own = window[:, to_sink : to_sink + moved]
+        if moved:
+            self.host[sequence].append(own)
         if to_sink:
             self.resident.replace(sequence, before.sink, window[:, :to_sink])
-            window = window[:, to_sink:]
-        self.resident.replace(sequence, after.sink, window[:, moved:])
-        if not moved:
-            return None
-        self.host[sequence].append(window[:, :moved])
-        return window[:, :moved]
+        self.resident.replace(sequence, after.sink, window[:, to_sink + moved :])
+        return own if moved else None
 
     def evict(self, sequence: int, at_most: int | None = None) -> Tensor | None:
         """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`.
@@ -81,11 +119,11 @@ class LayerStore:
             moved = min(moved, at_most)
         if not moved:
             return None
-        window = self.resident.view(sequence, zones.sink)
-        rows, kept = window[:, :moved].clone(), window[:, moved:].clone()
-        self.host[sequence].append(rows)
-        self.resident.replace(sequence, zones.sink, kept)
-        return rows
+        window = self.resident.view(sequence, zones.sink).clone()
+        self._remember(sequence, zones.sink, window)
+        self.host[sequence].append(window[:, :moved])
+        self.resident.replace(sequence, zones.sink, window[:, moved:])
+        return window[:, :moved]
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens; local is refilled from the host so that it stays as full as it can be."""
@@ -95,12 +133,14 @@ class LayerStore:
         device = self.resident.view(sequence).device
         back = [bring(block, device) for block in self.host[sequence].blocks(keep_host, on_device=True)]
         window = torch.cat([*back, self.resident.view(sequence, zones.sink)], dim=1)
-        self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host].clone())
+        self._remember(sequence, zones.sink, window[:, window.shape[1] - zones.local - zones.buffer :])
+        self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host])
         self.host[sequence].truncate(keep_host)
 
     def select(self, sequences: list[int]) -> LayerStore:
         """A new store whose sequence i is this one's `sequences[i]`; host rows are shared, resident ones copied."""
         chosen = copy(self)
+        chosen._mark = None
         chosen.resident = self.resident.select(sequences)
         chosen.host = [self.host[b].fork() for b in sequences]
         return chosen
@@ -131,6 +171,12 @@ class LayerStore:
         tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))
         with pieces_ahead(host, 0, host.length, tokens, near.device, take) as pieces:
             yield chain(first, pieces)
+
+    def _remember(self, sequence: int, start: int, window: Tensor) -> None:
+        """The window, which begins behind the first `start` resident rows, is about to be written over; the first one that is
+        remembered counts. `window`: a copy of it."""
+        if self._mark is not None:
+            self._mark.windows.setdefault(sequence, (start, window))
 
     def resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
         """Keys `[H_kv, n, D]` of sink and window of one sequence, each with the position of its first."""

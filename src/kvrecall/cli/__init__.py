@@ -6,6 +6,8 @@ import sys
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+"""What a shell says of a program that SIGPIPE ended."""
 
 
 def main() -> None:
@@ -20,4 +22,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    app()
+    from kvrecall.cli.screen import discard_stdout, opened_streams
+
+    opened_streams()
+    try:
+        app()
+    except OSError as error:  # of help texts: verbs tell theirs
+        discard_stdout()
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        sys.exit(EXIT_ERROR)

@@ -7,14 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from kvrecall.cli.screen import printable
 from kvrecall.cli.session import Session, token_bar
-
-_NO_CONTROL = {code: None for code in [*range(32), 127] if chr(code) not in "\n\t"}
-
-
-def printable(text: str) -> str:
-    """Text without control characters: a model may write escape sequences, a terminal should not obey them."""
-    return text.translate(_NO_CONTROL)
 
 
 def answer(

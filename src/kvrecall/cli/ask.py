@@ -35,6 +35,7 @@ def ask(
     document = read_text(file)
     question = non_empty(question, "question")
     chosen = options.method_of(method, settings)
+    options.check_sampling(temperature, seed)
 
     from kvrecall import RetrievalCache
     from kvrecall.engine.prompts import DocumentPrompt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
+from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import ParameterError, UnknownNameError
 
@@ -167,7 +166,7 @@ def _rows(
         for row in rows:
             cells = (getattr(row, name) for name in columns)
             table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-        Console(file=sys.stdout, highlight=False).print(table)
+        results().print(table)
     return {"rows": [asdict(row) for row in rows], "environment": environment()}
 
 
@@ -180,7 +179,7 @@ def _layers(layers: str | None) -> list[int | None]:
     if layers is None:
         return [None]
     counts = layers.split(",")
-    if not all(count.isdigit() and int(count) for count in counts):
+    if not all(options.whole(count) > 0 for count in counts):
         raise ParameterError("--layers", "numbers such as 8 or 8,16", layers, "Leave it out for the whole model.")
     return [int(count) for count in counts]
 

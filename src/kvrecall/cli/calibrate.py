@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
+from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_texts, writable
 from kvrecall.cli.verb import Result, verb
@@ -59,7 +58,7 @@ def calibrate(
     if out is not None and out.suffix != ".json":
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     text = read_texts(files) if files else ""
-    wanted = None if tokens is None else options.token_count(tokens)
+    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
     listed = tuple(part.strip() for part in (tasks or "").split(",") if part.strip())
     plan = Plan(listed, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
     if out is not None:
@@ -97,7 +96,7 @@ def _show(found: Calibration, out: Path | None) -> None:
     table = plain_table(None, "layer", "steps per search")
     for number, steps in found.layers.items():
         table.add_row(str(number), f"{steps:.1f}")
-    console = Console(file=sys.stdout, highlight=False)
+    console = results()
     console.print(table)
     written = json.dumps(found.threshold).replace(" ", "")
     console.print(f"a search every {found.stride:.2f} steps in the mean over these layers:")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from kvrecall.cli import options
 from kvrecall.cli.answer import answer, printable, summary, to_stdout
 from kvrecall.cli.harbour import Question, excerpt, harbour_log
 from kvrecall.cli.report import seconds, stats_table
+from kvrecall.cli.screen import results
 from kvrecall.cli.session import Session, download_bar, open_session, token_bar
 from kvrecall.cli.verb import Result, notes, verb
 
@@ -61,7 +61,7 @@ def demo(
         engine.prefill(session.model, session.tensor(prompt.prefix), cache, chunk_tokens=chunk_tokens, on_progress=on_progress)
     read_seconds = time.perf_counter() - start
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = results()
     if not as_json:
         console.print(
             f"{session.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n"

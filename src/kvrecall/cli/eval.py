@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
+from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session
 from kvrecall.cli.textfile import writable_folder
 from kvrecall.cli.verb import Result, notes, verb
@@ -136,7 +136,7 @@ def show(rows: list[Row]) -> None:
             row.attended, _or_dash(row.decode_ms, ".1f"),
         )  # fmt: skip
     # A file has no width to keep to.
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+    console = results(None if sys.stdout.isatty() else _FILE_COLUMNS)
     console.print(table)
     kinds = {"wilson": "w: Wilson's interval", "bootstrap": f"b: percentiles of {RESAMPLES:,} bootstrap means"}
     used = [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]
@@ -179,7 +179,7 @@ def _list(as_json: bool) -> Result:
         table = plain_table()
         for name, summary in found:
             table.add_row(name, summary)
-        Console(file=sys.stdout, highlight=False).print(table)
+        results().print(table)
     return {"tasks": [{"name": name, "summary": summary} for name, summary in found]}
 
 
@@ -200,6 +200,7 @@ def _depths(text: str) -> list[float]:
 
 
 def _budget(text: str) -> int:
-    if not text.isdigit() or not int(text):
+    count = options.whole(text)
+    if count < 1:
         raise ParameterError("--budgets", "numbers of tokens such as 128,512", text, "They count tokens per KV head and step.")
-    return int(text)
+    return count

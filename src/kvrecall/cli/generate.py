@@ -38,6 +38,7 @@ def generate(
         raise ParameterError("prompt", "PROMPT or --prompt-file", given, "Give one of the two.")
     text = read_text(prompt_file) if prompt_file is not None else non_empty(prompt or "", "prompt")
     chosen = options.method_of(method, settings)
+    options.check_sampling(temperature, seed)
 
     from kvrecall import RetrievalCache
     from kvrecall.engine import prompts
@@ -45,6 +46,10 @@ def generate(
     session = open_session(model, dtype, device, quiet=as_json)
     ids = (prompts.raw_prompt if raw else prompts.chat_prompt)(session.tokenizer, text)
     limit = session.limit_tokens
+    if limit is not None and max_new_tokens >= limit:
+        expected = f"fewer than the {limit:,} tokens of the model's context"
+        remedy = "Lower it or choose a model with a longer context."
+        raise ParameterError("--max-new-tokens", expected, max_new_tokens, remedy)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
     cache = RetrievalCache(session.model.config, chosen)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib import metadata
 from typing import Any
-
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.models import known_models
 from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, verb
 
 PACKAGES = ("torch", "transformers", "numba", "triton", "numpy", "gguf", "accelerate")
@@ -63,7 +61,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _show(told: Result) -> None:
-    console = Console(file=sys.stdout, highlight=False)
+    console = results()
     versions = plain_table("versions")
     for name, version in told["versions"].items():
         versions.add_row(name, version or "not installed")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.session import download_bar
+from kvrecall.cli.screen import results
+from kvrecall.cli.session import OnProgress, download_bar
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.errors import KVRecallError
 
@@ -22,13 +24,13 @@ Names = Annotated[list[str] | None, typer.Argument(help="Known names; see `kvrec
 
 def known_models() -> list[dict[str, Any]]:
     """Every known model and whether its file is here. A file that was never verified is hashed, once."""
-    from kvrecall.models import DEFAULT, KNOWN, find, models_dir
+    from kvrecall.models import DEFAULT, KNOWN, find
+    from kvrecall.models.store import is_there
 
     told = []
     for model in KNOWN.values():
         path = find(model.name)
-        there = (models_dir() / model.filename).exists()
-        state = "ready" if path else "damaged" if there else "not fetched"
+        state = "ready" if path else "damaged" if is_there(model) else "not fetched"
         row = {"name": model.name, "default": model.name == DEFAULT, "state": state, "path": str(path) if path else None}
         told.append({**row, "bytes": model.bytes, "description": model.description, "licence": model.licence})
     return told
@@ -46,7 +48,7 @@ def list_models(as_json: options.AsJson = False) -> Result:
         for row in told["models"]:
             name = row["name"] + (" (default)" if row["default"] else "")
             table.add_row(name, row["state"], size(row["bytes"]), row["licence"], row["description"])
-        console = Console(file=sys.stdout, highlight=False)
+        console = results()
         console.print(table)
         console.print(Text(f"\nfolder: {told['folder']}"), soft_wrap=True)
     return told
@@ -74,25 +76,36 @@ def pull_models(names: Names = None, as_json: options.AsJson = False) -> Result:
 @models.command("check")
 @verb
 def check_models(names: Names = None, as_json: options.AsJson = False) -> Result:
-    """Compute the hashes of stored models again (all that are here if none is named). Exit code 2 if any is wrong."""
-    from kvrecall.models import KNOWN, check, models_dir
-    from kvrecall.models.registry import known
+    """Compute the hashes of stored models again, unpacked copies included (all that are here if none is named).
 
-    here = [model for model in KNOWN.values() if (models_dir() / model.filename).exists()]
+    Exit code 2 if any is wrong.
+    """
+    from kvrecall.models import KNOWN, check
+    from kvrecall.models.check import check_folder, kept_folders
+    from kvrecall.models.registry import known
+    from kvrecall.models.store import is_there, path_of
+    from kvrecall.models.unpack import folders_of
+
+    here = [model for model in KNOWN.values() if is_there(model)]
     wanted = [known(name) for name in names] if names else here
+    checks: list[tuple[str, Callable[[OnProgress], Path]]] = [(m.name, functools.partial(check, m.name)) for m in wanted]
+    if not names:
+        # Copies of files that are not known models, or not here any more.
+        mine = {folder for model in wanted for folder in folders_of(path_of(model))}
+        checks += [(f.name, functools.partial(check_folder, f.name, f)) for f in kept_folders() if f not in mine]
     told, first_error = [], None
-    for model in wanted:
+    for name, run in checks:
         try:
-            with download_bar(f"checking {model.name}", quiet=as_json) as on_progress:
-                path = check(model.name, on_progress)
+            with download_bar(f"checking {name}", quiet=as_json) as on_progress:
+                path = run(on_progress)
         except KVRecallError as error:
             first_error = first_error or error
             continue
-        told.append({"name": model.name, "path": str(path), "ok": True})
+        told.append({"name": name, "path": str(path), "ok": True})
         if not as_json:
-            print(f"{model.name}: ok, {path}")
+            print(f"{name}: ok, {path}")
     if first_error:
         raise first_error
-    if not wanted and not as_json:
+    if not checks and not as_json:
         notes().print("no models here yet; `kvrecall models pull` fetches the default one")
     return {"models": told}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from math import inf
 from typing import Annotated, Any
 
 import typer
 
-from kvrecall.errors import ParameterError
+from kvrecall.errors import KVRecallError, ParameterError
+from kvrecall.whole_files import parse_json
 
 MODEL_HELP = "Known name, folder, .gguf file or hub repository."
 
@@ -34,11 +35,14 @@ DEFAULT_METHOD = "pariskv"
 def method_of(name: str, settings: list[str] | None) -> Any:
     """The method of that name with `--set` applied; raises `UnknownNameError` or `ParameterError`."""
     from kvrecall import methods
+    from kvrecall.methods.settings import UNFORESEEN
 
     given = dict(_setting(text) for text in settings or [])
     try:
         return methods.get(name, **given)
-    except (TypeError, AttributeError) as error:
+    except KVRecallError:
+        raise
+    except UNFORESEEN as error:
         # A value of a type that the method's checks did not foresee, such as a list where a number belongs.
         defaults = methods.describe(name)["parameters"]
         expected = ", ".join(f"{key}={defaults[key]!r}" for key in given)
@@ -50,17 +54,37 @@ def _setting(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ParameterError("--set", "key=value", text, "For example --set top_k=200.")
     try:
-        parsed = json.loads(value)
+        parsed = parse_json(value)
     except ValueError:
         parsed = value  # a bare word is a string: --set gqa=max
     return key.strip().replace("-", "_"), tuple(parsed) if isinstance(parsed, list) else parsed
 
 
-def token_count(text: str) -> int:
-    """A number of tokens as people write it: 32768, 32_768, 32k (= 32,768) or 1m (= 1,048,576)."""
+_MOST_TOKENS = 1 << 40
+"""Of any count: what is more cannot be meant, and its bytes would not fit an integer of 64 bits."""
+
+
+def token_count(text: str, name: str = "--context") -> int:
+    """A number of tokens as people write it: 32768, 32_768, 32k (= 32,768) or 1m (= 1,048,576). name: of the option."""
     plain = text.strip().lower().replace("_", "").replace(",", "")
     factor = {"k": 1 << 10, "m": 1 << 20}.get(plain[-1:], 1)
     digits = plain[:-1] if factor > 1 else plain
-    if not digits.isdigit() or int(digits) < 1:
-        raise ParameterError("--context", "a count such as 32768, 32k or 1m", text, "Fractions of a token do not exist.")
-    return int(digits) * factor
+    count = whole(digits) * factor
+    if count < 1:
+        raise ParameterError(name, "a count such as 32768, 32k or 1m, from 1 on", text, "Give a whole number of tokens.")
+    if count > _MOST_TOKENS:
+        raise ParameterError(name, f"at most {_MOST_TOKENS:,} tokens", text, "Give what a model can hold.")
+    return count
+
+
+def check_sampling(temperature: float, seed: int | None = None) -> None:
+    """Raises ParameterError for a temperature that is no number, or a seed that torch does not take."""
+    if not 0 <= temperature < inf:
+        raise ParameterError("--temperature", "a finite number >= 0", temperature, "0 takes the likeliest token each time.")
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+        raise ParameterError("--seed", "an integer of 64 bits", seed, "Give a smaller one.")
+
+
+def whole(text: str) -> int:
+    """The number of a text of the digits 0 to 9; -1 for any other, and for more digits than any count has."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.verb import Result, status, verb
+from kvrecall.cli.screen import results
+from kvrecall.cli.verb import Result, notes, status, verb
 
 
 @verb
@@ -33,7 +32,12 @@ def plan(
     kind = as_dtype(dtype)
     with status(f"reading the config of {model}", quiet=as_json):
         config = load_config(model)
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and context_tokens > limit:
+        said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
+        notes().print(f"note: {said}", soft_wrap=True)
     told = engine.plan(config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind).to_dict()
+    told["model_context_tokens"] = limit
     if not as_json:
         _show(model, told)
     return told
@@ -53,7 +57,7 @@ def _show(model: str, told: Result) -> None:
     table.add_row("device", f"{size(told['device_bytes'])} = {device} {fits}")
     fits = _fits(told["full_attention_fits_device"], told["available_device_bytes"])
     table.add_row("full attention", f"{size(told['full_attention_device_bytes'])} on the device {fits}")
-    Console(file=sys.stdout, highlight=False).print(table)
+    results().print(table)
 
 
 def _fits(fits: bool | None, available: int | None) -> str:

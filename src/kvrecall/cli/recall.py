@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvrecall.cli import options
+from kvrecall.cli.screen import PlainTable, results
 from kvrecall.cli.verb import Result, status, verb
+from kvrecall.errors import ParameterError
 
 _COLUMNS = {
     "coarse_recall": "coarse recall",
@@ -41,6 +40,8 @@ def recall(
     as_json: options.AsJson = False,
 ) -> Result:
     """Replay a method over a trace: what it finds, attends and moves, per layer or along the steps."""
+    if markdown and as_json:
+        raise ParameterError("--markdown", "no --json beside it", "both", "Either prints the table in its form.")
     chosen = options.method_of(method, settings)
 
     from kvrecall.evaluate.recall import replay, replay_windows
@@ -68,10 +69,10 @@ def recall(
 
 
 def _show(reports: list[dict[str, Any]]) -> None:
-    table = Table(_first(reports), *_COLUMNS.values(), box=None)
+    table = PlainTable(_first(reports), *_COLUMNS.values(), box=None)
     for report in reports:
         table.add_row(*_cells(report), style="bold" if _label(report) == "mean" else None)
-    Console(file=sys.stdout, highlight=False).print(table)
+    results().print(table)
 
 
 def _show_markdown(reports: list[dict[str, Any]]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kvrecall.cli.screen import PlainTable
+
 
 def size(count: float | None) -> str:
     """Bytes in binary units: 1536 -> '1.5 KiB'."""
@@ -26,7 +28,9 @@ def seconds(value: float) -> str:
 
 def plain_table(title: str | None = None, *headings: str) -> Table:
     """A table without frames; two nameless columns if there are no headings."""
-    table = Table(title=title, title_justify="left", box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0))
+    table = PlainTable(
+        title=title, title_justify="left", box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for heading in headings or ("", ""):
         table.add_column(heading)
     return table

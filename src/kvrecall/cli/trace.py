@@ -35,7 +35,7 @@ def trace(
 ) -> Result:
     """Record queries, keys and values of a model at work, for `kvrecall recall`."""
     text, following = read_texts(files), None if follow is None else read_text(follow)
-    wanted = None if tokens is None else options.token_count(tokens)
+    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
     chosen = None if layers is None else _layers(layers)
     writable(out)
     session = open_session(model, dtype, device, quiet=as_json)

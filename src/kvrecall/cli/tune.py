@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_texts, writable
 from kvrecall.cli.verb import Result, verb
@@ -43,7 +42,7 @@ def tune(
     if out.suffix != ".json":
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     read = read_texts(text)
-    wanted = None if tokens is None else options.token_count(tokens)
+    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
 
     from kvrecall.evaluate.trace import capture
     from kvrecall.evaluate.tune import check
@@ -82,7 +81,7 @@ def _show(told: Result) -> None:
         others = ", ".join(f"{name}={value}" for name, value in settings.items())
         spread = f"{needs[0]:,.0f} … {needs[-1]:,.0f} tokens"
         table.add_row(str(layer["layer"]), str(budget), others, f"{layer['mass']:.3f}", size(layer["step_bytes"]), spread)
-    console = Console(file=sys.stdout, highlight=False)
+    console = results()
     console.print(table)
     cost = f"{size(told['step_bytes'])} per step; the whole zone has {size(told['full_bytes'])}"
     console.print(f"mass {told['mass']:.4f} of full attention on this text, {cost}")

@@ -10,26 +10,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from kvrecall.cli import EXIT_ERROR, EXIT_INTERRUPTED
+from kvrecall.cli import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED
+from kvrecall.cli.screen import discard_stdout, notes, printable
 from kvrecall.errors import KVRecallError
+
+__all__ = ["Result", "notes", "status", "verb"]
 
 P = ParamSpec("P")
 Result = dict[str, Any]
-
-
-def notes() -> Console:
-    """The console for everything that is not the answer itself: standard error, so that answers can be piped."""
-    return Console(stderr=True, highlight=False)
 
 
 def verb(run: Callable[P, Result]) -> Callable[P, None]:
     """Makes a command of a function that returns its result and has a parameter `as_json`.
 
     With --json the result is the only thing on standard output; whatever a library prints there meanwhile goes to standard
-    error. A `KVRecallError` becomes one line and exit code 2, Ctrl-C exit code 130.
+    error. A `KVRecallError`, and what the system says about a file, become one line and exit code 2, Ctrl-C exit code 130. Who
+    reads the output and stops (`| head`) ends a verb without a word and with exit code 141, as other programs.
     """
 
     @functools.wraps(run)
@@ -38,23 +36,37 @@ def verb(run: Callable[P, Result]) -> Callable[P, None]:
         try:
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
                 result = run(*args, **kwargs)
+            if as_json:
+                print(json.dumps(result, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode())
+            sys.stdout.flush()  # here, where a full disk can still be told
         except KeyboardInterrupt:
-            notes().print("interrupted")
+            _tell("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            discard_stdout()
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
         except Exception as error:
             shown = _shown(error)
             if shown is None:
                 raise
-            if as_json:
-                print(json.dumps({"error": {"type": type(error).__name__, "message": shown}}))
-            else:
-                # Text, not markup: messages quote what users typed, brackets included.
-                notes().print(Text(f"error: {shown}", style="red"), soft_wrap=True)
+            try:
+                if as_json:
+                    print(json.dumps({"error": {"type": type(error).__name__, "message": shown}}), flush=True)
+                else:
+                    _tell(f"error: {shown}", "red")
+            except OSError:  # standard output itself cannot be written
+                _tell(f"error: {shown}", "red")
+            discard_stdout()
             raise typer.Exit(EXIT_ERROR) from None
-        if as_json:
-            print(json.dumps(result, ensure_ascii=False, default=str))
 
     return command
+
+
+def _tell(said: str, style: str = "") -> None:
+    """A line on standard error, if that can be written."""
+    with contextlib.suppress(OSError):
+        # Text, not markup: messages quote what users typed, brackets included.
+        notes().print(Text(printable(said), style=style), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -71,7 +83,12 @@ def status(message: str, quiet: bool = False) -> Iterator[None]:
 def _shown(error: Exception) -> str | None:
     """The line that a user sees, or None for an error that is ours."""
     if isinstance(error, KVRecallError):
-        return " ".join(str(error).split())
+        return " ".join(printable(str(error)).split())
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return " ".join(printable(f"{name or 'standard output or a file: '}{error.strerror or error}").split())
+    if isinstance(error, MemoryError):
+        return "memory is exhausted. Shorten the input or lower the options that count tokens."
     if type(error).__name__ == "OutOfMemoryError":
         return "device memory is exhausted. Lower --chunk-tokens, shorten the prompt, or see `kvrecall plan`."
     return None

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size, prefill
+from kvrecall.engine.prefix import keep_prefix
 from kvrecall.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.methods.base import Method
@@ -57,7 +58,10 @@ def generate(
     capture: bool | None = None,
     compiled: bool = False,
 ) -> GenerateResult:
-    """Answers the whole prompt `[B, T]`; only what the cache does not hold yet is computed. A method gets a cache of its own.
+    """Answers the whole prompt `[B, T]`; a method gets a cache of its own.
+
+    Tokens that the cache holds already, from the beginning of this prompt on, are not computed again; what it holds of another
+    prompt is forgotten.
 
     chunk_tokens: as `prefill` takes it. temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch
     1, needs a tokenizer); on_token gets the number of answer tokens so far. capture: replay a CUDA graph per step
@@ -76,12 +80,11 @@ def generate(
         got = f"{input_ids.shape[0]} sequences" if tokenizer is not None else "no tokenizer"
         raise ParameterError("on_text", "one sequence and a tokenizer", got, "Use on_token, or generate one by one.")
     prompt = input_ids.shape[1]
-    if cache.get_seq_length() >= prompt:
-        cache.crop(prompt - 1 - cache.get_seq_length())
+    held = keep_prefix(cache, input_ids, attention_mask, most=prompt - 1)
     start = time.perf_counter()
     # The last chunk is left to `generate`, which needs at least one token to start from.
-    ready = prompt - min(chunk_tokens, prompt - cache.get_seq_length())
-    if ready > cache.get_seq_length():
+    ready = prompt - min(chunk_tokens, prompt - held)
+    if ready > held:
         scaled = None if on_prefill is None else (lambda done, _: on_prefill(done, prompt))
         mask = None if attention_mask is None else attention_mask[:, :ready]
         prefill(
@@ -133,8 +136,8 @@ def _check(
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     if max_new_tokens < 1:
         raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
-    if temperature < 0:
-        raise ParameterError("temperature", "a number >= 0", temperature, "0 decodes greedily.")
+    if not 0 <= temperature < float("inf"):  # NaN is none
+        raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
     if not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

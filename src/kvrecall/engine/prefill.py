@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.engine.prefix import keep_prefix
 from kvrecall.errors import ContextLengthError, ParameterError, ShapeError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 
@@ -31,7 +32,7 @@ def prefill(
     on_progress: Progress | None = None,
     expect_tokens: int | None = None,
 ) -> None:
-    """Feeds a prompt `[B, T]` into the cache, of which the cache may already hold a prefix.
+    """Feeds a prompt `[B, T]` into the cache; what the cache holds of it already is not computed again.
 
     chunk_tokens: None for what suits the model's device. attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final
     length including the answer, to size memory exactly.
@@ -41,9 +42,9 @@ def prefill(
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     total = input_ids.shape[1]
+    done = keep_prefix(cache, input_ids, attention_mask, most=total)
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
     positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-    done = min(cache.get_seq_length(), total)
     cache.prefilling = True
     try:
         with attach(model):

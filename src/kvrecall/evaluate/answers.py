@@ -45,11 +45,17 @@ _DOUBTED = re.compile(r"""(?xi)
     \b(?:if|suppos\w+|assum\w+|imagine|whether|unless|perhaps|maybe|doubt|claim(?:s|ed)?|says?|said|neither|nor|false)\b
     | (?:\bnot|n['’]t)\b[^,]*$ | \b(?:which|what|wrong|incorrect|previous|earlier|first|initial|old|other|another)\s+$""")
 _DENIED = re.compile(r"""(?xi)
-    [^.!?\n]*\? | (?!\W*(?:since|because|as|for|due)\b)
-    [^.!?\n]*\b(?:wrong|incorrect|false|impossible|contradict\w*|fails?|cannot|but|however|if|unless|then|not)\b""")
+    [^.!?\n]{0,400}\? | (?!\W{0,40}(?:since|because|as|for|due)\b)
+    [^.!?\n]{0,400}\b(?:wrong|incorrect|false|impossible|contradict\w*|fails?|cannot|but|however|if|unless|then|not)\b""")
 _WITHDRAWN = re.compile(r"""(?xi)
     \b(?:wait|hmm+|actually|oops|sorry|correction|mistaken?|reconsider|on\ second\ thought|scratch\ that)\b | \bno,
     | \b(?:it|this|that|answer)\s+(?:is|was)\s+(?:wrong|false|(?:not\s+|in)correct) | \bit\s+(?:should|must|has\ to)\s+be\b""")
+_CLAIMS_CHARACTERS = 20_000
+"""Of the end of an answer, in which claims are looked for: each is judged by what stands around it."""
+_LONGEST = 1000
+"""Characters of an answer that is compared by its meaning: no right one is as long, and what loops is longer."""
+_WRAPPINGS = 8
+"""Of \\text{\\text{…}} that are taken off."""
 _SENTENCE = re.compile(r"[.!?;](?=\s)|\n(?=\W*[A-Z\n])|(?<!if )\b(?:so|therefore|thus|hence)\b", re.IGNORECASE)
 
 
@@ -74,7 +80,7 @@ def final_number(text: str) -> str | None:
     *_, last = None, *_NUMBER.finditer(text)
     if last is None:
         return None
-    part = _BEFORE.search(text[max(0, last.start() - 80) : last.start()]) or _AFTER.match(text, last.end())
+    part = _BEFORE.search(text[max(0, last.start() - 80) : last.start()]) or _AFTER.match(text[last.end() : last.end() + 80])
     return None if part else last[0]
 
 
@@ -93,7 +99,7 @@ def final_choice(text: str, letters: str = "ABCD") -> str | None:
     lines = text.split("\n")
     if last := line.fullmatch(lines[-1].strip()):
         return _letter(last)
-    claims = [match for match in claim.finditer(text) if _is_made(match)]
+    claims = [match for match in claim.finditer(text, max(0, len(text) - _CLAIMS_CHARACTERS)) if _is_made(match)]
     if len({_letter(match) for match in claims if match["right"]}) > 1:  # "Option A is correct. Option B is correct."
         return None
     chosen = claims[-1] if claims else line.match(text)
@@ -110,6 +116,8 @@ def same_answer(given: str | None, expected: str) -> bool:
     """
     if given is None:
         return False
+    if max(len(given), len(expected)) > _LONGEST:
+        return given.strip() == expected.strip()
     (name, left), (other, right) = _normal(given), _normal(expected)
     if name and other and name != other:
         return False
@@ -127,10 +135,10 @@ def _patterns(letters: str) -> tuple[re.Pattern[str], ...]:
     label = rf"(?:[(\[][{letters}][)\]]|[{letters}][.):])"
     # "A strong base", "C. elegans", "C-H", "A's": no choice. "A or B", "A, B and C", "A) 1 or B) 2": none that was made.
     no_word = r"""(?![\w/+=^&°–-]|['’]\w|\.[ \t]*[a-z]|[ \t]+(?!(?:because|since|as|due|based|given|which|and|but|so)\b)\w)"""
-    no_list = rf"(?!\s*(?:,|/|&|\b(?:or|and)\b)\s*[(\[]?[{letters}]\b|[^\n]*\bor\s+{label})"
+    no_list = rf"(?!\s*(?:,|/|&|\b(?:or|and)\b)\s*[(\[]?[{letters}]\b|[^\n]{{0,400}}\bor\s+{label})"
     says = r"\b(?:answer|choice|option)[*_]*\s*(?:\bis\b|\bmust\s+be\b|:|=)"
     # Options that follow on lines of their own were not chosen, unless there is only one.
-    only = rf"[(\[*_]*[{letters}](?:[)\]*_.]*[ \t]*$|[)\].](?![\s\S]{{0,2000}}\n\W*{label}))"
+    only = rf"[(\[*_]*[{letters}](?:[)\]*_.]*[ \t]*$|[)\].](?![\s\S]{{0,2000}}\n\W{{0,20}}{label}))"
     between = rf"(?:[*_:\s]*(?={only})|[*_: \t]*(?:(?:option|choice)\s+)?)"
     right = r"\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|choice|option|one))?\s*(?:[.,!]|$)"
     claim = (
@@ -158,7 +166,12 @@ def _is_made(claim: re.Match[str]) -> bool:
 
 def _plain(text: str) -> str:
     """A text without its typography: \\textbf{…}, **…**, dollar signs, \\(…\\), separators of thousands that are not commas."""
-    while (bare := _WRAPPED.sub(lambda m: m[1][1:-1], text)) != text:
+    text = re.sub(r"[^\S\n]+", lambda m: " " if len(m[0]) > 40 else m[0], text)
+    text = re.sub(r"\n{4,}", "\n\n", text)
+    for _ in range(_WRAPPINGS):
+        bare = _WRAPPED.sub(lambda m: m[1][1:-1], text)
+        if bare == text:
+            break
         text = bare
     text = re.sub(r"\\?\$|\\[()\[\]]|`|(?<!\w)\*\*|\*\*(?!\w)", "", text.replace("−", "-"))
     return re.sub(r"(?<=\d)(?:\{,\}|,\\!\s*|\\[,;:!])(?=\d{3}(?!\d))", "", text)

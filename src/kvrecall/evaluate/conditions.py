@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvrecall import methods
 from kvrecall.errors import ParameterError
 from kvrecall.methods.base import Method
 from kvrecall.methods.settings import from_settings, settings_of
+from kvrecall.whole_files import parse_json
 
 FULL = "full"
 ALL = "all"
@@ -91,6 +91,9 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
             continue  # full attention is there already
         if own and any("top_k" in dict(values) for _, values in method.per_layer):
             raise ParameterError("--methods", "no @ behind a method whose layers have budgets", given, "Remove it.")
+        if (own or budgets) and method.top_k and _sets_top_k(spec):
+            why = "Give the budget once: as top_k, as @, or as --budgets."
+            raise ParameterError("--methods", "top_k or a budget beside it, not both", given, why)
         if (own is None and (method.per_layer or spec.endswith(_SUFFIXES))) or not method.top_k:
             found.append(Condition(spec, method, None))
             continue
@@ -119,7 +122,7 @@ def _split(given: str) -> tuple[str, int | None]:
     spec, at, budget = given.rpartition("@")
     if not at or given.endswith(_SUFFIXES):
         return given, None
-    if not budget.isdecimal() or not int(budget):
+    if not (budget.isascii() and budget.isdigit() and len(budget) < 19 and int(budget)):
         raise ParameterError("--methods", "a number of tokens behind @", given, "For example pariskv@512.")
     return spec, int(budget)
 
@@ -139,6 +142,12 @@ def _method(spec: str, layers: int | None) -> Method:
     return from_settings(name, {"full_attention_threshold": 0} | settings)
 
 
+def _sets_top_k(spec: str) -> bool:
+    """Whether the settings behind a name have a budget of their own; files have theirs, and --budgets leaves it alone."""
+    settings = [] if spec.endswith(_SUFFIXES) else spec.partition(":")[2].split(";")
+    return any(setting.partition("=")[0].strip().replace("-", "_") == "top_k" for setting in settings)
+
+
 def _with_budget(spec: str, method: Method, budget: int) -> Method:
     try:
         return replace(method, top_k=budget)
@@ -148,6 +157,6 @@ def _with_budget(spec: str, method: Method, budget: int) -> Method:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text  # a bare word is a string

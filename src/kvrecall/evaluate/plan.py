@@ -40,6 +40,10 @@ class Plan:
         for name in ("samples", "attempts", "max_new_tokens", "steps", "window"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, "an integer >= 1", getattr(self, name), "It is a count.")
+        if not 0 <= self.temperature < float("inf"):  # NaN is none
+            raise ParameterError("temperature", "a finite number >= 0", self.temperature, "0 decodes greedily.")
+        if not 0 < self.top_p <= 1:
+            raise ParameterError("top_p", "a number in (0, 1]", self.top_p, "1 samples from all tokens.")
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ParameterError("depths", "shares in [0, 1]", depth, "0 is the start of the text, 1 its end.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvrecall.errors import InputFileError, ParameterError, UnknownNameError
 from kvrecall.evaluate.answers import final_choice, final_number, same_answer
+from kvrecall.whole_files import parse_json
 
 _BOX = "Please reason step by step, and put your final answer within \\boxed{}."
 _CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."
@@ -38,7 +40,7 @@ class Problem:
 def _aime(row: dict[str, Any], _: random.Random) -> Problem:
     """AIME: `problem` (or `question`) and `answer`, an integer from 0 to 999."""
     answer = str(_field(row, "answer", "Answer")).strip()
-    if not answer.isdigit() or int(answer) > 999:
+    if not re.fullmatch("[0-9]{1,20}", answer) or int(answer) > 999:
         raise ValueError(f"answer: expected an integer from 0 to 999, got {answer!r}")
     return Problem(f"{_field(row, 'problem', 'question', 'Problem', 'Question')}\n{_BOX}", str(int(answer)))
 
@@ -73,7 +75,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError(f"expected a JSON object, got {line[:40]!r}")
             found.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))
@@ -101,7 +103,9 @@ def problem_text(spec: str) -> str:
 def _field(row: dict[str, Any], *names: str) -> Any:
     for name in names:
         if name in row:
-            if not str(row[name]).strip():
+            if isinstance(row[name], str) and not row[name].strip():
                 raise ValueError(f"{name}: expected some text, got nothing")
+            if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
+                raise ValueError(f"{name}: expected text or a number, got {repr(row[name])[:40]}")
             return row[name]
     raise ValueError(f"expected a field {' or '.join(repr(name) for name in names)}, got {', '.join(map(repr, row)) or 'none'}")

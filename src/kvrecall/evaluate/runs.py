@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrecall.errors import FolderInUseError, InputFileError, ParameterError
+from kvrecall.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
+from kvrecall.evaluate.records import first_mistake_of
+from kvrecall.whole_files import parse_json, unwritable, write_text, written_to
 
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
 _KEY = ("task", "context", "sample", "attempt", "condition")
@@ -41,7 +43,7 @@ class Shard:
     def of(text: str) -> Shard:
         """Reads "3/14"; raises ParameterError."""
         number, slash, count = text.partition("/")
-        if not (slash and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        if not (slash and _is_count(number) and _is_count(count) and 1 <= int(number) <= int(count)):
             raise ParameterError("--shard", "i/n with i from 1 to n", text, "For example 1/2 and 2/2 in two processes.")
         return Shard(int(number), int(count))
 
@@ -64,7 +66,6 @@ class RunFolder:
         line that is no sample. A last line without its end was torn by an interruption; it is cut off before the next."""
         self.path, self.shard = path, shard or Shard()
         self._file = path / f"samples{self.shard.suffix}.jsonl"
-        self._mended = False
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -98,14 +99,27 @@ class RunFolder:
             yield
 
     def add(self, record: Record) -> None:
-        """Writes a finished sample; it is on the disk when this returns."""
+        """Writes a finished sample; it is on the disk when this returns. Raises OutputFileError if it cannot be written, and
+        then nothing of it is left in the file."""
         key = key_of(record)
         assert key not in self.done, key
-        self._mend()
-        with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record, ensure_ascii=False) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
+        # A half of a surrogate pair, which UTF-8 has no bytes for, becomes the JSON escape that means it.
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        new = not self._file.exists()
+        with written_to(self._file), self._file.open("ab", buffering=0) as out:
+            whole = self._whole_bytes(out.tell())
+            out.truncate(whole)
+            try:
+                left = memoryview(line)
+                while left:  # the system may take less than all of it
+                    left = left[out.write(left) or 0 :]
+                os.fsync(out.fileno())
+            except BaseException:
+                with suppress(OSError):  # else the next one finds the torn line
+                    out.truncate(whole)
+                raise
+        if new:
+            _sync_folder(self.path)
         self.records.append(record)
         self.done.add(key)
 
@@ -127,6 +141,10 @@ class RunFolder:
         except Timeout as error:
             name = Path(error.lock_file).name.removeprefix(".lock")
             raise FolderInUseError(self.path, f"a run{name.replace('-', ' ')}") from None
+        except OutputFileError:
+            raise
+        except OSError as error:
+            raise unwritable(self.path, error) from error
 
     def _grow(self, config: dict[str, Any]) -> None:
         """Puts a configuration that asks for more in the place of the folder's, unless somebody writes the run."""
@@ -134,7 +152,10 @@ class RunFolder:
             return
         from filelock import FileLock
 
-        with FileLock(self.path / ".grow"):  # processes that share a run may all find it too small: one after the other
+        with (
+            written_to(self.path),
+            FileLock(self.path / ".grow"),
+        ):  # processes that share a run may all find it too small: one after the other
             begun = read_config(self.path)
             _check_more(self.path, begun, config)
             if begun == config:
@@ -144,21 +165,29 @@ class RunFolder:
                     held.enter_context(FileLock(claim, timeout=0))
                 _write_config(self.path, config)
 
-    def _mend(self) -> None:
-        if self._mended or not self._file.exists():
-            return
-        data = self._file.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(self._file, whole)
-        self._mended = True
+    def _whole_bytes(self, size: int) -> int:
+        """Bytes of the whole lines at the start of the process's file: what follows the last of them is torn."""
+        end, step = size, 1
+        with self._file.open("rb") as file:
+            while end:
+                start = max(0, end - step)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    return start + newline + 1
+                end, step = start, 1 << 16
+        return 0
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration of a run; raises InputFileError."""
     file = path / CONFIG
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        held = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         remedy = "Give the folder that `kvrecall eval --out` wrote."
         raise InputFileError(path, f"holds no run: {CONFIG} cannot be read ({error.strerror})", remedy) from None
@@ -166,6 +195,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputFileError(file, f"is not JSON ({error})", "Give --out a new folder.") from None
     if not isinstance(held, dict):
         raise InputFileError(file, "is no JSON object", "Give --out a new folder.")
+    if mistake := first_mistake_of("configuration", held):
+        raise InputFileError(file, mistake, "Give --out a new folder.")
     return held
 
 
@@ -190,13 +221,16 @@ def _files(path: Path) -> list[Path]:
 
 
 def _lines(file: Path) -> list[Record]:
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise InputFileError(file, f"cannot be read ({error.strerror})", "Give --out a new folder.") from None
     found = []
-    lines = file.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or "task" not in record or "condition" not in record:
-                raise ValueError("it has no task or no condition")
+            record = parse_json(line.decode("utf-8"), finite=False)
+            if mistake := first_mistake_of("sample", record):
+                raise ValueError(mistake)
         except ValueError as error:
             said = f"{error.msg}, column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else error
             problem = f"line {number:,}: expected the JSON of a sample, got {line[:60]!r} ({said})"
@@ -237,10 +271,16 @@ def _in_order(begun: Iterable[Any] | None, given: Iterable[Any]) -> bool:
 
 
 def _write_config(path: Path, config: dict[str, Any]) -> None:
-    """The file is either there in whole or not at all, whoever else writes the same."""
-    draft = path / f"config.{os.getpid()}.draft"
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # samples may depend on it
-    os.replace(draft, path / CONFIG)
+    """The file is either there in whole or not at all, whoever else writes the same: samples may depend on it."""
+    write_text(path / CONFIG, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+    _sync_folder(path)
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes the names of new files last, where the system can: the files themselves are on the disk already."""
+    with suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvrecall.errors import InputFileError
 from kvrecall.evaluate.conditions import FULL
 from kvrecall.evaluate.intervals import interval, pass_at_k
 from kvrecall.evaluate.runs import Record
@@ -66,7 +67,11 @@ def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list
 
 
 def summarise(records: list[Record]) -> list[Row]:
-    """One row per task, context and condition."""
+    """One row per task, context and condition. Raises InputFileError for a sample that has no score."""
+    for record in records:
+        if "score" not in record:
+            of = f"{record['task']!r} under {record['condition']!r}"
+            raise InputFileError("samples", f"one of {of} has no score", "Remove its line; the sample will be made again.")
     found = groups(records, "task", "context", "condition")
     rows = []
     for (task, context, _), members in found.items():
@@ -82,12 +87,13 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     both = [(r["score"], full[_sample(r)]["score"]) for r in members if _sample(r) in full]
     most = min(map(len, attempts))
     passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
-    timed = [r for r in members if r.get("seconds") and r["new_tokens"] > 1]
+    timed = [r for r in members if r.get("seconds") and r.get("new_tokens", 0) > 1]
     # The first token of an answer belongs to prefill; a conversation has one such token per turn.
-    steps = sum(r["new_tokens"] - len(r["answers"]) for r in timed)
+    steps = sum(r["new_tokens"] - len(r.get("answers", ())) for r in timed)
     seconds = sum(r["seconds"]["decode"] for r in timed)
     return Row(
-        first["task"], first.get("context"), first["condition"], first["method"], first["budget"], len(attempts),
+        first["task"], first.get("context"), first["condition"], first.get("method") or first["condition"], first.get("budget"),
+        len(attempts),
         *found, _mean([own - other for own, other in both]) if both else None,
         _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
         1e3 * seconds / steps if steps > 0 else None, passes, _whole(members, full),
@@ -118,7 +124,7 @@ def rounds(records: list[Record]) -> dict[tuple[str, int, str], list[float]]:
     """Mean score of each turn, by (task, context, condition), for tasks with several turns (CTkvr, Table 5)."""
     kept = [r for r in records if len(r.get("scores", ())) > 1]
     return {
-        key: [_mean(list(turn)) for turn in zip(*(r["scores"] for r in group), strict=True)]
+        key: [_mean(list(turn)) for turn in _side_by_side(group, "scores")]
         for key, group in groups(kept, "task", "context", "condition").items()
     }  # type: ignore[return-value]
 
@@ -128,8 +134,8 @@ def windows(records: list[Record]) -> dict[tuple[str, int, str], list[dict[str, 
     found = {}
     for key, group in groups([r for r in records if "windows" in r], "task", "context", "condition").items():
         joined = []
-        for same in zip(*(r["windows"] for r in group), strict=True):
-            recalls = [w["recall"] for w in same if w["recall"] is not None]
+        for same in _side_by_side(group, "windows"):
+            recalls = [w["recall"] for w in same if w.get("recall") is not None]
             means = {name: _mean([w[name] for w in same]) for name in ("agreement", "kl")}
             joined.append({"first_step": same[0]["first_step"], **means, "recall": _mean(recalls) if recalls else None})
         found[key] = joined
@@ -145,8 +151,18 @@ def layer_recall(records: list[Record]) -> dict[str, dict[int, float]]:
     return found
 
 
+def _side_by_side(records: list[Record], name: str) -> Iterable[tuple[Any, ...]]:
+    """The lists that records have under a name, side by side; raises InputFileError if they differ in length."""
+    lengths = {len(record[name]) for record in records}
+    if len(lengths) > 1:
+        first = records[0]
+        of = f"{first['task']!r} under {first['condition']!r}"
+        raise InputFileError("samples", f"those of {of} have {min(lengths)} to {max(lengths)} {name}", "Make them again.")
+    return zip(*(record[name] for record in records), strict=True)
+
+
 def _sample(record: Record) -> tuple[Any, ...]:
-    return record["sample"], record["attempt"]
+    return record.get("sample", 0), record.get("attempt", 0)
 
 
 def _powers(most: int) -> list[int]:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +19,10 @@ from kvrecall.engine.prefill import prefill
 from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.methods.full import Full
+from kvrecall.methods.settings import first_mistake
+from kvrecall.whole_files import parse_json, whole_file
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = ("keys", "values", "queries", "prompt_queries")
 
 
@@ -47,6 +52,19 @@ class TraceInfo:
     text: str = ""
 
 
+class _Metadata(BaseModel):
+    """`TraceInfo` as a file tells it: anybody may have written it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str
+    prompt_tokens: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    scaling: float = Field(gt=0)
+    layers: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    text: str = ""
+
+
 @dataclass(frozen=True)
 class Trace:
     """A capture: its origin and its layers by number."""
@@ -55,26 +73,65 @@ class Trace:
     layers: dict[int, LayerTrace]
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file; the origin is in its metadata."""
+        """Writes one safetensors file; the origin is in its metadata. Raises OutputFileError, and then there is no file."""
         tensors = {}
         for number, layer in self.layers.items():
             for name in _TENSORS:
                 tensors[f"layer.{number}.{name}"] = getattr(layer, name).contiguous()
-        save_file(tensors, path, metadata={"kvrecall": json.dumps(asdict(self.info))})
+        metadata = {"kvrecall": json.dumps(asdict(self.info))}
+        with whole_file(path) as draft:
+            if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
+                draft.write_bytes(save(tensors, metadata))
+                return
+            try:
+                save_file(tensors, draft, metadata=metadata)
+            except SafetensorError as error:
+                raise OSError(f"{error}") from error
 
     @staticmethod
     def load(path: Path) -> Trace:
-        """Reads what `save` wrote; raises InputFileError for anything else."""
+        """Reads what `save` wrote; raises InputFileError for anything else, before anything is computed from it."""
         try:
             with safe_open(path, framework="pt") as file:
-                info = json.loads((file.metadata() or {})["kvrecall"])
-                info["layers"] = tuple(info["layers"])
-                layers = {n: LayerTrace(*(file.get_tensor(f"layer.{n}.{name}") for name in _TENSORS)) for n in info["layers"]}
-        except (OSError, KeyError, ValueError) as error:
-            raise InputFileError(path, f"not a trace ({error})", "Make one with `kvrecall trace`.") from None
-        except Exception as error:  # safetensors raises its own type for a broken file
-            raise InputFileError(path, f"not a trace ({error})", "Make one with `kvrecall trace`.") from None
-        return Trace(TraceInfo(**info), layers)
+                told = (file.metadata() or {}).get("kvrecall")
+                if told is None:
+                    raise ValueError("its metadata names no model and no layers")
+                held = _Metadata.model_validate(parse_json(told)).model_dump()
+                held["layers"] = tuple(dict.fromkeys(held["layers"]))
+                info = TraceInfo(**held)
+                layers = {n: _layer(file, n, info) for n in info.layers}
+        except Exception as error:  # safetensors raises its own types for a broken file
+            said = first_mistake(error) if isinstance(error, ValidationError) else error
+            raise InputFileError(path, f"not a trace ({said})", "Make one with `kvrecall trace`.") from None
+        return Trace(info, layers)
+
+
+def _layer(file: Any, number: int, info: TraceInfo) -> LayerTrace:
+    """A layer of an open file; raises ValueError if its tensors are not those that the trace tells of."""
+    there = set(file.keys())
+    for name in _TENSORS:
+        if f"layer.{number}.{name}" not in there:
+            raise ValueError(f"layer {number} has no {name}")
+    read = LayerTrace(*(file.get_tensor(f"layer.{number}.{name}") for name in _TENSORS))
+    if read.keys.ndim != 3 or read.queries.ndim != 3 or read.prompt_queries.ndim != 3:
+        raise ValueError(f"layer {number}: expected tensors of three dimensions")
+    (heads, _, dim), query_heads, watched = read.keys.shape, read.queries.shape[1], read.prompt_queries.shape[1]
+    if not (heads and dim and query_heads) or query_heads % heads:
+        raise ValueError(f"layer {number}: {query_heads} query heads of {dim} numbers do not share {heads} KV heads")
+    tokens = info.prompt_tokens + info.steps
+    expected = {
+        "keys": (heads, tokens, dim), "values": (heads, tokens, dim), "queries": (info.steps, query_heads, dim),
+        "prompt_queries": (query_heads, min(watched, info.prompt_tokens), dim),
+    }  # fmt: skip
+    for name, shape in expected.items():
+        tensor = getattr(read, name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"layer {number}: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != read.keys.dtype or tensor.dtype not in _DTYPES:
+            raise ValueError(f"layer {number}: expected {name} of one floating dtype as the keys, got {tensor.dtype}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"layer {number}: {name} contain NaN or infinity")
+    return read
 
 
 @torch.inference_mode()

@@ -84,5 +84,8 @@ class IndexAround(Index):
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         return self.base.candidates(queries, budget, sequences)
 
+    def prepare(self, sequences: list[int]) -> None:
+        self.base.prepare(sequences)
+
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         return self.base.search(queries, budget, sequences)

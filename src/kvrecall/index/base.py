@@ -164,6 +164,9 @@ class Index(ABC):
     def select(self, sequences: list[int]) -> Self:
         """A new index whose sequence i is this one's `sequences[i]`; the two share nothing that either may change."""
 
+    def prepare(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most tables are whole at any time
+        """Makes what a search of these sequences needs and no append has made; after an error the index must be made anew."""
+
     @abstractmethod
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         """Finds the tokens to fetch. Changes nothing that another search would see; the result stays valid after later appends.

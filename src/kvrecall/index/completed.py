@@ -95,6 +95,11 @@ class CompletedIndex(IndexAround):
         chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
         return chosen
 
+    def prepare(self, sequences: list[int]) -> None:
+        super().prepare(sequences)
+        for b in sequences:
+            self.catch_up(b, self.lengths[b])
+
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         found = super().search(queries, budget, sequences)
         for b in sequences:

@@ -73,6 +73,10 @@ class TrainedIndex(TokenIndex):
         chosen._waiting = [self._waiting[b] for b in sequences]
         return chosen
 
+    def prepare(self, sequences: list[int]) -> None:
+        for b in sequences:
+            self.trained(b)
+
     def codes(self, sequence: int) -> Tensor:
         """The codes of all tokens of a sequence; ask for `trained` first."""
         return self._codes.view(sequence)

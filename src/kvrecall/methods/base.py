@@ -19,7 +19,7 @@ from kvrecall.select.top_p import TopP
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 from kvrecall.trigger.speculative import Speculative
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
 
 SAME_IN_ALL_LAYERS = ("sink_tokens", "local_tokens", "update_interval", "dense_layers", "per_layer")

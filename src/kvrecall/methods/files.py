@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvrecall.errors import InputFileError, KVRecallError, OutputFileError
+from kvrecall.errors import InputFileError, KVRecallError
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import name_of
 from kvrecall.methods.settings import first_mistake, from_settings, settings_of
+from kvrecall.whole_files import parse_json, parse_toml, write_text
 
 _SUFFIXES = (".json", ".toml")
 _REMEDY = "docs/evaluation.md shows the form; `kvrecall tune` writes such files."
@@ -62,10 +62,7 @@ def save_method(method: Method, path: str | Path, *, layers: int | None = None, 
     """
     held = MethodFile(method=name_of(method), settings=settings_of(method), layers=layers, about=about or {})
     text = json.dumps(held.model_dump(), indent=1, ensure_ascii=False) + "\n"
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputFileError(path, f"cannot be written ({error.strerror})") from error
+    write_text(path, text)
 
 
 def _parsed(path: Path) -> Any:
@@ -78,6 +75,6 @@ def _parsed(path: Path) -> Any:
     except UnicodeDecodeError as error:
         raise InputFileError(path, f"is not UTF-8 text (byte {error.start:,})", _REMEDY) from None
     try:
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        return parse_toml(text) if path.suffix == ".toml" else parse_json(text)
     except ValueError as error:  # both parsers name line and column
         raise InputFileError(path, f"is not {path.suffix[1:].upper()} ({error})", _REMEDY) from None

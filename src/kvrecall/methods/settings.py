@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, is_dataclass
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 from kvrecall.errors import InputFileError, KVRecallError, UnknownNameError
@@ -13,6 +14,11 @@ from kvrecall.parts import Part
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+
+UNFORESEEN = (TypeError, AttributeError, ArithmeticError, LookupError, ValueError)
+"""What a method's own checks raise for a value of a type that they did not foresee, such as a list in place of a number."""
+_TYPES = "Types are those of the method's fields."
 
 
 def from_settings(name: str, settings: dict[str, Any]) -> Method:
@@ -36,7 +42,11 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
         cause = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(cause, KVRecallError):
             raise cause from None  # the method's own check, which has a remedy of its own
-        raise InputFileError(f"settings of {name}", first_mistake(error), "Types are those of the method's fields.") from None
+        raise InputFileError(f"settings of {name}", first_mistake(error), _TYPES) from None
+    except KVRecallError:
+        raise
+    except UNFORESEEN as error:
+        raise InputFileError(f"settings of {name}", f"a value of another type than its field's ({error})", _TYPES) from error
 
 
 def settings_of(method: Method) -> dict[str, Any]:
@@ -61,4 +71,10 @@ def first_mistake(error: ValidationError) -> str:
     """The first mistake: where it is, what was expected, what was given."""
     found = error.errors()[0]
     where = ".".join(str(step) for step in found["loc"]) or "the file"
-    return f"{where}: {found['msg'][:1].lower()}{found['msg'][1:]}, got {found['input']!r}"
+    said = found["msg"].removeprefix("Value error, ")
+    return f"{where}: {said[:1].lower()}{said[1:]}, got {_SHORT.repr(found['input'])}"
+
+
+_SHORT = Repr()
+"""What was given may be of any size and depth."""
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80

@@ -4,13 +4,14 @@
 any source. Files are kept in `models_dir()`.
 """
 
+from kvrecall.models.check import check
 from kvrecall.models.config import load_config
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
 from kvrecall.models.load import load
 from kvrecall.models.pull import default_model, pull
 from kvrecall.models.registry import DEFAULT, FALLBACK, KNOWN, KnownModel
 from kvrecall.models.resolve import ModelSource, resolve
-from kvrecall.models.store import check, find, models_dir
+from kvrecall.models.store import find, models_dir
 
 __all__ = [
     "DEFAULT",

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ModelFilesError
-from kvrecall.models import hub
-from kvrecall.models.load import quiet, require_gguf_packages
+from kvrecall.models import hub, sound
+from kvrecall.models.gguf_header import check_header
+from kvrecall.models.load import first_line, quiet, require_gguf_packages
 from kvrecall.models.registry import known_config
 from kvrecall.models.resolve import resolve
 from kvrecall.models.unpack import find_unpacked
@@ -23,7 +24,7 @@ def load_config(spec: str | Path) -> Any:
     source = resolve(spec)
     if source.kind == "known":
         return known_config(source.spec)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"trust_remote_code": False}
     location = source.spec
     if source.kind == "gguf":
         assert source.path is not None
@@ -38,8 +39,16 @@ def load_config(spec: str | Path) -> Any:
         options["local_files_only"] = hub.unreachable(source.spec, "config.json") is not None
     try:
         with quiet():
-            return AutoConfig.from_pretrained(location, **options)
+            if source.kind == "folder":
+                sound.check_folder(Path(location))
+            elif "gguf_file" in options:
+                assert source.path is not None
+                check_header(source.path)
+            config = AutoConfig.from_pretrained(location, **options)
+            sound.check_config(config, None)
+            return config
     except Exception as error:
+        told = first_line(error) if isinstance(error, ValueError) else type(error).__name__
         raise ModelFilesError(
-            source.spec, f"its config could not be read ({type(error).__name__})", "Check the name, the file and the network."
+            source.spec, f"its config could not be read ({told})", "Check the name, the file and the network."
         ) from error

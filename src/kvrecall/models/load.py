@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from kvrecall.errors import ModelFilesError
-from kvrecall.models import hub
+from kvrecall.models import hub, sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
+from kvrecall.models.gguf_header import HeaderError, check_header
 from kvrecall.models.pull import pull
 from kvrecall.models.registry import KNOWN, known_config
 from kvrecall.models.resolve import resolve
@@ -51,39 +53,63 @@ def load(
 
 
 def _load_folder(spec: str, location: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig
 
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
-            return model, AutoTokenizer.from_pretrained(location, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelFilesError(
-            spec,
-            f"could not be loaded ({_first_line(error)})",
-            "It needs config, weights and tokenizer.",
-        ) from error
+    folder = Path(location) if os.path.isdir(location) else None
+    # A repository's own code is never run; without this a prompt asks whether it may be.
+    options["trust_remote_code"] = False
+    with _clear_errors(spec, "could not be loaded", "It needs config, weights and tokenizer, whole and of one model."), quiet():
+        if folder:
+            sound.check_folder(folder)
+        config = AutoConfig.from_pretrained(location, **options)
+        sound.check_config(config, sound.weights_bytes(folder) if folder else None)
+        return _read(location, config, dtype, **options)
 
 
 def _load_gguf(spec: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if unpacked := find_unpacked(path, dtype):
-        return _load_folder(spec, str(unpacked), dtype)
+        # What was verified may still not load, in an older transformers or because another process replaces it just now.
+        with contextlib.suppress(ModelFilesError):
+            return _load_folder(spec, str(unpacked), dtype)
     require_gguf_packages(spec)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig
 
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    # Reading the config from the file takes 8 s for a vocabulary of 150,000.
-    config = {"config": known_config(spec)} if spec in KNOWN else {}
-    try:
-        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the dequantiser's progress bar has no switch of its own
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **config, **_dequantize())
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-    except Exception as error:
-        # A damaged file surfaces as any of a dozen exceptions, from struct.error to IndexError.
-        raise ModelFilesError(spec, f"could not be read as GGUF ({_first_line(error)})", "Fetch the file again.") from error
+    options = {"gguf_file": path.name, "trust_remote_code": False}
+    with _clear_errors(spec, "could not be read as GGUF", "Fetch the file again."), quiet():
+        check_header(path)
+        # Reading the config from the file took 8 s for a vocabulary of 150,000 until transformers 5.18.
+        config = known_config(spec) if spec in KNOWN else AutoConfig.from_pretrained(str(path.parent), **options)
+        sound.check_config(config, path.stat().st_size)
+        # The dequantiser's progress bar has no switch of its own.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model, tokenizer = _read(str(path.parent), config, dtype, _dequantize(), **options)
     with quiet():
         keep_unpacked(path, model, tokenizer)
     return model, tokenizer
+
+
+def _read(
+    location: str, config: Any, dtype: torch.dtype, only_model: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        location, config=config, dtype=dtype, output_loading_info=True, **(only_model or {}), **options
+    )
+    model, report = loaded
+    sound.check_loaded(model, report)
+    return model, AutoTokenizer.from_pretrained(location, **options)
+
+
+@contextlib.contextmanager
+def _clear_errors(spec: str, problem: str, remedy: str) -> Iterator[None]:
+    """Damaged files surface as any of a dozen exceptions, from struct.error to IndexError; all become `ModelFilesError`."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ModelFilesError(spec, "does not fit in memory", "Free some, or choose a smaller model or dtype.") from error
+    except Exception as error:
+        raise ModelFilesError(spec, f"{problem} ({first_line(error)})", remedy) from error
 
 
 def _dequantize() -> dict[str, Any]:
@@ -126,5 +152,8 @@ def _is_cached(repo: str) -> bool:
     return isinstance(try_to_load_from_cache(repo, "config.json"), str)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Class and first line of an error; its line alone where it is ours."""
+    if isinstance(error, (sound.Unsound, HeaderError)):
+        return str(error)
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"

@@ -25,11 +25,24 @@ def pull(name: str, on_progress: Progress | None = None) -> Path:
         return path
     folder = _writable_folder(model)
 
+    try:
+        return _pull_alone(model, folder, on_progress)
+    except (OSError, NotImplementedError) as error:
+        # Full, read-only, over quota, or (NotImplementedError) without locks: a model error, so that the fallback is tried.
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFilesError(
+            model.name,
+            f"could not be stored in {folder} ({reason})",
+            "Free some space, or set KVRECALL_MODELS to a folder on a local disk that you may write to.",
+        ) from error
+
+
+def _pull_alone(model: KnownModel, folder: Path, on_progress: Progress | None) -> Path:
     from filelock import FileLock
 
-    # Two processes that start together (tests, a demo) fetch once.
+    # Two processes that start together (tests, a demo) fetch once. The lock goes with its process, however that ends.
     with FileLock(folder / f".{model.filename}.lock"):
-        if path := find(name):
+        if path := find(model.name):
             return path
         for left_over in folder.glob(_scratch_prefix(model) + "*"):
             # Ours by the lock: only a killed process can have left it.

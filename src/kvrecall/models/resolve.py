@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +37,15 @@ def resolve(spec: str | Path) -> ModelSource:
     text = str(spec)
     if text in KNOWN:
         return ModelSource("known", text, path_of(known(text)))
-    path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    path = Path(os.path.expanduser(text))
+    # Of os.path, because the methods of Path raise for names that are too long and folders that may not be searched.
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.json"):
             raise ModelFilesError(
                 text, "the folder has no config.json", "Give a folder written by `save_pretrained`, or a .gguf file."
             )
         return ModelSource("folder", text, path)
-    if path.is_file():
+    if os.path.isfile(path):
         _require_gguf(text, path)
         return ModelSource("gguf", text, path)
     if isinstance(spec, Path) or _looks_like_path(text):

@@ -1,11 +1,12 @@
 """The folder that keeps fetched weights, and the knowledge that they were verified.
 
-Hashing 0.5 GB takes seconds, so a verified file gets a stamp beside it with its size and modification time; as long as both
-still match, the hash is not computed again.
+Hashing takes 0.6 s per GB and more, so a verified file gets a stamp beside it with its size, its times and its inode; as long
+as all match, the hash is not computed again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,9 +25,9 @@ BLOCK_BYTES = 1 << 24
 def models_dir() -> Path:
     """`$KVRECALL_MODELS`, else `kvrecall/models` in the user's cache folder. May not exist yet."""
     if chosen := os.environ.get("KVRECALL_MODELS"):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvrecall" / "models"
+    return Path(base or os.path.expanduser("~/.cache")) / "kvrecall" / "models"
 
 
 def path_of(model: KnownModel) -> Path:
@@ -38,17 +39,27 @@ def find(name: str) -> Path | None:
     """The verified file of a known model, or None if it is missing or not the right one."""
     model = known(name)
     path = path_of(model)
-    if not path.is_file() or path.stat().st_size != model.bytes:
-        return None
-    if _stamp_holds(path, model.sha256):
-        return path
-    if sha256_of(path) != model.sha256:
+    try:
+        if not path.is_file() or path.stat().st_size != model.bytes:
+            return None
+        if _stamp_holds(path, model.sha256):
+            return path
+        if sha256_of(path) != model.sha256:
+            return None
+    except OSError:
+        # A file that cannot be read is as good as none: `pull` puts another in its place or says what keeps it from it.
         return None
     write_stamp(path, model.sha256)
     return path
 
 
-def check(name: str, on_progress: Progress | None = None) -> Path:
+def is_there(model: KnownModel) -> bool:
+    """Whether something lies where this model's file belongs, readable or not."""
+    # Not Path.exists, which raises where a folder on the way may not be searched.
+    return os.path.lexists(path_of(model))
+
+
+def check_file(name: str, on_progress: Progress | None = None) -> Path:
     """Computes the hash of the stored file again, whatever its stamp says.
 
     Raises `ModelFilesError` if the file is missing or its bytes differ; a wrong file stays where it is until the next pull.
@@ -56,11 +67,17 @@ def check(name: str, on_progress: Progress | None = None) -> Path:
     model = known(name)
     path = path_of(model)
     remedy = f"Run `kvrecall models pull {name}`."
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelFilesError(name, f"no file at {path}", remedy)
-    digest = sha256_of(path, on_progress)
+    try:
+        digest = sha256_of(path, on_progress)
+    except OSError as error:
+        raise ModelFilesError(
+            name, f"{path} cannot be read ({error.strerror})", "Check its permissions and the disk."
+        ) from error
     if digest != model.sha256:
-        stamp_path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            stamp_path(path).unlink()
         raise ModelFilesError(name, f"{path} has sha256 {digest}, expected {model.sha256}", remedy)
     write_stamp(path, model.sha256)
     return path
@@ -86,7 +103,7 @@ def stamp_path(path: Path) -> Path:
 def write_stamp(path: Path, sha256: str) -> None:
     """Records that this file, as it is now, has this hash. A folder that cannot be written just goes without stamps."""
     try:
-        stamp_path(path).write_text(json.dumps({"sha256": sha256, **_identity(path)}), encoding="utf-8")
+        stamp_path(path).write_text(json.dumps({"sha256": sha256, **identity(path)}), encoding="utf-8")
     except OSError:
         return
 
@@ -94,11 +111,17 @@ def write_stamp(path: Path, sha256: str) -> None:
 def _stamp_holds(path: Path, sha256: str) -> bool:
     try:
         stamp = json.loads(stamp_path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
-    return stamp == {"sha256": sha256, **_identity(path)}
+    return stamp == {"sha256": sha256, **identity(path)}
 
 
-def _identity(path: Path) -> dict[str, int]:
+def identity(path: Path) -> dict[str, int]:
+    """What shows that a file was not touched. The inode's time cannot be set back, as the time of modification can."""
     status = path.stat()
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {
+        "bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
+    }

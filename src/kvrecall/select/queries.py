@@ -64,6 +64,14 @@ class QueryLog:
         """Knows what another log of the same sequences knows."""
         self._kept = [None if kept is None else kept.last(self.window) for kept in other._kept]
 
+    def kept(self) -> list[ObservedQueries | None]:
+        """What is remembered of every sequence, for `restore`."""
+        return list(self._kept)
+
+    def restore(self, kept: list[ObservedQueries | None]) -> None:
+        """Remembers again what it did at an earlier moment."""
+        self._kept = list(kept)
+
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets the queries of all tokens behind the first `tokens`."""
         kept = self._kept[sequence]

@@ -32,6 +32,9 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         raise CaptureError(f"the GPU's compute capability is {capability[0]}.{capability[1]}, below {least}", PLAIN)
+    devices = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(devices) > 1:
+        raise CaptureError(f"the model is spread over {', '.join(sorted(devices))}", "Load it on one GPU, or by tp_plan.")
     check_methods(cache)
     text = model.config.get_text_config(decoder=True)
     check_layers(text, cache)

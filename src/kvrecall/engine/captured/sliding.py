@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvrecall.attend import attend_rows
 from kvrecall.attend.whole import WholeAttention
+from kvrecall.engine.captured.verify import Attended
 from kvrecall.engine.captured.window import places
 from kvrecall.errors import CaptureError
 from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.integrations.transformers.layer import LAYER_TAG
+from kvrecall.merge import merge, sink_logits
 from kvrecall.methods.base import HEAD_DIMS
-from kvrecall.structs import AttentionParams
+from kvrecall.structs import AttentionParams, Rows
 
 _REMEDY = "Decode uncaptured (capture=None)."
 
@@ -34,18 +37,22 @@ class SlidingWindow(CacheLayerMixin):
         still seen, head sizes that the kernel has not, and where the device has no memory for the ring."""
         super().__init__()
         layer: Any = cache.layers[number]
-        self._owner, self._number, self._layer, self._window = ref(cache), number, layer, int(layer.sliding_window)
+        self._owner, self.number, self._layer, self._window = ref(cache), number, layer, int(layer.sliding_window)
+        self.attended: Attended | None = None
+        """What the last step that was launched or recorded asked and answered."""
         self._length, self._steps = layer.get_seq_length(), 0
         keys, values = layer.keys, layer.values
         b, heads, _, dim = keys.shape
         if dim not in HEAD_DIMS or values.shape != keys.shape:
             sizes = f"{dim} and {values.shape[-1]} numbers"
             raise CaptureError(f"layer {number} has keys and values of {sizes}, for which there is no kernel", _REMEDY)
+        # Of a model that is sharded over its heads, this rank's share of them.
+        self._query_heads = heads * cache.signature.query_heads // cache.signature.kv_heads
         self._held = min(keys.shape[2], self._window - 1)
         self._first = self._real_tokens(b)
         try:
             rows = torch.zeros(b, heads, self._window, 2, dim, dtype=keys.dtype, device=keys.device)
-            self._attention = WholeAttention(rows, cache.signature.query_heads)
+            self._attention = WholeAttention(rows, self._query_heads)
         except torch.OutOfMemoryError as error:
             need = 2 * b * heads * self._window * dim * keys.element_size()
             raise CaptureError(
@@ -66,16 +73,35 @@ class SlidingWindow(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands the new token to the attention function; `attend` stores it."""
-        setattr(key_states, LAYER_TAG, self)
+        for side in (key_states, value_states):
+            setattr(side, LAYER_TAG, self)
         return key_states, value_states
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: none is needed, any is ignored."""
         if queries.shape[2] != 1:
             raise CaptureError(f"{queries.shape[2]} tokens were fed at once while steps of one are captured", _REMEDY)
-        if queries.shape[1] != self.cache.signature.query_heads:
-            raise CaptureError(f"layer {self._number} has {queries.shape[1]} query heads, others have another number", _REMEDY)
-        return self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
+        if queries.shape[1] != self._query_heads:
+            got = f"{queries.shape[1]} query heads for {keys.shape[1]} KV heads"
+            raise CaptureError(f"layer {self.number} has {got}, the config says {self._query_heads}", _REMEDY)
+        out = self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
+        self.attended = Attended(queries, keys, values, params, out)
+        return out
+
+    def uncaptured(self, asked: Attended) -> Tensor:
+        """What transformers' layer, as it was before the first step, makes of a step: `[B, H_q, 1, D]`."""
+        keys, values, most = self._layer.keys, self._layer.values, max(self._first) + 1
+        kv = keys.new_zeros(*keys.shape[:2], most, 2, keys.shape[3])
+        for i, count in enumerate(self._first):
+            start = keys.shape[2] - count
+            kv[i, :, :count] = torch.stack([keys[i, :, start:], values[i, :, start:]], 2)
+            kv[i, :, count] = torch.stack([asked.keys[i, :, 0], asked.values[i, :, 0]], 1)
+        lengths = torch.tensor([count + 1 for count in self._first], dtype=torch.int32, device=keys.device)
+        rows = Rows(kv, lengths.unsqueeze(1).expand(-1, keys.shape[1]))
+        parts = [attend_rows(asked.queries, rows, asked.params.scaling, asked.params.softcap)]
+        if asked.params.sink_logits is not None:
+            parts.append(sink_logits(asked.params.sink_logits, parts[0]))
+        return merge(parts).out.to(asked.queries.dtype)
 
     def moved_on(self) -> None:
         """A step was made. From the first on the ring alone has the rows."""
@@ -98,7 +124,7 @@ class SlidingWindow(CacheLayerMixin):
                 del self._attention
                 self._layer.keys, self._layer.values = (side.to(device) for side in self._in_order(rows))
             self._layer.cumulative_length = self._length
-        self.cache.layers[self._number] = self._layer
+        self.cache.layers[self.number] = self._layer
 
     def get_seq_length(self) -> int:
         return self._length
@@ -130,5 +156,5 @@ class SlidingWindow(CacheLayerMixin):
             return [self._held] * sequences
         valid = self.cache.valid[:, self._length - self._held : self._length]
         if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
-            raise CaptureError(f"the window of layer {self._number} holds padding between tokens", _REMEDY)
+            raise CaptureError(f"the window of layer {self.number} holds padding between tokens", _REMEDY)
         return valid.sum(1).tolist()

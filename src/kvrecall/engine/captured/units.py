@@ -106,7 +106,7 @@ class UnitLayer(CapturedState):
         return True
 
     def begin_trial(self) -> None:
-        self.zone[:, 1] = 1  # no window is full, so nothing leaves it
+        self.zone[:, 6] = 1  # units that lose or win tokens could not be brought back
 
     def forget_trial(self) -> None:
         self.bad.zero_()
@@ -125,7 +125,7 @@ class UnitLayer(CapturedState):
         rows = self.zone.view(shape.sequences, shape.kv_heads, -1)[:, 0].tolist()  # synchronises
         self.tables.give_back([row[4] for row in rows])
         moved, ids, counts = 0, *self._held()
-        for b, (_, window, _, _, first, coming) in enumerate(rows):
+        for b, (_, window, _, _, first, coming, _) in enumerate(rows):
             moved += first - self._first[b]
             window -= 1  # less the coming token
             at = self._front + places(first, window, self.attention.ring, shape.device)
@@ -188,7 +188,7 @@ class UnitLayer(CapturedState):
                 front += static.rows.shape[1]
             coming = zones.retrieval + window
             oldest, newest = (number % self.attention.ring for number in (zones.retrieval, coming))
-            lines += [[front, window + 1, oldest, self._front + newest, zones.retrieval, coming]] * shape.kv_heads
+            lines += [[front, window + 1, oldest, self._front + newest, zones.retrieval, coming, 0]] * shape.kv_heads
             self._first.append(zones.retrieval)
             if state.segments is not None:
                 starts = [p - zones.sink for p in state.segments._starts[b] if p - zones.sink >= zones.retrieval]

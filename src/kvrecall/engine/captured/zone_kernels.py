@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ZONE_FIELDS = tl.constexpr(6)
+ZONE_FIELDS = tl.constexpr(7)
 """Numbers of a zone row, int32, one row per sequence and KV head: rows in front of the window (sink and static set) · window
 rows with the token of this step · ring place of the oldest · row of the token of this step · numbers of the oldest window
-token, which is the length of the retrieval zone, and of the token of this step. Tokens count from the end of the sink."""
+token, which is the length of the retrieval zone, and of the token of this step · whether this step is a trial, in which nothing
+leaves the window. Tokens count from the end of the sink."""
 
 
 @triton.jit
@@ -52,9 +53,9 @@ def keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_l
 
 @triton.jit
 def leaving(p_zone, LOCAL, INTERVAL):
-    """How many tokens may leave the window: what it holds beyond LOCAL, as soon as that is INTERVAL."""
+    """How many tokens may leave the window: what it holds beyond LOCAL, as soon as that is INTERVAL; none in a trial."""
     buffer = tl.load(p_zone + 1) - LOCAL
-    return tl.where(buffer >= INTERVAL, buffer, 0)
+    return tl.where((buffer >= INTERVAL) & (tl.load(p_zone + 6) == 0), buffer, 0)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from kvrecall.errors import InputFileError, MissingPackageError
 from kvrecall.evaluate.intervals import RESAMPLES
 from kvrecall.evaluate.runs import Record, read_config, read_records
 from kvrecall.evaluate.summary import Row, groups, layer_recall, rounds, summarise, windows
+from kvrecall.whole_files import write_text
 
 try:
     from jinja2 import Environment
@@ -41,7 +42,8 @@ def write_page(folder: Path, out: Path) -> dict[str, Any]:
         config=config, columns=columns, matrix=matrix, sections=sections, samples=len(records), resamples=RESAMPLES,
         kinds={row.interval for row in rows}, estimated=any(row.estimated_units for row in rows),
     )  # fmt: skip
-    out.write_text(page, encoding="utf-8")
+    page = page.encode("utf-8", "replace").decode()  # half a surrogate pair has no bytes
+    write_text(out, page)
     return {"rows": len(rows), "plots": page.count("<svg"), "samples": len(records), "bytes": len(page.encode())}
 
 

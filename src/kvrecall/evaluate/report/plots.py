@@ -132,7 +132,7 @@ def _legend(axes: Any) -> None:
 
 def wrapped(name: str, width: int) -> str:
     """A condition's name in lines of at most so many letters, broken behind its separators, unless a part is longer."""
-    lines = [""]
+    lines, name = [""], name.replace("$", "\\$")  # else matplotlib reads a formula
     for part in re.findall(r"[^;:,@]*[;:,]?|@.*", name):
         if part and lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")

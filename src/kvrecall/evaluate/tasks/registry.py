@@ -46,7 +46,7 @@ def generated(spec: str) -> Task:
         return known.factory(spec, known.argument)
     if not known.meaning:
         raise ParameterError(f"task {name}", "no argument", argument, f"Write {name} alone.")
-    if not argument.isdigit() or not known.least <= int(argument) <= known.most:
+    if not (argument.isascii() and argument.isdigit() and len(argument) < 19) or not known.least <= int(argument) <= known.most:
         expected = f"{known.meaning}, an integer in [{known.least}, {known.most}]"
         raise ParameterError(f"task {name}", expected, argument, f"For example {name}:{known.argument}.")
     return known.factory(spec, int(argument))

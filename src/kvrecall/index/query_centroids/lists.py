@@ -72,7 +72,8 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
         ids[:, part, :kept] = best
         scores[:, part, :kept] = ranked.gather(-1, best.long()).to(torch.bfloat16)
     directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype).contiguous()  # kernels read them as rows
-    return CentroidLists(directions, norms, observed.lse, ids, scores)
+    # A copy: these lists are written to, and the observed queries are remembered by the log that forks share.
+    return CentroidLists(directions, norms, observed.lse.clone(), ids, scores)
 
 
 def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> CentroidLists:

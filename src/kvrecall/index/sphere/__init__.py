@@ -125,6 +125,10 @@ class SphereIndex(Index):
         self._zero_norms[sequence] = 0
         self._waiting[sequence] = tokens
 
+    def prepare(self, sequences: list[int]) -> None:
+        for b in sequences:
+            self.settle(b)
+
     def settle(self, sequence: int) -> None:
         """As `settle_together`, for one sequence alone."""
         settle_together([(self, sequence)])
@@ -193,7 +197,7 @@ class SphereIndex(Index):
         chosen._waiting = [self._waiting[b] for b in sequences]
         chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
         chosen._excluded = [self._excluded[b] for b in sequences]
-        chosen._gpu = chosen._flags = None
+        chosen._gpu = chosen._planned = chosen._flags = None
         with lasting_tensors():
             chosen._counts, chosen._zero_norms = (
                 x[torch.tensor(sequences, device=x.device)] for x in (self._counts, self._zero_norms)

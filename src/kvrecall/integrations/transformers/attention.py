@@ -1,4 +1,8 @@
-"""The attention function and its mask function, as transformers calls them while a model is attached."""
+"""The attention function and its mask function, as transformers calls them while a forward pass retrieves.
+
+Layers that are not ours (sliding windows, shared weights, other towers) and calls of other threads get the functions that the
+model had before: whatever does not retrieve is computed as it is without kvrecall.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +10,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, flash_attention_mask, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, flash_attention_mask
 
-from kvrecall.attend.reference import softmax_rows
-from kvrecall.errors import CacheModelError, ParameterError
+from kvrecall.errors import ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.integrations.transformers.layer import LAYER_TAG, TaggedLayer
-from kvrecall.merge import merge, sink_logits
+from kvrecall.integrations.transformers.passes import ForwardPass, current
+from kvrecall.integrations.transformers.switch import own_attention, own_mask
 from kvrecall.structs import AttentionParams
 
-NAME = "kvrecall"
+_CHANGE_NOTHING = frozenset({
+    "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
+    "logits_to_keep", "num_items_in_batch", "labels", "deterministic",
+})  # fmt: skip
+"""Arguments that models pass on to their attention function and that no attention function reads."""
 
 
 def retrieval_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """query `[B, H_q, T, D]`, key and value as the cache's `update` returned them -> (`[B, T, H_q, D]`, None).
-
-    Layers without a layer of ours behind their key (sliding windows that no graph holds, other caches, no cache) get plain
-    attention.
-    """
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """query `[B, H_q, T, D]`, key and value as the cache's `update` returned them -> (`[B, T, H_q, D]`, None)."""
     layer: TaggedLayer | None = getattr(key, LAYER_TAG, None)
-    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, s_aux)
+    running = current()
     if layer is None:
-        return _plain_attention(module, query, key, value, attention_mask, params, dropout, **kwargs)
-    if dropout:
-        raise ParameterError("dropout", "0", dropout, "Call model.eval(); retrieval is for inference.")
-    config = getattr(module, "config", None)
-    if config is not None and not layer.cache.belongs_to(config):
-        raise CacheModelError(str(layer.cache.signature), type(config).__name__)
-    out = layer.attend(query, key, value, attention_mask, params)
-    return out.transpose(1, 2).contiguous(), None
+        mask = attention_mask if running is None else _own_causal_mask(running, module, query, key, attention_mask)
+        return own_attention(module)(module, query, key, value, mask, **kwargs)
+    if value.shape != key.shape or getattr(value, LAYER_TAG, None) is not layer:
+        raise UnsupportedModelError(_family(module), "values that are changed between the cache and the attention")
+    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+        raise ShapeError("queries", f"a multiple of {key.shape[1]} heads, {key.shape[2]} tokens", list(query.shape), "")
+    if layer.is_sliding:  # a captured window, of as many tokens as the config says, which needs no mask
+        kwargs, attention_mask = {name: value for name, value in kwargs.items() if name != "sliding_window"}, None
+    params = _params(module, query, kwargs)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UnsupportedModelError(
+            _family(module),
+            "a mask that is not causal (tokens of an image that see each other, a prefix seen in both directions)",
+        )
+    out = layer.attend(query.to(key.dtype), key, value, attention_mask, params)
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _NoGradient.apply(out, query)
+    return out.transpose(1, 2).contiguous(), None  # type: ignore[union-attr]
 
 
 def retrieval_mask(
@@ -57,48 +61,81 @@ def retrieval_mask(
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """Padding as a 2-D mask (None without padding) for plain causal layers: no query-by-key tensor at long contexts.
+) -> Any:
+    """Padding as a 2-D mask (None without padding) for causal layers: no query-by-key tensor at long contexts.
 
-    Any other pattern (sliding window, chunks, overlays) belongs to layers that are passed through, so it gets sdpa's mask. A
-    token that has only itself to see needs none, which is what transformers is told while a graph holds a window: it would
-    record how a mask is made.
+    Every other pattern (sliding window, chunks, overlays) is made as the model's own attention function wants it.
     """
+    running, config = current(), kwargs.get("config")
+
+    def own(**changes: Any) -> Any:
+        return own_mask(config)(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, **{**kwargs, **changes},
+        )  # fmt: skip
+
+    if running is None:
+        return own()
     if q_length == kv_length == 1 and attention_mask is None:
+        return None  # a single token needs no mask, and a graph would record how it is made
+    if mask_function is bidirectional_mask_function:  # for an encoder's states; ours refuses it, so there must be one
+        return own(allow_is_bidirectional_skip=False)
+    if mask_function is not causal_mask_function or kwargs.get("local_size"):
+        return own()
+    running.own_causal_mask = own
+    # A mask may be longer than the tokens there are (static shapes): it is read by position, from the left.
+    padding = None if attention_mask is None else attention_mask[:, :kv_length]
+    return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=padding)
+
+
+def _own_causal_mask(running: ForwardPass, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask for a layer that is not ours: what its own attention function would have been given instead of our 2-D one."""
+    ours = mask is None or (mask.ndim == 2 and mask.shape[1] == key.shape[2])
+    if not ours or running.own_causal_mask is None or getattr(module, "is_causal", True) is False:
+        return mask
+    if mask is None and query.shape[2] == 1:
         return None
-    make = flash_attention_mask if mask_function is causal_mask_function and not kwargs.get("local_size") else sdpa_mask
-    return make(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, **kwargs,
-    )  # fmt: skip
+    own = running.own_causal_mask()
+    return own if own is None or own.shape[-1] == key.shape[2] else mask
 
 
-def _plain_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    if mask is not None and mask.ndim == 2:
-        mask = _causal(query.shape[2], key.shape[2], query.device) & mask[:, None, None, -key.shape[2] :].bool()
-    elif mask is None and 1 < query.shape[2] < key.shape[2]:
-        # sdpa's own causal mask is aligned with the first key, which is wrong behind cached ones.
-        mask = _causal(query.shape[2], key.shape[2], query.device)
-    if not params.softcap and params.sink_logits is None:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=params.scaling, **kwargs)
-    if mask is None:
-        mask = _causal(query.shape[2], key.shape[2], query.device)
-    grouped = query.float().unflatten(1, (key.shape[1], -1))
-    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, key.float()) * params.scaling
-    if params.softcap:
-        logits = params.softcap * torch.tanh(logits / params.softcap)
-    mask = mask.unsqueeze(2)
-    logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-    parts = [softmax_rows(logits, value.float())]
-    if params.sink_logits is not None:
-        parts.append(sink_logits(params.sink_logits, parts[0]))
-    return merge(parts).out.to(query.dtype).transpose(1, 2).contiguous(), None
+def _params(module: nn.Module, query: Tensor, given: dict[str, Any]) -> AttentionParams:
+    """What our attention takes of the keyword arguments; refuses those that it does not know."""
+    rest = {name: value for name, value in given.items() if value is not None and name not in _CHANGE_NOTHING}
+    scaling, softcap, sinks = rest.pop("scaling", query.shape[-1] ** -0.5), rest.pop("softcap", 0.0), rest.pop("s_aux", None)
+    if dropout := rest.pop("dropout", 0.0):
+        raise ParameterError("dropout", "0", dropout, "Call model.eval(); retrieval is for inference.")
+    if rest.pop("is_causal", True) is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(_family(module), "attention in both directions")
+    if window := rest.pop("sliding_window", None):
+        raise UnsupportedModelError(
+            _family(module), f"a sliding window of {window} tokens in a layer whose config says that it sees the whole context"
+        )
+    if rest.pop("output_attentions", False):
+        remedy = "Attention weights exist only for the tokens that a search found; leave output_attentions out."
+        raise ParameterError("output_attentions", "False", True, remedy)
+    unknown = sorted(name for name, value in rest.items() if value is not False)
+    if unknown:
+        raise UnsupportedModelError(_family(module), f"attention with the argument {', '.join(unknown)}")
+    return AttentionParams(float(scaling), float(softcap or 0.0), sinks)
 
 
-def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool `[1, 1, T_q, T_kv]`: the last query sees every key."""
-    last = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
-    return (torch.arange(keys, device=device) <= last)[None, None]
+def _family(module: nn.Module) -> str:
+    return str(getattr(getattr(module, "config", None), "model_type", None) or type(module).__name__)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes the attention's output on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:  # type: ignore[override]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        raise ParameterError(
+            "backward",
+            "a forward pass without a RetrievalCache",
+            "one with it",
+            "Retrieval has no gradient; train without a cache.",
+        )

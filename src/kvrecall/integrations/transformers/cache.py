@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)  # fmt: skip
 
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.errors import CacheModelError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
-from kvrecall.integrations.transformers import attached
+from kvrecall.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
+from kvrecall.integrations.transformers import passes
+from kvrecall.integrations.transformers.families import check_config, head_dim, template
+from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.integrations.transformers.memory import check_device
+from kvrecall.integrations.transformers.memory import as_before, check_device
+from kvrecall.integrations.transformers.passes import ForwardPass
+from kvrecall.integrations.transformers.token_log import TokenLog
 from kvrecall.methods.base import Method
 from kvrecall.stats import CacheStats
 
@@ -40,8 +52,7 @@ class ModelSignature:
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return ModelSignature(text.model_type, text.num_hidden_layers, heads, kv_heads, dim)
+        return ModelSignature(text.model_type, text.num_hidden_layers, heads, kv_heads, head_dim(text))
 
     def __str__(self) -> str:
         return f"{self.model_type}, {self.layers} layers, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
@@ -62,8 +73,7 @@ class RetrievalCache(Cache):
         """
         if not isinstance(method, Method):
             raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
-        if not isinstance(config, PretrainedConfig):
-            raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
+        check_config(config)
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
         self.signature = ModelSignature.of(config)
         for number, _ in method.per_layer:
@@ -76,14 +86,17 @@ class RetrievalCache(Cache):
         """While True, a single token too is a chunk of a prompt: attended densely, its zones settled."""
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
-        template = DynamicCache(config=config).layers
-        super().__init__(layers=[RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template)])
+        self.tokens = TokenLog()
+        """Ids of the tokens that are held."""
+        self.running: ForwardPass | None = None
+        """The forward pass that stores into this cache right now."""
+        self._torn = False
+        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
+        super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
         """The layers that store keys: ours and those of transformers."""
         self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
         """Sliding layers as they were before the running forward pass: what has slid out of a window cannot be cropped back."""
-        if not self.retrieval_layers:
-            raise CacheModelError("a model with full-attention layers", str(self.signature))
 
     @classmethod
     def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
@@ -100,6 +113,11 @@ class RetrievalCache(Cache):
     def retrieval_layers(self) -> list[RetrievalLayer]:
         """The layers that are ours."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    @property
+    def sequences(self) -> int:
+        """B, the number of sequences; 0 while nothing is held."""
+        return max((x.state.shape.sequences for x in self.retrieval_layers if x.state is not None), default=0)
 
     @property
     def valid(self) -> Tensor | None:
@@ -119,10 +137,10 @@ class RetrievalCache(Cache):
         self._check_idle("fork")
         method = method or self.method
         if method.zone_sizes() != self.method.zone_sizes():
-            sequences = [layer.state.shape.sequences for layer in self.retrieval_layers if layer.state is not None]
-            self._check_host(self.get_seq_length(), max(sequences, default=0), None)
+            self._check_host(self.get_seq_length(), self.sequences, None)
         fork = copy(self)
-        fork.method, fork._windows = method, []
+        fork.method, fork._windows, fork.on_queries = method, [], None
+        fork.running, fork.tokens = None, self.tokens.copy()
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
@@ -145,18 +163,15 @@ class RetrievalCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As in transformers; the first layer of a forward pass checks for all of them, before any has stored anything."""
+        """As in transformers; the first layer of a forward pass checks for all of them, before any has stored anything.
+
+        Raises NotAttachedError outside a call of an attached model.
+        """
+        if self.running is None or passes.current() is not self.running:
+            raise NotAttachedError
         if layer_idx == self._attention_numbers[0]:
             self._begin_pass(key_states)
-        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not isinstance(self.layers[layer_idx], RetrievalLayer):
-            self.layer_done(layer_idx)
-        return updated
-
-    def layer_done(self, number: int) -> None:
-        """A layer holds the new tokens; after the last one there is nothing to go back to."""
-        if number == self._attention_numbers[-1]:
-            self._windows = []
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Logical length in tokens; by default what every layer holds, also after an interrupted forward pass."""
@@ -179,42 +194,93 @@ class RetrievalCache(Cache):
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
             raise ParameterError("crop", "0 tokens, as the sliding windows have moved on", -tokens_to_remove, remedy)
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
+        fixed = [i for i, layer in enumerate(self.layers) if _holds_tokens(layer) and not getattr(layer, "is_croppable", True)]
+        if tokens_to_remove and length and fixed:
+            remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
+            raise ParameterError("crop", f"0 tokens, as layer {fixed[0]} keeps a running state", -tokens_to_remove, remedy)
         for layer in self.layers:
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
                 layer.crop(keep - layer.get_seq_length())
-            elif crop is not None:
+            elif crop is not None and keep != length:
                 crop(tokens_to_remove)
+        self.tokens.truncate(keep)
 
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
-        self._windows = []
+        self._windows, self._torn, self.tokens = [], False, TokenLog()
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             layer.reset()
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        with self._rearranging():
+            super().reorder_cache(beam_idx.long())
+            self.tokens.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        with self._rearranging():
+            repeated = [b for b in range(self.sequences) for _ in range(repeats)]
+            super().batch_repeat_interleave(repeats)
+            self.tokens.select(repeated)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        with self._rearranging():
+            super().batch_select_indices(indices)
+            self.tokens.select((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
+
+    @contextmanager
+    def _rearranging(self) -> Iterator[None]:
+        """All layers get the new order of sequences, or none does."""
+        with deferred_interrupt(), as_before(self.layers):
+            yield
+
     def align(self) -> None:
-        """Cuts every layer back to the shortest one: after an interrupted forward pass all hold the same tokens again."""
-        shortest = self.get_seq_length()
+        """Ends an interrupted forward pass: all layers hold the same tokens again, those of the shortest one."""
+        torn = [layer.mend() for layer in self.retrieval_layers]
+        if self.running is not None and not self.running.alive():
+            self.running.finish(failed=any(torn) or bool(self.running.missing()))
+        self.undo(self.get_seq_length())
+
+    def undo(self, tokens: int) -> None:
+        """Cuts every layer back to `tokens` tokens, after a forward pass that is not accepted."""
+        for layer in self.retrieval_layers:
+            layer.mend()
         for layer, before in self._windows:
-            if layer.get_seq_length() > shortest:
+            if layer.get_seq_length() > tokens:
                 vars(layer).update(before)
+        self._windows = []
         for number in self._attention_numbers:
             layer: Any = self.layers[number]
-            if layer.get_seq_length() > shortest:
-                layer.crop(shortest - layer.get_seq_length())
+            if layer.get_seq_length() > tokens:
+                layer.crop(tokens - layer.get_seq_length())
+        self.tokens.truncate(tokens)
+        running = [layer for layer in self.layers if not isinstance(layer, RetrievalLayer) and _keeps_running_state(layer)]
+        if running and not tokens:
+            for state in running:
+                state.reset()
+        elif running:  # nobody knows which of them have seen the tokens that are gone
+            self._torn = True
+
+    def settle(self) -> None:
+        """Before a forward pass: mends what an interrupted one left, and raises InterruptedPassError if there was anything."""
+        stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
+        if stale is not None:
+            torn = torn or bool(stale.missing())
+            stale.finish(failed=torn)
+        if torn or len(set(map(self._length, self._attention_numbers))) > 1:
+            self.align()
+            raise InterruptedPassError(self.get_seq_length(), self._torn)
+        if self._torn:
+            raise InterruptedPassError(self.get_seq_length(), True)
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""
         if id(config) not in self._known_configs:
             self._known_configs[id(config)] = config, ModelSignature.of(config) == self.signature
         return self._known_configs[id(config)][1]
-
-    def attached(self) -> bool:
-        """Whether some model is attached right now."""
-        return attached.active()
 
     def _check_idle(self, what: str) -> None:
         if any(layer.captured is not None for layer in self.retrieval_layers):
@@ -226,11 +292,6 @@ class RetrievalCache(Cache):
         return layer.get_seq_length()
 
     def _begin_pass(self, keys: Tensor) -> None:
-        if not self.attached():
-            raise NotAttachedError
-        if len(set(map(self._length, self._attention_numbers))) > 1:
-            self.align()
-            raise InterruptedPassError(self.get_seq_length())
         if keys.shape[2] > _CHECKED_TOKENS:  # the memory must be there before any layer stores
             self._check_host(keys.shape[2], keys.shape[0], keys)
         self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
@@ -245,3 +306,12 @@ class RetrievalCache(Cache):
         available = available_host_bytes()
         if need > available:
             raise HostMemoryError(need, available, tokens * sequences)
+
+
+def _keeps_running_state(layer: Any) -> bool:
+    """Whether a layer keeps a state that each token changes, and that no token can be taken out of."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _holds_tokens(layer: Any) -> bool:
+    return isinstance(layer, CacheLayerMixin) or _keeps_running_state(layer)

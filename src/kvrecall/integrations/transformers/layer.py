@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -14,11 +13,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvrecall.errors import (
     CacheModelError,
     DeviceError,
-    DeviceMemoryError,
-    HostMemoryError,
-    NotAttachedError,
     ParameterError,
     ShapeError,
+    UnsupportedModelError,
 )  # fmt: skip
 from kvrecall.index.base import LayerShape
 from kvrecall.index.table import WIDE
@@ -30,6 +27,7 @@ from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
+from kvrecall.undo import mend
 
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers.cache import RetrievalCache
@@ -46,6 +44,9 @@ class TaggedLayer(Protocol):
 
     @property
     def cache(self) -> RetrievalCache: ...
+
+    is_sliding: bool
+    """Whether it holds no more than a window."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
@@ -80,18 +81,14 @@ class RetrievalLayer(CacheLayerMixin):
         return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        b, heads, _, dim = key_states.shape
-        if dim not in HEAD_DIMS or value_states.shape[-1] != dim:
-            sizes = ", ".join(map(str, HEAD_DIMS))
-            raise ShapeError(
-                "head_dim", f"one of {sizes}, the same for K and V", f"{dim} and {value_states.shape[-1]}", "Use another model."
-            )
-        if key_states.dtype not in DTYPES:
-            raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), key_states.dtype)
-        query_heads = self.cache.signature.query_heads
-        shape = LayerShape(b, query_heads, heads, dim, key_states.dtype, key_states.device)
+        """Nothing to do: `attend` makes the state, as only the queries tell how many query heads this process has."""
+
+    def _begin(self, queries: Tensor, keys: Tensor) -> None:
+        """Makes an empty state for heads as they are here: under tensor parallelism a process has some of the model's."""
+        b, heads, _, dim = keys.shape
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device)
         cache = self.cache
-        with explained(self.number, shape, cache.method, max(cache.reserved_tokens, key_states.shape[2])):
+        with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
@@ -99,25 +96,37 @@ class RetrievalLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
-        if not self.cache.attached():
-            raise NotAttachedError
-        if self.captured is not None:
-            setattr(key_states, LAYER_TAG, self)
-            return key_states, value_states
-        if not self._logical:  # nothing is stored yet: take the shape of what comes, whatever an earlier, refused call left
-            self.lazy_initialization(key_states, value_states)
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):  # rotated keys are in fp32 then, and values are not
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        if self.captured is None:
+            self._check(key_states, value_states)
+        for side in (key_states, value_states):
+            setattr(side, LAYER_TAG, self)
+        return key_states, value_states
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        """Raises for tokens that this layer cannot store."""
+        dim = keys.shape[3]
+        if dim not in HEAD_DIMS or values.shape[-1] != dim:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            got = f"{dim} and {values.shape[-1]}"
+            raise ShapeError("head_dim", f"one of {sizes}, the same for K and V", got, "Use another model.")
+        if keys.dtype not in DTYPES:
+            raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), keys.dtype)
+        if not self._logical:  # nothing is stored: take the shape of what comes, whatever an earlier, refused call left
+            self.state = None
+            return
         state = self._ready()
         shape = state.shape
-        if key_states.shape[0] != shape.sequences:
-            raise ShapeError("batch", f"{shape.sequences} sequences", key_states.shape[0], "Use a new cache for another batch.")
-        if (key_states.shape[1], key_states.shape[3]) != (shape.kv_heads, shape.head_dim):
-            got = f"keys of {key_states.shape[1]} heads x {key_states.shape[3]}"
+        if keys.shape[0] != shape.sequences:
+            raise ShapeError("batch", f"{shape.sequences} sequences", keys.shape[0], "Use a new cache for another batch.")
+        if (keys.shape[1], dim) != (shape.kv_heads, shape.head_dim):
+            got = f"keys of {keys.shape[1]} heads x {dim}"
             raise CacheModelError(f"keys of {shape.kv_heads} heads x {shape.head_dim}", got)
-        if (key_states.dtype, key_states.device) != (shape.dtype, shape.device):
-            raise DeviceError("keys", f"{shape.dtype} on {shape.device}", f"{key_states.dtype} on {key_states.device}")
-        state.guard(key_states, value_states)
-        setattr(key_states, LAYER_TAG, self)
-        return key_states, value_states
+        if (keys.dtype, keys.device) != (shape.dtype, shape.device):
+            raise DeviceError("keys", f"{shape.dtype} on {shape.device}", f"{keys.dtype} on {keys.device}")
 
     @torch.no_grad()
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
@@ -125,30 +134,33 @@ class RetrievalLayer(CacheLayerMixin):
 
         mask: bool `[B, logical length + T]`, False for padding, or None.
         """
+        running = self.cache.running
+        assert running is not None, "attention outside a forward pass"
+        if self.number in running.attended:
+            raise UnsupportedModelError(self.cache.signature.model_type, "layers that attend twice to the keys of one layer")
         if self.captured is not None:
+            running.attended.add(self.number)
             return self.captured(queries, keys, values, params)
         new = queries.shape[2]
         valid = self._new_validity(mask, new)
         if self.cache.on_queries is not None:
             self.cache.on_queries(self.number, queries)
-        with deferred_interrupt(), self._all_layers_or_none(), all_or_nothing(self._ready(), new):
+        if self.state is None:
+            self._begin(queries, keys)
+        shape = self._ready().shape
+        if queries.shape[1] != shape.query_heads:
+            raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
+        self._ready().guard(keys, values)
+        exact = torch.autocast(keys.device.type, enabled=False)  # indexes compute in fp32
+        with exact, deferred_interrupt(), all_or_nothing(self._ready(), new, self):
             if new == 1 and not self.cache.prefilling:
                 flags = None if valid is None else valid[:, 0].tolist()
                 out = decode_step(self._ready(), queries, keys, values, flags, params)
             else:
                 out = prefill_layer(self._ready(), queries, keys, values, valid, params)
             self._advance(valid, new)
-            self.cache.layer_done(self.number)
+        running.attended.add(self.number)
         return out
-
-    @contextmanager
-    def _all_layers_or_none(self) -> Iterator[None]:
-        """Where memory runs out, the layers before this one give the tokens of this pass back too."""
-        try:
-            yield
-        except (DeviceMemoryError, HostMemoryError):
-            self.cache.align()
-            raise
 
     def count_captured(self) -> None:
         """Counts a token that a captured decode has added."""
@@ -188,11 +200,15 @@ class RetrievalLayer(CacheLayerMixin):
             return
         if keep < 0:
             raise ParameterError("crop", f"at most {self._logical} tokens to remove", -tokens, "The cache is unchanged.")
-        for b in range(self.state.shape.sequences):
-            real = keep if self._valid is None else int(self._valid[b, :keep].sum())
-            self.state.crop(b, real)
-        self._logical = keep
-        self._valid = None if self._valid is None else self._valid[:, :keep]
+        with deferred_interrupt(), all_or_nothing(self.state, 0, self):
+            for b in range(self.state.shape.sequences):
+                real = keep if self._valid is None else int(self._valid[b, :keep].sum())
+                self.state.crop(b, real)
+            self._logical, self._valid = keep, None if self._valid is None else self._valid[:, :keep]
+
+    def mend(self) -> bool:
+        """Undoes a change that was left in its middle; returns whether there was one."""
+        return self.state is not None and mend(self.state)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -245,8 +261,8 @@ class RetrievalLayer(CacheLayerMixin):
     def _select(self, sequences: list[int]) -> None:
         if self.state is None or sequences == list(range(self.state.shape.sequences)):
             return
-        self.state = self.state.select(sequences)
-        self._valid = None if self._valid is None else self._valid[sequences]
+        state, valid = self.state.select(sequences), None if self._valid is None else self._valid[sequences]
+        self.state, self._valid = state, valid
 
     def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
         """bool `[B, T]` on the CPU for the new tokens, None when all are valid."""

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import DeviceMemoryError
 from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import Method
+from kvrecall.undo import all_of_it, mend
+
+
+class Counting(Protocol):
+    """A cache layer as far as it counts tokens itself, padding included."""
+
+    _logical: int
+    _valid: Tensor | None
 
 
 @contextmanager
-def all_or_nothing(state: LayerState, new: int) -> Iterator[None]:
-    """Inside, a layer stores `new` tokens per sequence and attends; after an error it holds what it held before.
+def all_or_nothing(state: LayerState, new: int, layer: Counting | None = None) -> Iterator[None]:
+    """Inside, a layer changes, and gets at most `new` tokens per sequence; after an error it holds what it held before, and
+    `layer` counts as it did.
 
     Raises DeviceMemoryError for torch.OutOfMemoryError.
     """
-    before = [state.store.zones(b).total for b in range(state.store.sequences)]
+    mend(state)
+    counted = None if layer is None else (layer._logical, layer._valid)
+
+    def rewind() -> None:
+        if layer is not None and counted is not None:
+            layer._logical, layer._valid = counted
+
+    tokens = max(state.store.zones(b).total for b in range(state.store.sequences)) + new
+    with explained(state.layer, state.shape, state.method, tokens), all_of_it(state, rewind):
+        yield
+
+
+@contextmanager
+def as_before(layers: Iterable[object]) -> Iterator[None]:
+    """After an error inside, every attribute of these layers is what it was: for changes that replace what a layer holds and
+    write to none of it."""
+    before = [(layer, dict(vars(layer))) for layer in layers]
     try:
-        with explained(state.layer, state.shape, state.method, max(before) + new):
-            yield
+        yield
     except BaseException:
-        state.undo(before)
+        for layer, held in before:
+            vars(layer).update(held)
         raise
 
 

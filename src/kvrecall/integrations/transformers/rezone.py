@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvrecall.cache.transfer import bring
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import Method
+from kvrecall.undo import mend
 
 _PIECE_TOKENS = 4096
 """Tokens that settle at once: bounds what the device holds twice."""
@@ -19,9 +20,11 @@ def rezoned(state: LayerState, method: Method, *, expect_tokens: int = 0, observ
 
     expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
     """
+    mend(state)
     shape = state.shape
     other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries)
     other.scaling = state.scaling
+    other.flagged_as(state)
     if state.log is not None and other.log is not None:
         other.log.take_over(state.log)
     zones = other.store.sizes

@@ -1,0 +1,81 @@
+"""What reaches a terminal: text without control characters, tables whose cells are no markup, streams that may be closed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_SEPARATORS = "\u2028\u2029"
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a model may write escape sequences, a terminal should not obey them.
+
+    Left out are Unicode's category C but for newline and tab (C0 and C1 controls, formats such as those that turn the direction
+    of text, surrogates, what is private or not assigned) and the separators of lines and paragraphs.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c for c in text if c in "\n\t" or not (unicodedata.category(c)[0] == "C" or c in _SEPARATORS))
+
+
+class Screen(Console):
+    """A console whose strings are printable and no markup, and which lets errors of writing through."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich prints, but strings are texts as they are."""
+        super().print(*(Text(printable(o)) if isinstance(o, str) else o for o in objects), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Lets the error reach the verb, which ends in one way whoever wrote."""
+        raise
+
+
+class PlainTable(Table):
+    """A table whose cells are printable text and no markup: names come from files and command lines."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """As rich does, but strings are texts as they are."""
+        super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
+
+
+def notes() -> Screen:
+    """The console for everything that is not the answer itself: standard error, so that answers can be piped."""
+    return Screen(stderr=True, highlight=False)
+
+
+def results(width: int | None = None) -> Screen:
+    """The console for tables that are a verb's result: standard output."""
+    return Screen(file=sys.stdout, highlight=False, width=width)
+
+
+def opened_streams() -> None:
+    """Gives a process without standard output or error (`>&-`) ones that take all: else the next file took their place."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            taken = os.open(os.devnull, os.O_WRONLY)
+            if taken != number:
+                os.dup2(taken, number)
+                os.close(taken)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def discard_stdout() -> None:
+    """What is left unwritten is dropped: the end of the process would try again, and print a traceback."""
+    try:
+        sys.stdout.flush()
+        return
+    except (OSError, ValueError):
+        pass
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # a stream without a file, as tests have
+        pass

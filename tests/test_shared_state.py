@@ -1,0 +1,120 @@
+"""Copies of a layer share nothing that either writes to; an error leaves no static set that the index does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall.errors import NonFiniteError
+from kvrecall.integrations.transformers.rezone import rezoned
+from kvrecall.layer_state import LayerState
+from kvrecall.undo import all_of_it
+from tests.layers import ZONES, start, state, step
+from tests.stateful.checks import memory_of
+from tests.test_layer_state import assert_holds
+
+
+def test_estimated_rows_that_a_copy_holds_are_its_own() -> None:
+    """A selection that is kept for several steps, with estimates; the original reads other tokens meanwhile."""
+    method = kvrecall.methods.get("pariskv", top_k=5, rest="page-means:page_tokens=4", trigger="fixed-stride:steps=50", **ZONES)
+    layer = state(method, 1)
+    history = start(layer, [90])
+    step(layer, history, 1)
+    for copy in (layer.fork(method), layer.select([0])):
+        before = memory_of(copy)
+        base = layer.held[0].estimated
+        assert base is not None
+        base.kv.zero_()  # as an index does that is cropped and goes on
+        assert memory_of(copy) == before
+        copied = copy.held[0].estimated
+        assert copied is not None and copied.kv.abs().sum() > 0
+        base.kv.copy_(copied.kv)
+
+
+def test_learned_centroids_stay_out_of_the_log_that_forks_share() -> None:
+    method = kvrecall.CTKVR(top_k=5, tokens_per_centroid=3, recalled_centroids=2, pool_tokens=5, **ZONES)
+    layer = state(method, 1)
+    history = start(layer, [90])
+    before = memory_of(layer)
+    for seed in range(20):
+        if not seed:
+            fork = layer.fork(method)
+        step(fork, history, seed)
+    assert memory_of(layer) == before
+
+
+def test_who_watches_a_layer_is_not_told_of_its_forks() -> None:
+    layer, asked = state(kvrecall.ParisKV(top_k=5, **ZONES), 1), []
+    history = start(layer, [90])
+    layer.on_search = lambda *_: asked.append(1)
+    fork = layer.fork(layer.method)
+    step(fork, history, 1)
+    assert not asked and fork.on_search is None
+    step(layer, history, 2)
+    assert asked == [1] and layer.select([0]).on_search is layer.on_search
+
+
+def test_a_copy_in_other_zones_knows_of_non_finite_keys() -> None:
+    layer = state(kvrecall.ParisKV(top_k=5, **ZONES), 2)
+    start(layer, [40, 30])
+    layer._non_finite |= torch.tensor([False, True])  # as a GPU flags them
+    for copy in (layer.fork(layer.method), rezoned(layer, kvrecall.Full(**ZONES))):
+        with pytest.raises(NonFiniteError, match="sequence 1"):
+            copy.raise_non_finite()
+
+
+@pytest.mark.parametrize("half_built", [False, True])
+def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index_does_not_know(half_built: bool) -> None:
+    """The index is made anew for all sequences then; static tokens would be found, and attended, a second time."""
+    method = kvrecall.PRKV(
+        top_k=8, page_tokens=2, window_tokens=8, refresh_interval=50, refresh_lead_tokens=2, static_ratio=0.5, **ZONES
+    )
+    layer = state(method, 2)
+    history = start(layer, [90, 80])
+    step(layer, history, 1)
+    assert all(chosen is not None and chosen.ids.shape[1] for chosen in layer.static)
+    with pytest.raises(KeyError), all_of_it(layer):
+        if half_built:
+            with layer.building_index():
+                raise KeyError
+        raise KeyError
+    assert_holds(layer, history)
+    step(layer, history, 2)
+    for b in range(2):
+        for ids in layer.attended_ids(b).tolist():
+            real = [i for i in ids if i >= 0]
+            assert len(real) == len(set(real)) == 8
+
+
+@pytest.mark.parametrize("where", ["append", "learn", "watch", "truncate", "prepare"])
+@pytest.mark.parametrize("name", ["ctkvr", "h2o", "pariskv-balanced"])
+def test_an_index_that_an_error_has_torn_is_made_anew(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small: dict[str, Any] = {"tokens_per_centroid": 3, "pool_tokens": 5} if name == "ctkvr" else {}
+    layer = state(kvrecall.methods.get(name, top_k=5, **small, **ZONES), 1)
+    history = start(layer, [90])
+    step(layer, history, 1)
+    torn = layer.index
+    assert torn is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(torn, where, lambda *_, **__: (_ for _ in ()).throw(KeyError()))
+        with pytest.raises(KeyError), all_of_it(layer):
+            _touch(layer, where)
+    assert layer.index is not torn and not layer.half_built and layer.mark is None
+    assert_holds(layer, history)
+    step(layer, history, 2)
+
+
+def _touch(layer: LayerState, where: str) -> None:
+    if where == "truncate":
+        layer.crop(0, 30)
+    elif where == "learn":
+        layer.learn([0])
+    elif where == "append":
+        layer.absorb(0, torch.zeros(2, 1, 2, 64))
+    else:
+        with layer.building_index():
+            assert layer.index is not None
+            getattr(layer.index, where)([0])
