@@ -67,7 +67,7 @@ test-gpu2: $(STAMP) ## Run only the tests that need two CUDA GPUs: tensor parall
 
 test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; write docs/design/families.md (minutes)
 	@rm -rf build/zoo
-	-$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) -m zoo --tb=line tests/zoo $(ARGS)
+	-$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) -m zoo --tb=line tests/zoo/test_every_family.py $(ARGS)
 	$(BIN)/python scripts/families_page.py
 
 clean: ## Remove caches and build output (keeps .venv and model weights)

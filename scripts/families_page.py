@@ -60,11 +60,9 @@ def cell(text: str, most: int = 160) -> str:
 
 def row(result: dict[str, Any]) -> str:
     """A family's row; times are left out, so that the page changes only with what it says."""
-    said = "; ".join([result["message"], *result["faults"]] if result["message"] else result["faults"])
-    if outcome(result) == "fault" and result["outcome"] in MEANINGS:
-        said = f"{result['outcome']}, but {said}"
-    elif outcome(result) == "fault":
-        said = f"{result['outcome']}: {said}"
+    said = result["message"]
+    if outcome(result) == "fault":
+        said = f"{result['outcome']}: " + "; ".join([*result["faults"], *filter(None, [said])])
     layers = re.sub(r"Dynamic|Cache|Layer", "", result["layers"])
     difference = f"{result['deviation']:.0e}" if result["outcome"] == "equal" else ""
     cells = [f"`{result['name']}`", result["model_class"], outcome(result), cell(layers), difference, cell(said)]

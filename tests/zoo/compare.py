@@ -22,7 +22,7 @@ from transformers import AttentionInterface, LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvrecall
-from kvrecall.errors import KVRecallError
+from kvrecall.errors import InterruptedPassError, KVRecallError
 from tests.zoo.tiny import SPECIAL_FROM, Family, tiny_model
 
 PROMPT_TOKENS = (83, 30, 57)
@@ -85,8 +85,6 @@ def _compare(family: Family, found: Outcome) -> None:
     except Exception as error:
         found.message = shortened(error)
         return
-    if found.effect < LEAST_EFFECT:
-        found.faults.append(f"far tokens move the logits by {found.effect:.1e} only")
     for part in (retrieving, plain_inside):
         fresh = deepcopy(model)
         before = implementations(fresh)
@@ -216,6 +214,8 @@ def retrieving(model: Any, ids: Tensor, mask: Tensor, plain: list[Turn], found: 
         if not number:
             what_is_stored(cache, found)
     found.outcome, found.message = EQUAL, ""
+    if found.effect < LEAST_EFFECT:
+        found.faults.append(f"equality says nothing: far tokens move the logits by {found.effect:.1e} only")
 
 
 def what_is_stored(cache: kvrecall.RetrievalCache, found: Outcome) -> None:
@@ -239,7 +239,7 @@ def holdings(cache: kvrecall.RetrievalCache) -> list[int]:
         try:
             held.append(int(layer.get_seq_length()))
         except (AttributeError, NotImplementedError, ValueError):
-            held.append(int(bool(getattr(layer, "has_previous_state", False))))
+            held.append(int(any(layer.has_previous_state.values())))
     return held
 
 
@@ -265,6 +265,8 @@ def judged(found: Outcome) -> Iterator[None]:
     except Exception as error:
         where = f"{found.message}: " if found.message else ""
         found.outcome = REFUSED if isinstance(error, KVRecallError) else RAW
+        if isinstance(error, InterruptedPassError):
+            found.faults.append("told to repeat a call that nothing has interrupted")
         found.message = where + shortened(error)
 
 
