@@ -100,8 +100,10 @@ def run_rank(folder: Path, cases: list[tuple[str, int, int, str]], device: str) 
         place = str(folder / f"{family}-{dim}")
         if place not in made:
             made.clear()
-            made[place] = [AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, tp_plan="auto").eval()]
-            made[place].append(AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).to(device).eval())
+            # Gemma 2 caps its logits, which of transformers' own functions "eager" does.
+            how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager" if family == "gemma2" else "sdpa"}
+            made[place] = [AutoModelForCausalLM.from_pretrained(place, tp_plan="auto", **how).eval()]
+            made[place].append(AutoModelForCausalLM.from_pretrained(place, **how).to(device).eval())
         begun = time.perf_counter()
         result = run_case(*made[place], method_of(name), prompt, device)
         found.append({"case": f"{family} {dim} {prompt} {name}", "seconds": time.perf_counter() - begun} | result)
@@ -134,8 +136,11 @@ def run_case(model: Any, alone: Any, method: Any, tokens: int, device: str) -> d
     result["alone"] = answer(alone, method, False)
     covering = replace(method, top_k=10 * tokens, dense_layers=())
     result["covering"] = answer(model, covering, None if device == "cuda" else False)
-    full = model.generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0)
-    result["full"] = full[0, tokens:].tolist()
+    if tokens < 10_000:
+        full = model.generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0)
+        result["full"] = full[0, tokens:].tolist()
+    else:  # in fp32 torch's own attention may make all logits of a prompt at once
+        result["full"] = answer(model, kvrecall.Full(**ZONES), False)
     if not captures:
         return result
     if device == "cuda":

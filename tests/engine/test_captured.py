@@ -199,12 +199,8 @@ def test_sliding_windows_are_captured(family: str, changes: dict[str, Any]) -> N
             transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
             "layer 0 is linear attention or a convolution",
         ),
-        (
-            transformers.Gemma3nTextConfig(**SMALL, num_kv_shared_layers=1, layer_types=[*WINDOWED[:2], "full_attention"]),
-            "some layers attend to keys and values of others|layer 2 has no keys and values of its own",
-        ),
     ],
-    ids=["chunks", "linear", "convolution", "shared"],
+    ids=["chunks", "linear", "convolution"],
 )
 def test_layers_of_other_kinds_are_refused_by_name(config: Any, reason: str) -> None:
     with pytest.raises(CaptureError, match=f"({reason}).*Decode with model\\.generate"):

@@ -46,7 +46,7 @@ def close(made: Partial, expected: Partial, dtype: torch.dtype = torch.float32) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (4, 1, 3, 7, 2, 16), strict=True)))
+@pytest.mark.parametrize(("dim", "group"), list(zip(HEAD_DIMS, (8, 4, 1, 3, 7, 2, 16), strict=True)))
 def test_attention_to_resident_rows(dtype: str, dim: int, group: int) -> None:
     widths = ((1, 0.0), (111, 5.0), (832, 0.0), (5000, 0.0))
     for width, softcap in widths if dtype == "bf16" else widths[1::2]:
