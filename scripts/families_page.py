@@ -61,6 +61,8 @@ def cell(text: str, most: int = 160) -> str:
 def row(result: dict[str, Any]) -> str:
     """A family's row; times are left out, so that the page changes only with what it says."""
     said = result["message"]
+    if result["outcome"] == "refused":  # what was expected is the same for all
+        said = re.sub(r"^(\w+): .*?, got ", r"\1: ", said)
     if outcome(result) == "fault":
         said = f"{result['outcome']}: " + "; ".join([*result["faults"], *filter(None, [said])])
     layers = re.sub(r"Dynamic|Cache|Layer", "", result["layers"])

@@ -239,7 +239,7 @@ def holdings(cache: kvrecall.RetrievalCache) -> list[int]:
         try:
             held.append(int(layer.get_seq_length()))
         except (AttributeError, NotImplementedError, ValueError):
-            held.append(int(any(layer.has_previous_state.values())))
+            held.append(int(any(getattr(layer, "has_previous_state", {}).values())))
     return held
 
 

