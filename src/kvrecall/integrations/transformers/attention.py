@@ -25,15 +25,26 @@ _CHANGE_NOTHING = frozenset({
 """Arguments that models pass on to their attention function and that no attention function reads."""
 
 
+_ALWAYS_PASSED_ON = _CHANGE_NOTHING | {
+    "scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "position_bias", "output_attentions",
+}  # fmt: skip
+"""Arguments that the model's own attention function reads. For others (indices of a sparse attention) some models make a mask
+themselves, but only for functions that they know by name, and ours is none of those."""
+
+
 def retrieval_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """query `[B, H_q, T, D]`, key and value as the cache's `update` returned them -> (`[B, T, H_q, D]`, None)."""
     layer: TaggedLayer | None = getattr(key, LAYER_TAG, None)
     running = current()
+    if running is None:
+        return own_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if layer is None:
-        mask = attention_mask if running is None else _own_causal_mask(running, module, query, key, attention_mask)
-        return own_attention(module)(module, query, key, value, mask, **kwargs)
+        _refuse_unknown(module, kwargs, _ALWAYS_PASSED_ON)
+        return own_attention(module)(
+            module, query, key, value, _own_causal_mask(running, module, query, key, attention_mask), **kwargs
+        )
     if value.shape != key.shape or getattr(value, LAYER_TAG, None) is not layer:
         raise UnsupportedModelError(_family(module), "values that are changed between the cache and the attention")
     if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
@@ -114,10 +125,14 @@ def _params(module: nn.Module, query: Tensor, given: dict[str, Any]) -> Attentio
     if rest.pop("output_attentions", False):
         remedy = "Attention weights exist only for the tokens that a search found; leave output_attentions out."
         raise ParameterError("output_attentions", "False", True, remedy)
-    unknown = sorted(name for name, value in rest.items() if value is not False)
+    _refuse_unknown(module, rest, frozenset())
+    return AttentionParams(float(scaling), float(softcap or 0.0), sinks)
+
+
+def _refuse_unknown(module: nn.Module, given: dict[str, Any], known: frozenset[str]) -> None:
+    unknown = sorted(name for name, value in given.items() if name not in known and value is not None and value is not False)
     if unknown:
         raise UnsupportedModelError(_family(module), f"attention with the argument {', '.join(unknown)}")
-    return AttentionParams(float(scaling), float(softcap or 0.0), sinks)
 
 
 def _family(module: nn.Module) -> str:

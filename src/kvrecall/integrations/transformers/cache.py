@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import passes
-from kvrecall.integrations.transformers.families import check_config, head_dim, template
+from kvrecall.integrations.transformers.families import Heads, check_config, template
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.integrations.transformers.memory import as_before, check_device
@@ -48,11 +48,11 @@ class ModelSignature:
 
     @staticmethod
     def of(config: PretrainedConfig) -> ModelSignature:
-        """Signature of the text decoder of a model's config."""
+        """Signature of the text decoder of a model's config; heads are those of its first full-attention layer."""
         text = config.get_text_config(decoder=True)
-        heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return ModelSignature(text.model_type, text.num_hidden_layers, heads, kv_heads, head_dim(text))
+        ours = [number for number, layer in enumerate(template(config)) if type(layer) is DynamicLayer]
+        heads = Heads.of(text, ours[0] if ours else 0)
+        return ModelSignature(text.model_type, text.num_hidden_layers, heads.query, heads.kv, heads.dim)
 
     def __str__(self) -> str:
         return f"{self.model_type}, {self.layers} layers, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -39,12 +40,15 @@ def check_config(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(family, f"no layer that only attends, and to the whole context (its cache layers: {kinds})")
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(family, "layers that attend to the keys of another layer (num_kv_shared_layers)")
-    if not getattr(text, "num_attention_heads", None):
-        raise UnsupportedModelError(family, "a config that does not tell the number of attention heads")
-    dim = head_dim(text)
-    if dim not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        raise UnsupportedModelError(family, f"heads of {dim} numbers (kvrecall has kernels for {sizes})")
+    for number, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            continue
+        if not getattr(layer_config(text, number), "num_attention_heads", None):
+            raise UnsupportedModelError(family, "a config that does not tell the number of attention heads")
+        dim = Heads.of(text, number).dim
+        if dim not in HEAD_DIMS:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            raise UnsupportedModelError(family, f"heads of {dim} numbers (kvrecall has kernels for {sizes})")
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -97,13 +101,34 @@ def _attends(module: nn.Module) -> bool:
 
 
 def template(config: PretrainedConfig) -> list[Any]:
-    """The cache layers that transformers would use for this model: plain DynamicLayers are those that see the whole context."""
+    """The cache layers that transformers would use for this model: plain DynamicLayers see the whole context."""
     return DynamicCache(config=config).layers
 
 
-def head_dim(text: Any) -> int:
-    """Numbers per attention head of a text config."""
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of one layer: query heads, KV heads, numbers per head."""
+
+    query: int
+    kv: int
+    dim: int
+
+    @staticmethod
+    def of(text: Any, number: int) -> Heads:
+        """Heads of layer `number` of a text config."""
+        own = layer_config(text, number)
+        query = own.num_attention_heads
+        return Heads(
+            query,
+            getattr(own, "num_key_value_heads", None) or query,
+            getattr(own, "head_dim", None) or own.hidden_size // query,
+        )
+
+
+def layer_config(text: Any, number: int) -> Any:
+    """The config of one layer, where layers have configs of their own (Gemma 4); else that of all."""
+    own = getattr(text, "per_layer_config", None)
+    return own[number] if own else text
 
 
 def _outermost(module: nn.Module) -> list[PreTrainedModel]:
