@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -64,6 +64,19 @@ def compile_all(seen: dict[str, Any], capability: int) -> None:
         assert len(made.asm["cubin"]) > 0, kernel.__name__
 
 
+CAPABILITIES = (80, 90, 100)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = [(32, 80), (64, 90), (80, 100), (96, 80), (128, 90), (192, 100), (256, 80), (256, 90), (256, 100)]
+"""Head sizes and generations of GPUs. Each size is compiled once, the largest for every generation: what fails on one of them
+(shared memory, instructions) fails for the largest first, and compiling takes most of the suite's time."""
+
+
+def paired(names: Iterable[str], every: str) -> list[tuple[str, int]]:
+    """Each name with one generation, and one of them with all."""
+    one = [(name, CAPABILITIES[i % 3]) for i, name in enumerate(names) if name != every]
+    return [*one, *((every, capability) for capability in CAPABILITIES)]
+
+
 METHODS = {
     "collisions": kvrecall.ParisKV(top_k=6, **ZONES),
     "products": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **ZONES),
@@ -74,8 +87,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "capability"), paired(METHODS, every="balanced"))
 def test_kernels_of_a_captured_layer(
     name: str, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +140,7 @@ def test_a_captured_layer_of_every_head_size(
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.host_keys import copy_keys
 
@@ -138,8 +149,7 @@ def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.sphere.codes import Codes
     from kvrecall.index.sphere.kernels.encode import count_signs, encode
@@ -155,8 +165,7 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_queries_through_maps_of_their_own(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
     from kvrecall.index.sphere.maps import Maps
@@ -171,9 +180,7 @@ def test_queries_through_maps_of_their_own(dim: int, capability: int, launches: 
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dim", "capability", "dtype"), [(*on, DTYPES[i % 3]) for i, on in enumerate(SIZES)])
 def test_attention_to_rows_of_the_device_and_of_the_host(
     dtype: torch.dtype, dim: int, capability: int, launches: dict[str, Any]
 ) -> None:
@@ -189,8 +196,7 @@ def test_attention_to_rows_of_the_device_and_of_the_host(
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.merge.cuda import take_in
 
@@ -215,11 +221,12 @@ UNIT_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dim", "group", "mode", "dtype"), UNIT_CASES)
-@pytest.mark.parametrize("units", [200, 9000])
+@pytest.mark.parametrize(
+    ("dim", "group", "mode", "dtype", "units", "capability"),
+    [(*case, units, CAPABILITIES[(i + units) % 3]) for i, case in enumerate(UNIT_CASES) for units in (200, 9000)],
+)
 def test_search_over_units(
-    units: int, dim: int, group: int, mode: str, dtype: torch.dtype, capability: int, launches: dict[str, Any]
+    dim: int, group: int, mode: str, dtype: torch.dtype, units: int, capability: int, launches: dict[str, Any]
 ) -> None:
     from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
 
@@ -244,8 +251,7 @@ UNIT_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", UNIT_LAYERS)
+@pytest.mark.parametrize(("name", "capability"), paired(UNIT_LAYERS, every="prkv"))
 def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.engine.captured.layers import Layers
 
@@ -268,9 +274,10 @@ def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launch
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(64, torch.float32), (80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
+    ("dim", "dtype", "capability"),
+    [(32, torch.bfloat16, 90), (64, torch.float32, 80), (80, torch.float16, 90), (128, torch.bfloat16, 100)]
+    + [(256, torch.bfloat16, capability) for capability in (80, 90, 100)],
 )
 def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
     """To selected and resident rows, and to everything."""
@@ -290,8 +297,11 @@ def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, laun
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.float32)])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "capability"),
+    [(80, torch.float16, 80), (128, torch.bfloat16, 90), (32, torch.bfloat16, 100)]
+    + [(256, torch.float32, capability) for capability in (80, 90, 100)],
+)
 def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
 
