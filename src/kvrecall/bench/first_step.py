@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,25 +22,13 @@ from kvrecall.bench.models import attention_of, let_go
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.compiled import compiled_modules
 from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.engine.captured.verify import TOLERANCE, Attended
 from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.integrations.transformers.layer import RetrievalLayer
 from kvrecall.structs import AttentionParams
 
-TOLERANCE = 0.02
-"""Largest relative L2 difference of one attention. Kernels that round to bf16 in other orders make 0.005."""
 COMPILED_TOLERANCE = 0.08
 """The same of logits with compiled modules: what the plain ones round to bf16 in between grows through a random model."""
-
-
-@dataclass(frozen=True)
-class Attended:
-    """What one layer was asked in a step, queries, keys and values `[B, H, 1, D]`, and its answer `[B, H_q, 1, D]`."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    params: AttentionParams
-    out: Tensor
 
 
 class Watched(CapturedDecoder):

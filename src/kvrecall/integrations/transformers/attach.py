@@ -117,13 +117,13 @@ class Attachment:
             return
         if torch.compiler.is_compiling():
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
-        if not self._contexts or not any(module is part for part in self._parts):
-            raise NotAttachedError
         if not cache.belongs_to(self.config):
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
-        opened = passes.enter(cache, module, _inputs(args, kwargs), lambda: switched(self.configs))
-        if opened is not None:
-            with _lock:
+        with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass
+            if not self._contexts or not any(module is part for part in self._parts):
+                raise NotAttachedError
+            opened = passes.enter(cache, module, _inputs(args, kwargs), lambda: switched(self.configs))
+            if opened is not None:
                 self._running.append(opened)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -54,12 +54,13 @@ class ForwardPass:
         self.own_causal_mask: Callable[[], Any] | None = None
         """Makes the causal mask that the model's own attention function would have been given."""
         self._undo = ExitStack()
+        self._outer: ForwardPass | None = None
         self._calls: list[tuple[nn.Module, FrameType]] = []
 
     def begin(self, switch: AbstractContextManager[None]) -> None:
         """From now on layers of the cache may store, and the model calls our attention function."""
         self._undo.enter_context(switch)
-        self._undo.callback(setattr, _local, "running", getattr(_local, "running", None))
+        self._outer = getattr(_local, "running", None)
         self.cache.running = _local.running = self
 
     def add(self, module: nn.Module, frame: FrameType) -> None:
@@ -68,10 +69,10 @@ class ForwardPass:
 
     def remove(self, module: nn.Module) -> bool:
         """A call of `module` has ended; True if the pass began with it. Calls inside it that told of no end have ended too."""
-        while self._calls:
-            if self._calls.pop()[0] is module:
-                break
-        return not self._calls
+        begun = [number for number, (called, _) in enumerate(self._calls) if called is module]
+        if begun:
+            del self._calls[begun[-1] :]
+        return bool(begun) and not self._calls
 
     @property
     def open(self) -> bool:
@@ -101,6 +102,8 @@ class ForwardPass:
             self._undo.close()
             self._calls = []
             self.cache.running = None
+            if getattr(_local, "running", None) is self:  # a dead pass may be ended by another thread
+                _local.running = self._outer
         if not failed and not missing:
             self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
             return
