@@ -55,7 +55,7 @@ def retrieval_attention(
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModelError(
             _family(module),
-            "a mask that is not causal (tokens of an image that see each other, a prefix seen in both directions)",
+            "a mask that is not causal (image tokens or a prefix that see each other in both directions)",
         )
     out = layer.attend(query.to(key.dtype), key, value, attention_mask, params)
     if torch.is_grad_enabled() and query.requires_grad:
