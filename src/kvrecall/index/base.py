@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvrecall.errors import ParameterError
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.parts import Part
 from kvrecall.pieces import Work
 from kvrecall.rows_ahead import Zone
@@ -29,6 +30,8 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    calibration: LayerCalibration | None = field(default=None, compare=False)
+    """What the model's rotary embedding and its keys' statistics are; None: an index that asks for them takes its first keys."""
 
 
 class RowSource(Zone, Protocol):

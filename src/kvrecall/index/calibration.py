@@ -1,0 +1,135 @@
+"""What is known of a layer's keys and queries whatever the text: their statistics before the rotary embedding, and that embedding.
+
+From both follow mean and covariance of the keys at any position, also beyond the longest text that was ever looked at: what
+drifts with the position is the rotary embedding alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENOUGH_TOKENS = 4096
+"""Tokens that statistics are gathered from; more of them change no map by more than its noise."""
+
+
+class Rotary(ABC):
+    """A layer's rotary embedding, a linear map of a head's D coordinates that depends on the position p alone:
+
+    x[i] at position p becomes cos[p, i] x[i] + sin[p, i] x[partner[i]].
+
+    Coordinates without a rotation have cos 1 and sin 0. Some models also scale: then cos^2 + sin^2 is not 1.
+    """
+
+    partner: Tensor
+    """int64 `[D]` on the CPU; a coordinate that is not turned is its own partner."""
+
+    @abstractmethod
+    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the positions first .. first + count - 1, fp32 `[count, D]`, on the CPU; sin has the sign."""
+
+    @property
+    def turns_nothing(self) -> bool:
+        """Whether keys are the same at all positions."""
+        return False
+
+
+class NoRotary(Rotary):
+    """Of a layer that does not turn its keys."""
+
+    def __init__(self, dim: int) -> None:
+        self.partner = torch.arange(dim)
+
+    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        shape = count, self.partner.shape[0]
+        return torch.ones(shape), torch.zeros(shape)
+
+    @property
+    def turns_nothing(self) -> bool:
+        return True
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
+    """Vectors `[..., n, D]` as the rotary embedding leaves them at the positions of cos and sin `[n, D]`."""
+    return cos * x + sin * x[..., partner]
+
+
+def turn_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
+    """Undoes `turn`, where it can be undone."""
+    # A pair (i, j): y_i = c_i x_i + s_i x_j and y_j = c_j x_j + s_j x_i.
+    determinant = cos * cos[..., partner] - sin * sin[..., partner]
+    determinant = torch.where(partner == torch.arange(len(partner), device=partner.device), cos, determinant)
+    y = torch.where(
+        partner == torch.arange(len(partner), device=partner.device), x, cos[..., partner] * x - sin * x[..., partner]
+    )
+    return y / torch.where(determinant == 0, 1.0, determinant)
+
+
+@dataclass(frozen=True)
+class KeyStatistics:
+    """Of one layer's keys and queries before the rotary embedding, fp64 on the CPU.
+
+    key_mean `[H_kv, D]`; key_second `[H_kv, D, D]`, about zero; query_second `[H_kv, D, D]`, about zero, of the query heads of
+    each KV head together. tokens: how many they were gathered from; 0 says that nothing is known.
+    """
+
+    tokens: int
+    key_mean: Tensor
+    key_second: Tensor
+    query_second: Tensor
+
+    @staticmethod
+    def nothing(kv_heads: int, dim: int) -> KeyStatistics:
+        """Of no token."""
+        square = torch.zeros(kv_heads, dim, dim, dtype=torch.float64)
+        return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64), square, square)
+
+
+class LayerCalibration:
+    """A layer's rotary embedding and its statistics, which are gathered from the first tokens unless they are given.
+
+    Once they are settled they never change: codes that were written by them stay what they are.
+    """
+
+    def __init__(self, rotary: Rotary, statistics: KeyStatistics | None = None) -> None:
+        self.rotary = rotary
+        self._settled = statistics
+        self._tokens = 0
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+        self.made: dict[Any, Any] = {}
+        """What indexes have made of the settled statistics, by what it depends on; shared by all of them."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the statistics are final."""
+        return self._settled is not None
+
+    def see(self, keys: Tensor, queries: Tensor, first: int) -> None:
+        """Shows tokens as attention has them: keys `[H_kv, n, D]`, queries `[H_q, n, D]` of the positions from `first` on.
+
+        Does nothing once the statistics are settled, or known of `ENOUGH_TOKENS`."""
+        count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
+        if self.settled or count <= 0:
+            return
+        cos, sin = (x.to(keys.device, torch.float64) for x in self.rotary.turns(first, count))
+        partner = self.rotary.partner.to(keys.device)
+        heads = keys.shape[0]
+        k, q = (turn_back(x[:, :count].double(), cos, sin, partner) for x in (keys, queries))
+        q = q.unflatten(0, (heads, -1)).flatten(1, 2)
+        sums = (k.sum(1), k.mT @ k, q.mT @ q * (heads / queries.shape[0]))
+        self._sums = sums if self._sums is None else tuple(a + b for a, b in zip(self._sums, sums, strict=True))  # type: ignore[assignment]
+        self._tokens += count
+
+    def settle(self, kv_heads: int, dim: int) -> KeyStatistics:
+        """The statistics; what has been seen so far becomes final."""
+        if self._settled is None:
+            if self._sums is None:
+                self._settled = KeyStatistics.nothing(kv_heads, dim)
+            else:
+                self._settled = KeyStatistics(self._tokens, *((x / self._tokens).cpu() for x in self._sums))
+            self._sums = None
+        return self._settled
