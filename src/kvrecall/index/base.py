@@ -31,7 +31,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     calibration: LayerCalibration | None = field(default=None, compare=False)
-    """What the model's rotary embedding and its keys' statistics are; None: an index that asks for them takes its first keys."""
+    """The layer's rotary embedding and the statistics of its keys; None: an index that needs them takes those of its first keys."""
 
 
 class RowSource(Zone, Protocol):

@@ -1,4 +1,4 @@
-"""What is known of a layer's keys and queries whatever the text: their statistics before the rotary embedding, and that embedding.
+"""What is known of a layer's keys and queries whatever the text: its rotary embedding, and their statistics before it.
 
 From both follow mean and covariance of the keys at any position, also beyond the longest text that was ever looked at: what
 drifts with the position is the rotary embedding alone.
@@ -61,12 +61,10 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
 def turn_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
     """Undoes `turn`, where it can be undone."""
     # A pair (i, j): y_i = c_i x_i + s_i x_j and y_j = c_j x_j + s_j x_i.
-    determinant = cos * cos[..., partner] - sin * sin[..., partner]
-    determinant = torch.where(partner == torch.arange(len(partner), device=partner.device), cos, determinant)
-    y = torch.where(
-        partner == torch.arange(len(partner), device=partner.device), x, cos[..., partner] * x - sin * x[..., partner]
-    )
-    return y / torch.where(determinant == 0, 1.0, determinant)
+    alone = partner == torch.arange(len(partner), device=partner.device)
+    other = cos[..., partner]
+    determinant = torch.where(alone, cos, cos * other - sin * sin[..., partner])
+    return torch.where(alone, x, other * x - sin * x[..., partner]) / torch.where(determinant == 0, 1.0, determinant)
 
 
 @dataclass(frozen=True)
