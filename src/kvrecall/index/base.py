@@ -31,7 +31,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     calibration: LayerCalibration | None = field(default=None, compare=False)
-    """The layer's rotary embedding and the statistics of its keys; None: an index that needs them takes those of its first keys."""
+    """Rotary embedding and key statistics of the layer; None: an index that needs them gathers those of its first keys."""
 
 
 class RowSource(Zone, Protocol):
