@@ -30,10 +30,8 @@ from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import StepPlan, pack
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
-from kvrecall.index.sphere.maps import OBSERVED_QUERIES
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.pariskv import ParisKV
-from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import AttentionParams, Budget, Rows
 
 SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8, 128)}
@@ -144,12 +142,8 @@ class Bench:
         moved = state.store.append_chunk(0, keys[0], values[0])
         assert moved is not None
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        asked = self._random(self.query_heads, OBSERVED_QUERIES, 10 * number + 3)[0]
-        observed = ObservedQueries(asked, asked[..., 0].float(), self.tokens - OBSERVED_QUERIES)
         start.record()
         state.index.append(0, moved[:, :, 0])
-        state.index.end_of_prompt(0, observed, sizes.sink_tokens)
-        state.index.settle(0)
         end.record()
         torch.cuda.synchronize()
         self.build_us = start.elapsed_time(end) * 1e3

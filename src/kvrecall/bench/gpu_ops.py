@@ -27,6 +27,8 @@ from kvrecall.bench.checks import require
 from kvrecall.bench.gpu_layer import CONFIGS, SHAPES, Bench
 from kvrecall.bench.gpu_time import timed
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES
 
 CACHE_BYTES = 50 << 20
@@ -112,21 +114,22 @@ def _encode(shape: str, tokens: int) -> Op:
     """Summaries of `_ENCODED` keys."""
     from kvrecall.index.sphere.codes import encode as reference
     from kvrecall.index.sphere.kernels.encode import encode
-    from kvrecall.index.sphere.rotation import rotation_matrix
+    from kvrecall.index.sphere.maps import Maps, own_calibration
 
     heads, dim = SHAPES[shape][1:]
-    rotation = rotation_matrix(dim, 42).cuda()
+    layer = LayerShape(1, heads, heads, dim, torch.bfloat16, torch.device("cuda"))
+    maps = Maps.of(layer, own_calibration(layer), SphereConfig())
     keys = [torch.randn(heads, _ENCODED, dim, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
 
     def check() -> None:
-        made, expected = encode(keys[0], rotation), reference(keys[0], rotation)
+        made, expected = encode(keys[0], maps, 0), reference(keys[0], maps.rotation)
         for part in ("signs", "magnitudes"):
             wrong = float((getattr(made, part) != getattr(expected, part)).float().mean())
             require(wrong < 2e-4, f"{part}: {wrong} of the bytes differ")
 
     summary = dim // BLOCK * (1 + MAGNITUDE_BYTES + 2)
     moved = heads * _ENCODED * (2 * dim + summary)
-    return Op(len(keys), lambda: [encode(k, rotation) for k in keys], check, moved, captured=False)
+    return Op(len(keys), lambda: [encode(k, maps, 0) for k in keys], check, moved, captured=False)
 
 
 def _gather(rows: int) -> Callable[[str, int], Op]:

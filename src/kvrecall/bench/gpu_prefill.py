@@ -42,9 +42,7 @@ from kvrecall.bench.checks import require
 from kvrecall.bench.gpu_time import percentiles
 from kvrecall.bench.models import CONFIGS, attention_of, model_of
 from kvrecall.cache.host_pool import HostPool
-from kvrecall.engine.captured.layer import searched
 from kvrecall.engine.prefill import prefill
-from kvrecall.index.sphere import settle_together
 from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.layer_state import LayerState
 
@@ -226,10 +224,8 @@ def _settle(prompt: Prompt, cache: RetrievalCache) -> float:
     """Seconds of what is left to do for the indexes before the first search."""
     times: list[float] = []
     with prompt.clock(times):
-        states = _states(cache)
-        for state in states:
+        for state in _states(cache):
             state.end_prompts([0], coming=1)
-        settle_together((index, 0) for state in states if (index := searched(state)) is not None)
     return times[0]
 
 

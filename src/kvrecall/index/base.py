@@ -30,6 +30,8 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    zone_start: int = 0
+    """Position of the retrieval zone's first token."""
     calibration: LayerCalibration | None = field(default=None, compare=False)
     """Rotary embedding and key statistics of the layer; None: an index that needs them gathers those of its first keys."""
 
@@ -82,6 +84,11 @@ class IndexConfig(Part, ABC):
         return 0
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether it wants to know the model's rotary embedding and the statistics of its keys (`LayerShape.calibration`)."""
+        return False
+
+    @property
     def segment_lengths(self) -> tuple[int, int] | None:
         """Usual and longest length in tokens of the segments in which generated tokens are to arrive; None: any will do."""
         return None
@@ -93,6 +100,10 @@ class IndexConfig(Part, ABC):
     @abstractmethod
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence with `tokens` tokens in its retrieval zone."""
+
+    def shared_nbytes(self, shape: LayerShape) -> int:
+        """Device bytes that all sequences of a layer share, whatever their length."""
+        return 0
 
 
 class Index(ABC):

@@ -28,12 +28,11 @@ class ParisKV(Method):
     has no use for collision_ratio.
     Its own gqa is "mean_q", as in the paper's code.
     seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32"; "uint8" needs balance.
-    center, balance: ours, not the paper's. The mean key of a prompt is taken from all keys of its sequence; keys and queries go
-    through the balanced transform that the prompt's keys and last queries ask for. Scores stay what they are, and codes say
-    more about them.
+    balance: ours, not the paper's. Keys and queries go through a linear transform that makes all coordinates matter equally.
+    Scores stay what they are, and codes say more about them.
     norms: ours too. Stage I multiplies its products by the keys' norms, a byte per token; needs "product" and balance.
-    refit_growth: mean key and transform are fitted anew, and all keys coded anew, when a sequence has grown to so many times
-    the tokens that they were fitted to (more than 1; None: they stay). No effect without center and balance.
+    center: ours too. The mean key of a position is taken from each key; needs norms.
+    Transform and means follow from statistics of the model and its rotary embedding (docs/design/statistics.md).
     """
 
     name: ClassVar[str] = "pariskv"
@@ -49,7 +48,6 @@ class ParisKV(Method):
     center: bool = False
     balance: bool = False
     norms: bool = False
-    refit_growth: float | None = 1.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_steps(self.schedule))
@@ -76,20 +74,19 @@ class ParisKV(Method):
             center=self.center,
             balance=self.balance,
             norms=self.norms,
-            refit_growth=self.refit_growth,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParisKVBalanced(ParisKV):
-    """ParisKV with codes that are fitted to the prompt, one-bit products and the mean softmax of a group.
+    """ParisKV with codes that are fitted to the model, one-bit products and the mean softmax of a group.
 
     `ParisKV(stage1="product", center=True, balance=True, norms=True, weight_dtype="uint8", gqa="mean_softmax")` under a name of
     its own: what we found best, with fewer bytes per token than the paper's and its work per step (docs/methods/pariskv.md).
     Nothing of that is in the paper.
 
     The parameters are those of ParisKV: stage1, center, balance, norms, weight_dtype, gqa (with other defaults),
-    candidate_ratio, collision_ratio, schedule, min_candidates_per_k, seed, refit_growth.
+    candidate_ratio, collision_ratio, schedule, min_candidates_per_k, seed.
     """
 
     name: ClassVar[str] = "pariskv-balanced"

@@ -49,14 +49,10 @@ class CapturedState(ABC):
     def abandon(self) -> None:  # noqa: B027 - optional: most take nothing from a state before the first step
         """Gives the state back though no step was made."""
 
-    renews_in_turn = False
-    """Whether `renew` may be called steps later than its work is due: then only one layer does such work before a step, so
-    that no step waits for all of them."""
+    def renew(self) -> None:  # noqa: B027 - optional: most have nothing to do between steps
+        """Called before steps, while nothing runs that was captured: does what happens once in many steps.
 
-    def renew(self) -> bool:
-        """Called before steps, while nothing runs that was captured: does what happens once in many steps, and says whether
-        there was anything to do. After an error it can be called again."""
-        return False
+        After an error it can be called again."""
 
     def moved_on(self) -> None:  # noqa: B027 - optional: some count by themselves
         """A step was made."""

@@ -16,17 +16,17 @@ from kvrecall.overlap import begin, end
 
 @triton.jit
 def leave(
-    p_rows, p_zone, p_host, p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts,
-    p_live, p_zero_norms, i_bh, i_kv, i_piece, CAPACITY, TOKENS, MAP, HIGHEST, LOWEST, MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, CENTRED: tl.constexpr,
-    NORMS: tl.constexpr,
+    p_rows, p_zone, p_host, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms,
+    p_counts, p_live, p_zero_norms, i_bh, i_kv, i_piece, CAPACITY, TOKENS, MAP, MEANS, HIGHEST, LOWEST, MIN_ALPHA,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, SPAN: tl.constexpr,
+    CENTRED: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Encodes ROWS rotated coordinates of one window row behind the zone's last token; piece 0 copies the row to the host pool.
 
     counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with the tokens that still wait. COUNTS:
     whether they are kept; counts takes over live when the zone grows with this step. MAP: numbers between the maps of two
-    heads, 0 for one of them all; CENTRED: whether there are centres `[BH, D]`. NORMS: the piece behind the last
-    coordinates only measures the whole key.
+    heads, 0 for one of them all. CENTRED: whether there are means and turns of SPAN tokens each (`encode.centres`). NORMS: the
+    piece behind the last coordinates only measures the whole key.
     """
     row = tl.load(p_zone + 4)
     if row >= 0:
@@ -40,11 +40,11 @@ def leave(
             tl.store(p_pool, b_k, mask=o_d < D)
             tl.store(p_pool + D, tl.load(p_row + D, mask=o_d < D, other=0.0), mask=o_d < D)
         token = i_bh.to(tl.int64) * TOKENS + number
-        p_map, p_centre = p_maps + i_bh.to(tl.int64) * MAP, p_centres + i_bh * D
+        p_map, p_mean, span = p_maps + i_kv.to(tl.int64) * MAP, p_means + i_kv * D, number // SPAN
         if NORMS:  # noqa: SIM102 - one is the compiler's
             if i_piece * ROWS >= D:
-                measure_one(b_k.to(tl.float32), p_map, p_centre, p_norms + token, D, BD, ROWS, CENTRED)
-        m_zero = encode_one(b_k.to(tl.float32), p_map, p_centre, p_levels, p_thresholds,
+                measure_one(b_k.to(tl.float32), p_map, p_mean, MEANS, p_cos, p_sin, span, p_norms + token, D, BD, ROWS, CENTRED)
+        m_zero = encode_one(b_k.to(tl.float32), p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds,
                             p_signs, p_magnitudes, p_weights, token, i_piece * ROWS, HIGHEST, LOWEST, MIN_ALPHA, D, BD, S, ROWS,
                             CENTRED)  # fmt: skip
         if m_zero:
@@ -66,12 +66,13 @@ def leave(
 @triton.jit(do_not_specialize=["START"])
 def step_kernel(
     p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
-    p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live, p_zero_norms,
-    scaling, softcap, HEADS, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, HIGHEST, LOWEST, MIN_ALPHA,
+    p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live,
+    p_zero_norms, scaling, softcap, HEADS, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, MEANS, HIGHEST, LOWEST,
+    MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, OTHERS: tl.constexpr,
-    FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, CENTRED: tl.constexpr,
-    NORMS: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, SPAN: tl.constexpr,
+    CENTRED: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
@@ -86,9 +87,9 @@ def step_kernel(
     if i_p < CHOSEN:
         begin(PDL)  # only they read what the search has found
     if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
-        leave(p_rows, p_zone, p_hosts + i_b * 2, p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-              p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, MAP, HIGHEST, LOWEST,
-              MIN_ALPHA, D, BD, S, ROWS, COUNTS, CENTRED, NORMS)  # fmt: skip
+        leave(p_rows, p_zone, p_hosts + i_b * 2, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
+              p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, MAP, MEANS,
+              HIGHEST, LOWEST, MIN_ALPHA, D, BD, S, ROWS, COUNTS, SPAN, CENTRED, NORMS)  # fmt: skip
     else:
         i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)
         step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids, p_kept,

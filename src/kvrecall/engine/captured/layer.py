@@ -15,14 +15,15 @@ from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
 from kvrecall.engine.captured.branches import beside, branches, divided
 from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
-from kvrecall.engine.captured.renewal import Renewal
 from kvrecall.engine.captured.rest import RestPages
 from kvrecall.engine.captured.trigger import DeviceTrigger
 from kvrecall.engine.captured.window import places
 from kvrecall.index.completed import CompletedIndex
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.search import GpuSearch
+from kvrecall.index.sphere.maps import SPAN
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.layer_state import LayerState
 from kvrecall.merge.cuda import merge_step
@@ -30,8 +31,6 @@ from kvrecall.structs import AttentionParams, Held
 
 _CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4
 """Selected rows or resident rows per program of the split attention, and its warps. Reads of the host are spread widely."""
-_RENEWED_TOKENS = 16_384
-"""Keys read before a step for codes that are made anew: 34 MB of 8 heads, 0.7 ms on a bus of 50 GB/s."""
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
 
@@ -46,14 +45,7 @@ class CapturedLayer(CapturedState):
     """A layer with a sphere index, whose sequences all search.
 
     While it is captured the window is a ring: a token stays in its row until it leaves, and nothing is shifted.
-
-    A sequence whose zone has outgrown the maps of its keys is fitted and coded anew between steps (`renew`), from the rows on
-    the host, and then at the same addresses; a long one in pieces, before several steps, while its old codes are searched.
-    Uncaptured steps do it in their next search, so with a search in every step both fit the same maps at the same step, but for
-    long zones and for layers whose turn comes some steps later.
     """
-
-    renews_in_turn = True
 
     def __init__(self, state: LayerState, plan: StepPlan, tokens: int, plan_rows: Tensor | None = None) -> None:
         """tokens: length of the retrieval zone to make room for. plan_rows: where `step` finds the rows of the plan."""
@@ -68,9 +60,8 @@ class CapturedLayer(CapturedState):
         self._padded = next_power_of_2(shape.head_dim)
         b, heads, dim, k = shape.sequences, shape.kv_heads, shape.head_dim, state.top_k
         self._heads, self._dim, self._pairs = heads, dim, b * heads
-        for i in range(b):
-            index.settle(i)
         state.index.reserve(tokens)
+        self._centring = Centring.of(index.maps, tokens)
         self._rest = None
         if isinstance(state.index, CompletedIndex):
             self._rest = RestPages(state.index, [zones.retrieval for zones in plan.zones])
@@ -87,9 +78,6 @@ class CapturedLayer(CapturedState):
         for i in range(b):
             self._store_buffer(i)
             self._encode_buffer(i)
-        self._outgrown: set[int] = set()
-        """Sequences whose codes are being made anew, or were when it failed."""
-        self._renewal: Renewal | None = None
         config = index.config
         self._trigger = DeviceTrigger(state, heads if state.method.trigger_config().name == "speculative" else 1)
         # Where each KV head may search again, it is a sequence of its own.
@@ -171,36 +159,6 @@ class CapturedLayer(CapturedState):
                 with self._stored(b, zones.retrieval):
                     self._rest.catch_up(b, zones.retrieval)
 
-    def renew(self) -> bool:
-        zones, maps = self._plan_of_all.zones, self._index.maps
-        self._outgrown |= {b for b, zone in enumerate(zones) if maps.outgrown(b, zone.retrieval)}
-        if not self._outgrown:
-            return False
-        left = _RENEWED_TOKENS
-        while self._outgrown and left:
-            try:
-                left = self._code_anew(left)
-            except BaseException:
-                self._renewal = None
-                raise
-        return True
-
-    def _code_anew(self, most: int) -> int:
-        """Reads up to `most` tokens for one of the sequences; returns how many are left when it has its new codes."""
-        b = self._renewal.sequence if self._renewal else min(self._outgrown)
-        tokens = self._plan_of_all.zones[b].retrieval
-        with self._stored(b, tokens):
-            renewal = self._renewal = self._renewal or Renewal(self._index, b, self.state.store.host[b], tokens)
-            left = renewal.advance(tokens, most)
-        if renewal.done:
-            self._index.replace(b, renewal.index)
-            for counts in (self._first_counts, self._live):
-                counts[b] = self._index._counts[b]
-            self._encode_buffer(b)
-            self._outgrown.remove(b)
-            self._renewal = None
-        return left
-
     @contextmanager
     def _stored(self, b: int, tokens: int) -> Iterator[None]:
         """Inside, the host pool of a sequence counts the tokens that steps have stored there."""
@@ -213,17 +171,13 @@ class CapturedLayer(CapturedState):
             pool.extend(before)  # the store is as it was before the capture until `finish`
 
     def finish(self) -> None:
-        """Gives the state back as if the steps had been made uncaptured: sequences that are to be fitted anew wait for it."""
+        """Gives the state back as if the steps had been made uncaptured."""
         state, index, plan = self.state, self._index, self._plan_of_all
-        self._renewal = None
         index._counts.copy_(self._first_counts)
         ids, counts = self._found()
         for b, zones in enumerate(plan.zones):
             state.store.host[b].extend(zones.retrieval)
-            if b in self._outgrown or index.maps.outgrown(b, zones.retrieval):
-                index.forget_codes(b, zones.retrieval)
-            else:
-                index.extend(b, zones.retrieval)
+            index.extend(b, zones.retrieval)
             state.store.resident.replace(b, 0, self._in_order(b))
             state.held[b] = Held(ids[b].clone(), counts[b].clone(), zones.retrieval)
         state.fetched = {}
@@ -246,21 +200,22 @@ class CapturedLayer(CapturedState):
         """Selected rows, resident rows and the token that leaves, in one launch for `pairs`, by default all."""
         pairs = pairs or self._search.pairs
         index, k, maps = self._index, self._search.top_k, self._index.maps
-        tables, centred = index.tables(), maps.centres is not None
+        tables, centring, centred = index.tables(), self._centring, maps.means is not None
         measured = tables.norms is not None
         pieces = cdiv(self._dim, _ENCODED_ROWS) + measured
         least, most = weight_range(tables.weights.dtype, centred)
         step_kernel[(len(pairs) * (self._parts + pieces),)](
             queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
-            parity, self.read, self._part_out, self._part_lse, maps.keys, maps.keys if maps.centres is None else maps.centres,
+            parity, self.read, self._part_out, self._part_lse, maps.keys, centring.means, centring.cos, centring.sin,
             self._levels, self._thresholds, tables.signs, tables.magnitudes, tables.weights,
             tables.norms if measured else tables.signs, tables.counts, self._live, tables.zero_norms,
             params.scaling, params.softcap, self._heads, pairs.start, self._rows.shape[2], ROW,
-            self._plan_of_all.sizes.sink_tokens, self._pairs, k, tables.signs.shape[2], maps.stride, most, least, MIN_ALPHA,
+            self._plan_of_all.sizes.sink_tokens, self._pairs, k, tables.signs.shape[2], maps.stride, centring.between,
+            most, least, MIN_ALPHA,
             D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
             W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
             OTHERS=self._part_out.shape[2] - self._parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse,
-            COUNTS=self._collides, CENTRED=centred, NORMS=measured, num_warps=_PART_WARPS, **self._options,
+            COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured, num_warps=_PART_WARPS, **self._options,
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:

@@ -9,7 +9,6 @@ from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer, searched
 from kvrecall.engine.captured.plan import ROW, StepPlan, pack
 from kvrecall.engine.captured.units import UnitLayer
-from kvrecall.index.sphere import settle_together
 from kvrecall.index.table import WIDE
 from kvrecall.launch import cdiv
 from kvrecall.layer_state import LayerState
@@ -23,8 +22,6 @@ class Layers:
         every = range(states[0].shape.sequences)
         for state in states:
             state.end_prompts(list(every), coming=1)
-        searching = [(index, b) for state in states if (index := searched(state)) is not None for b in every]
-        settle_together(searching)
         self._plans: list[StepPlan] = []
         numbers = [self._plan_of(state) for state in states]
         device = states[0].shape.device
@@ -50,13 +47,12 @@ class Layers:
             raise
 
     def prepare(self, trial: bool = False) -> None:
-        """Before a step: its plans, and what is due once in many steps, in one layer if it can wait."""
-        renewed = False
+        """Before a step: its plans, and what is due once in many steps."""
         for layer in self.all:
             if trial:
                 layer.begin_trial()
-            elif not (renewed and layer.renews_in_turn):
-                renewed |= layer.renew() and layer.renews_in_turn
+            else:
+                layer.renew()
         if self._plans:
             self._rows.copy_(torch.stack([pack(plan.rows(quiet=trial)) for plan in self._plans]), non_blocking=True)
 

@@ -87,23 +87,22 @@ class UnitLayer(CapturedState):
     def moved_on(self) -> None:
         self._steps += 1
 
-    def renew(self) -> bool:
+    def renew(self) -> None:
         """Works on static sets that are soon due. What is long is done before the state is given back; after an error behind
         that, the next call goes on from there."""
         if not self._given_back:
             statics, every = self.state.statics, range(self.state.shape.sequences) if self._steps else ()
             soon = [(b, left) for b in every if (left := statics.due(b, self._steps)) is not None]
             if not soon:
-                return False
+                return
             with self.state.clock("static"):
                 done = [statics.work(b, left, lambda b=b: self._look(b)) for b, left in soon]
             if not any(done):
-                return True
+                return
             self.finish()
         self._begin_static()
         self._load()
         self._given_back = False
-        return True
 
     def begin_trial(self) -> None:
         self.zone[:, 6] = 1  # units that lose or win tokens could not be brought back

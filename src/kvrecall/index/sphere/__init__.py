@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, LayerShape, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
-from kvrecall.index.sphere.maps import Maps, Unfitted, fit_together
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import Maps, own_calibration
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.table import TokenTable
 from kvrecall.launch import kernels_available
-from kvrecall.rows_ahead import pieces_ahead
 from kvrecall.select.gqa import search_queries
-from kvrecall.select.queries import ObservedQueries
 from kvrecall.structs import Budget, Selection, lasting_tensors
 
 if TYPE_CHECKING:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 
-__all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex", "settle_together"]
+__all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
 
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
-_AHEAD_TOKENS = 16_384
-"""The same where a kernel encodes, which needs none: fewer launches, so that the bus and not the host sets the pace."""
 
 
 class SphereIndex(Index):
     """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids.
 
-    With centres or balanced maps, the first keys of a sequence wait in the host rows until it is first searched, however many
-    chunks they come in. The maps are then fitted to all of them, and later keys are coded by these as they come, until the
-    sequence has grown to `refit_growth` times as many: then its codes are dropped, and all keys wait once more for the next
-    search. Where nobody remembers the prompt's queries (a fork of a sequence that decodes, an index rebuilt after an error),
-    the maps are fitted to the keys alone.
+    A key is coded once, when it is appended, by its position and the layer's maps alone. The maps are made at the first key:
+    from the calibration of the layer's model, or from these keys where there is none.
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, compiled: bool | None = None) -> None:
         """compiled: None picks the compiled path on a CPU where numba can be imported."""
         blocks = shape.head_dim // BLOCK
         self.config, self._kv_heads = config, shape.kv_heads
-        rotation = rotation_matrix(shape.head_dim, config.seed).to(shape.device)
-        self.maps = Maps(shape, rotation, config.center, config.balance, config.refit_growth)
-        self._waiting = [0] * shape.sequences  # tokens behind the coded ones
-        self._sources: Sequence[RowSource] = ()
+        self._shape, self._maps = shape, cast("Maps | None", None)
+        self._calibration = own_calibration(shape) if shape.calibration is None else shape.calibration
 
         def table(width: int, dtype: torch.dtype) -> TokenTable:
             return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
@@ -73,12 +61,19 @@ class SphereIndex(Index):
         self._flags: Tensor | None = None  # the excluded tokens as its kernels read them
 
     @property
+    def maps(self) -> Maps:
+        """Of its layer, which all its indexes share; the layer's statistics are final from the first look on."""
+        if self._maps is None:
+            self._maps = Maps.of(self._shape, self._calibration, self.config)
+        return self._maps
+
+    @property
     def lengths(self) -> list[int]:  # type: ignore[override]
-        return [coded + waiting for coded, waiting in zip(self._signs.lengths, self._waiting, strict=True)]
+        return list(self._signs.lengths)
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self._tables) + self._counts.nbytes + self.maps.nbytes
+        return sum(table.nbytes for table in self._tables) + self._counts.nbytes
 
     @staticmethod
     def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False) -> float:
@@ -94,76 +89,16 @@ class SphereIndex(Index):
         for table in self._tables:
             table.reserve(tokens)
 
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-
     def append(self, sequence: int, keys: Tensor) -> None:
-        """An index that is bound to no rows fits its maps to the first keys that it is given, and keeps them."""
-        length = self.lengths[sequence]
-        if self._sources and self.maps.outgrown(sequence, length + keys.shape[1]):
-            self.forget_codes(sequence, length)
-        fitted = self.maps.fitted[sequence]
-        if self._waiting[sequence] or (self._sources and not fitted):
-            if not fitted:
-                self.maps.watch(sequence, keys, length)
-            self._waiting[sequence] += keys.shape[1]
-            return
-        if not fitted:
-            self.maps.fit(sequence, keys.shape[1], [keys])
-        for piece in keys.split(_ENCODE_TOKENS, dim=1):
-            self.append_codes(sequence, piece)
-
-    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
-        self.maps.observe(sequence, observed)
-
-    def forget_codes(self, sequence: int, tokens: int) -> None:
-        """Its maps are to be fitted anew: all its `tokens` tokens, which lie in the host rows, wait for it."""
-        self.maps.forget(sequence)
-        for table in self._tables:
-            table.truncate(sequence, 0)
-        self._counts[sequence] = 0
-        self._zero_norms[sequence] = 0
-        self._waiting[sequence] = tokens
-
-    def prepare(self, sequences: list[int]) -> None:
-        for b in sequences:
-            self.settle(b)
-
-    def settle(self, sequence: int) -> None:
-        """As `settle_together`, for one sequence alone."""
-        settle_together([(self, sequence)])
-
-    def _unfitted(self, sequence: int) -> Unfitted:
-        length = self.lengths[sequence]
-
-        def every_key() -> Iterator[Tensor]:
-            with self._keys_ahead(sequence, 0, length) as pieces:
-                yield from pieces
-
-        return self.maps.unfitted(sequence, length, every_key())
-
-    def _waiting_keys(self, sequence: int) -> AbstractContextManager[Iterator[Tensor]]:
-        """The keys that have no codes yet; a GPU begins to read them at once."""
-        length = self.lengths[sequence]
-        self.reserve(length)
-        return self._keys_ahead(sequence, self._signs.lengths[sequence], length)
-
-    def _code_waiting(self, sequence: int, pieces: Iterator[Tensor]) -> None:
-        for keys in pieces:
-            self.append_codes(sequence, keys)
-            self._waiting[sequence] -= keys.shape[1]
-
-    def _keys_ahead(self, sequence: int, start: int, stop: int) -> AbstractContextManager[Iterator[Tensor]]:
-        size = _AHEAD_TOKENS if self._kernels and not self._compiled else _ENCODE_TOKENS
-        return pieces_ahead(self._sources[sequence], start, stop, size, self._signs.rows.device)
-
-    def append_codes(self, sequence: int, keys: Tensor) -> None:
-        """Codes keys `[H_kv, n, D]` by the sequence's maps, behind those that are coded."""
+        if self._maps is None and self._shape.calibration is None:
+            self._calibration.see(keys, keys[:, :0], 0)
         before = self._signs.lengths[sequence]
         after = before + keys.shape[1]
         for table in self._tables:
             table.make_room(after)
-        self.encode_ahead(sequence, keys, slice(before, after))
+        for start in range(before, after, _ENCODE_TOKENS):
+            stop = min(after, start + _ENCODE_TOKENS)
+            self.encode_ahead(sequence, keys[:, start - before : stop - before], slice(start, stop))
         self.extend(sequence, after)
 
     def encode_ahead(self, sequence: int, keys: Tensor, at: slice) -> Tensor:
@@ -172,10 +107,9 @@ class SphereIndex(Index):
         if self._kernels and not self._compiled:
             from kvrecall.index.sphere.kernels import encode as kernels
 
-            turn, centre = self.maps.of_keys(sequence)
-            kernels.encode(keys, turn, centre=centre, into=rows, zero_norms=zero_norms)
+            kernels.encode(keys, self.maps, at.start, into=rows, zero_norms=zero_norms)
             return rows.signs
-        codes = self._encode(sequence, keys)
+        codes = self._encode(keys, at.start)
         for row, part in zip(rows.parts, codes.parts, strict=True):
             row.copy_(part)
         zero_norms |= (codes.weights == 0).all(-1).any(-1)
@@ -183,19 +117,14 @@ class SphereIndex(Index):
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
-        self._waiting[sequence] = max(0, min(self.lengths[sequence], tokens) - self._signs.lengths[sequence])
         for table in self._tables:
             table.truncate(sequence, tokens)
-        self.maps.truncate(sequence, tokens)
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
         for name in ("_signs", "_magnitudes", "_weights", "_norms"):
             table = getattr(self, name)
             setattr(chosen, name, None if table is None else table.select(sequences))
-        chosen.maps = self.maps.select(sequences)
-        chosen._waiting = [self._waiting[b] for b in sequences]
-        chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
         chosen._excluded = [self._excluded[b] for b in sequences]
         chosen._gpu = chosen._planned = chosen._flags = None
         with lasting_tensors():
@@ -204,39 +133,11 @@ class SphereIndex(Index):
             )
         return chosen
 
-    def renewed(self, sequence: int) -> SphereIndex:
-        """An index of one sequence that is to be fitted anew, as large as this one and without codes. The GPU is not waited
-        for, as it is by `select`, which tells it the sequences."""
-        chosen = copy(self)
-        for name in ("_signs", "_magnitudes", "_weights", "_norms"):
-            table: TokenTable | None = getattr(self, name)
-            if table is not None:
-                setattr(chosen, name, TokenTable.like(table, 1))
-        chosen.maps = self.maps.renewed(sequence)
-        chosen._waiting, chosen._sources = [0], ()
-        chosen._excluded = [None]
-        chosen._gpu = chosen._planned = chosen._flags = None
-        with lasting_tensors():
-            chosen._counts, chosen._zero_norms = (torch.zeros_like(x[:1]) for x in (self._counts, self._zero_norms))
-        return chosen
-
-    def replace(self, sequence: int, other: SphereIndex) -> None:
-        """Takes over codes and maps of the only sequence of `other`, at the addresses that a captured graph knows."""
-        tokens = other._signs.lengths[0]
-        for mine, theirs in zip(self._tables, other._tables, strict=True):
-            mine.rows[sequence, :, :tokens] = theirs.rows[0, :, :tokens]
-            mine.lengths[sequence] = tokens
-        self._counts[sequence], self._zero_norms[sequence] = other._counts[0], other._zero_norms[0]
-        self._waiting[sequence] = other._waiting[0]
-        self.maps.replace(sequence, other.maps)
-
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        if ids is not None:
-            self.settle(sequence)  # they are flagged beside the summaries
         self._excluded[sequence], self._flags = ids, None
 
     def codes(self, sequence: int) -> Codes:
-        """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append. Tokens that wait have none yet."""
+        """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
         return Codes(*(table.view(sequence) for table in self._tables))
 
     def extend(self, sequence: int, tokens: int) -> None:
@@ -248,8 +149,6 @@ class SphereIndex(Index):
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config
-        for b in sequences:
-            self.settle(b)
         if self._kernels and config.gqa != "per_head":
             return self._search_gpu(queries, budget, sequences)
         rotated, shifts, sizes = self._prepare(queries, budget, sequences)
@@ -267,22 +166,20 @@ class SphereIndex(Index):
         found = [
             reference.search_sequence(
                 self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1,
-                None if shifts is None else shifts[i],
+                shift,
             )
-            for i, (b, query, size, barred) in enumerate(zip(sequences, rotated, sizes, excluded, strict=True))
+            for b, query, size, barred, shift in zip(sequences, rotated, sizes, excluded, shifts, strict=True)
         ]  # fmt: skip
         return stack_selections(found)
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor]:
         """What stage I leaves for the rerank, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
-        for b in sequences:
-            self.settle(b)
-        rotated, _, sizes = self._prepare(queries, budget, sequences)
+        rotated, shifts, sizes = self._prepare(queries, budget, sequences)
         return [
             reference.stage_one(
-                self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b], self.config.stage1
+                self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b], self.config.stage1, shift
             )
-            for b, query, size in zip(sequences, rotated, sizes, strict=True)
+            for b, query, size, shift in zip(sequences, rotated, sizes, shifts, strict=True)
         ]
 
     def _search_gpu(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
@@ -338,22 +235,25 @@ class SphereIndex(Index):
                     self._flags[b].scatter_(1, ids.long().to(rows.device), 1)
         return self._flags
 
-    def _prepare(self, queries: Tensor, budget: Budget, sequences: list[int]) -> tuple[Tensor, Tensor | None, list[StageSizes]]:
-        """Turned queries, what their estimates lack (None where no two of them are compared), sizes of the stages."""
-        config = self.config
+    def _prepare(
+        self, queries: Tensor, budget: Budget, sequences: list[int]
+    ) -> tuple[Tensor, list[Tensor | None], list[StageSizes]]:
+        """Turned queries, per sequence what their estimates lack (None without centres), sizes of the stages."""
+        config, lengths = self.config, [self._signs.lengths[b] for b in sequences]
         grouped = search_queries(queries, self._kv_heads, config.gqa)
-        shifts = self.maps.shifts(grouped, sequences) if config.gqa == "max" else None
+        shifts = [self.maps.shifts(query, tokens) for query, tokens in zip(grouped, lengths, strict=True)]
         least = config.min_candidates_per_k
-        sizes = [stage_sizes(config.steps, self.lengths[b], budget.top_k, least) for b in sequences]
-        return self.maps.turn(grouped, sequences), shifts, sizes
+        sizes = [stage_sizes(config.steps, tokens, budget.top_k, least) for tokens in lengths]
+        return self.maps.turn(grouped), shifts, sizes
 
-    def _encode(self, sequence: int, keys: Tensor) -> Codes:
-        turn, centre = self.maps.of_keys(sequence)
+    def _encode(self, keys: Tensor, first: int) -> Codes:
+        """Codes of keys `[H_kv, n, D]`, of which the first one is the zone's token number `first`."""
         if self._compiled:
             from kvrecall.index.sphere.compiled_encode import encode as encoder
         else:
             encoder = encode
-        return encoder(keys, turn, self.config.stored_dtype, centre, self.config.norms)
+        centre = self.maps.centres(first, keys.shape[1])
+        return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
         self._add_counts(self._counts[sequence], signs, sign)
@@ -373,17 +273,6 @@ class SphereIndex(Index):
         ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
         ones = torch.full_like(ids, sign, dtype=torch.int32)
         counts.scatter_add_(-1, ids, ones)
-
-
-def settle_together(indexes: Iterable[tuple[SphereIndex, int]]) -> None:
-    """Fits the maps of sequences (index, number) that need some, all of them in one batch, and codes the tokens that waited;
-    may be called again after an error. The first one's keys are on their way while maps are fitted."""
-    waiting = [(index, b) for index, b in indexes if index._waiting[b]]
-    for number, (index, b) in enumerate(waiting):
-        with index._waiting_keys(b) as pieces:
-            if not number:
-                fit_together([own._unfitted(i) for own, i in waiting if not own.maps.fitted[i]])
-            index._code_waiting(b, pieces)
 
 
 def _compiled_available(device: torch.device) -> bool:

@@ -76,7 +76,7 @@ def encode(
     """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32).
 
     rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, any matrix that the queries' one is the inverse transpose of.
-    centre: fp32 `[..., D]`, taken from the keys first. norms: whether their norms are wanted too.
+    centre: fp32 `[..., n, D]`, of each key, taken from it first. norms: whether their norms are wanted too.
     """
     x, scale = scaled(keys, centre)
     relative_norm = x.norm(dim=-1, keepdim=True)
@@ -96,14 +96,14 @@ def encode(
 
 
 def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Keys less their centre, divided by a power of two; and that, fp32 `[..., n, 1]`, but 0 for a key of zero norm."""
+    """Keys less their centres, divided by a power of two; and that, fp32 `[..., n, 1]`, but 0 for a key of zero norm."""
     x = keys.float()
     if centre is None:
         scale = key_scale(x)
         return x / scale, scale
     blank = (x == 0).all(-1, keepdim=True)
     most = torch.finfo(torch.float32).max
-    x = (x - centre.unsqueeze(-2)).clamp(-most, most)
+    x = (x - centre).clamp(-most, most)
     scale = key_scale(x)
     return x / scale, torch.where(blank, 0.0, scale)
 

@@ -27,11 +27,12 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.reference import product_entries, product_scale
+from kvrecall.index.sphere.maps import SPAN
+from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
 from kvrecall.index.sphere.schedule import StageSizes
+from kvrecall.launch import cdiv
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union
-from kvrecall.small_floats import UNIT
 from kvrecall.structs import Budget, Selection
 
 _CHUNK = 2048
@@ -52,7 +53,7 @@ def search_batch(
     mode: str,
     excluded: list[Tensor | None],
     stage1: str,
-    shifts: Tensor | None = None,
+    shifts: list[Tensor | None],
     norms: Tensor | None = None,
 ) -> Selection:
     """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. norms: uint8 `[B, H_kv, cap, 1]`.
@@ -61,8 +62,8 @@ def search_batch(
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
     need not look at weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that may not be found.
-    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own. shifts: fp32
-    `[b, H_kv, G']`, added to the estimates of mode "max".
+    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own. shifts: per sequence
+    fp32 `[H_kv, G', R]`, what products with centred keys lack, by spans of tokens; None: nothing.
     """
     signs, magnitudes, weights, counts = tables
     weight_bits, kind = as_bits(weights)
@@ -74,16 +75,20 @@ def search_batch(
     products, offset, shift, most = np.empty((0, 0, 0, 0, 0), np.uint8), 0, 0, 254
     if stage1 == "product":
         offset, shift, most = product_scale(queries.shape[-1], norms is not None)
-        if norms is not None:
-            offset, shift = offset << UNIT, shift + UNIT
-        products = torch.stack([product_entries(own) for own in queries]).to(torch.int16).numpy()
-    added = torch.full(queries.shape[:3], -0.0) if shifts is None else shifts.contiguous()  # -0 leaves every number as it is
+        products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
+    spans = cdiv(max(lengths), SPAN)
+    whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64)
+    added = torch.full(whole.shape, -0.0)  # -0 leaves every number as it is
+    for b, own in enumerate(shifts):
+        if own is not None:
+            added[b, ..., : own.shape[-1]] = own
+            whole[b, ..., : own.shape[-1]] = whole_shifts(queries[b], own)
     ids, found = _search(
         signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        barred, barred_counts, products, offset, shift, most, added.numpy(),
+        barred, barred_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
         np.empty((*signs.shape[:2], 0, 1), np.uint8) if norms is None else norms.numpy(),
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
@@ -113,6 +118,7 @@ def _search(
     score_shift,
     most_score,
     added,
+    whole,
     norms,
 ):
     b_n, heads, group, dim = queries.shape
@@ -157,6 +163,8 @@ def _search(
                 score_shift,
                 most_score,
                 norms[row, h],
+                whole[b, h],
+                SPAN,
             )
             if zero_norms[b]:
                 bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
@@ -197,6 +205,7 @@ def _search(
                         scores[b, h, g, first:taken],
                         False,
                         added[b, h, g],
+                        SPAN,
                     )
             elif mode == _PER_HEAD:
                 rerank(
@@ -209,6 +218,7 @@ def _search(
                     scores[b, h, j, first:taken],
                     False,
                     added[b, h, j],
+                    SPAN,
                 )
             else:
                 for g in range(group):
@@ -222,6 +232,7 @@ def _search(
                         scores[b, h, 0, first:taken],
                         g > 0,
                         added[b, h, g],
+                        SPAN,
                     )
 
     best = np.empty((b_n, heads, sets, top_k), np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 from kvrecall.numeric import load_float, prefetch
+from kvrecall.small_floats import UNIT
 
 _AHEAD = 16
 """Candidates between asking for a cache line and using it."""
@@ -87,10 +88,11 @@ def pair_tables(block, levels, out):
 
 
 @njit(cache=True)
-def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms):
+def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms, added, span):
     """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set.
 
-    norms: uint8 codes `[n, 1]` of factors of the sums, which are then in units of 2^-UNIT; empty: none.
+    norms: uint8 codes `[n, 1]` of factors of the sums, in units of 2^-UNIT; empty: none. added: int64 `[G, R]`, added to the
+    sums of each `span` tokens.
     """
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
@@ -104,7 +106,9 @@ def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms
             total = 0
             for s in range(blocks):
                 total += bonus[g, s, signs[i, s]]
-            total = ((total * factor) << power) + offset
+            if weighed:
+                total = ((total * factor) << power) >> UNIT
+            total += added[g, i // span] + offset
             score = 1 + min(max(total >> shift, 0), most)
             if sets == 1:
                 best = max(best, score)
@@ -198,9 +202,10 @@ def compact(coarse, start, end, threshold, quota, out, at):
 
 
 @njit(cache=True)
-def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, added):
-    """Estimated inner products (Eq. 24) of the chosen tokens, plus `added`; the sums are ordered as in the reference.
+def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, added, span):
+    """Estimated inner products (Eq. 24) of the chosen tokens, plus `added` fp32 `[R]` of their spans of tokens.
 
+    The sums are ordered as in the reference.
     Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
     """
     blocks = pairs.shape[0]
@@ -227,5 +232,5 @@ def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, ad
             dot = np.float32(dot + pairs[s, 3, ((word >> 18) & 63) | (((sign >> 6) & 3) << 6)])
             term = np.float32(load_float(weights[i, s], kind) * dot)
             total = np.float32(total + term) if s > 0 else term
-        total = np.float32(total + added)
+        total = np.float32(total + added[i // span])
         out[c] = max(out[c], total) if keep_larger else total

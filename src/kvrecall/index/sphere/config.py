@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvrecall.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import IndexConfig, LayerShape
-from kvrecall.index.sphere.maps import OBSERVED_QUERIES, Maps
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps, check_schedule
 
 if TYPE_CHECKING:
@@ -28,11 +27,9 @@ class SphereConfig(IndexConfig):
 
     stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32", or "uint8" for floats of
     eight bits, which need the balanced transform.
-    center, balance: whether the mean key is taken from all keys, and whether they and the queries go through the balanced
-    transform (`maps.py`); both are fitted to each sequence, one to its prompt's last queries too. norms: whether products of
-    stage I are multiplied by the norms of balanced keys. refit_growth: a sequence whose zone has grown to so many times the
-    tokens that its centre and transform were fitted to gets new ones, and new codes; None: it keeps its first. None of that is
-    in the paper.
+    center, balance: whether the mean key of its position is taken from each key, and whether keys and queries go through the
+    balanced transform (`maps.py`); both follow from statistics of the model. norms: whether products of stage I are multiplied
+    by the norms of balanced keys; centres need that. None of it is in the paper.
     """
 
     name: ClassVar[str] = "sphere"
@@ -46,7 +43,6 @@ class SphereConfig(IndexConfig):
     center: bool = False
     balance: bool = False
     norms: bool = False
-    refit_growth: float | None = 1.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,10 +58,9 @@ class SphereConfig(IndexConfig):
         if self.stored_dtype == torch.uint8 and not self.balance:
             remedy = "Keys without it may have any norm, which eight bits do not hold: set balance=True, or take bfloat16."
             raise ParameterError("weight_dtype", "a 16 or 32-bit type without the balanced transform", "uint8", remedy)
-        growth = self.refit_growth
-        if growth is not None and not (isinstance(growth, float | int) and isfinite(growth) and growth > 1):
-            remedy = "1.5 codes every key about three times in all; None keeps what was fitted first."
-            raise ParameterError("refit_growth", "a finite number > 1, or None", growth, remedy)
+        if self.center and not self.norms:
+            remedy = "Scores of different positions compare only with norms: set stage1, balance and norms too."
+            raise ParameterError("center", "False, or True with norms=True", True, remedy)
 
     @property
     def steps(self) -> tuple[RatioStep, ...]:
@@ -78,8 +73,8 @@ class SphereConfig(IndexConfig):
         return WEIGHT_DTYPES[str(self.weight_dtype).removeprefix("torch.")]
 
     @property
-    def observed_queries(self) -> int:
-        return OBSERVED_QUERIES if self.balance else 0
+    def needs_calibration(self) -> bool:
+        return self.center or self.balance
 
     def build(self, shape: LayerShape) -> SphereIndex:
         from kvrecall.index.sphere import SphereIndex
@@ -89,6 +84,8 @@ class SphereConfig(IndexConfig):
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         from kvrecall.index.sphere import SphereIndex
 
-        maps = Maps.nbytes_per_head(shape.head_dim, self.center, self.balance, self.refit_growth is not None)
         tables = SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype, self.norms) * tokens
-        return (int(tables) + maps) * shape.kv_heads
+        return int(tables) * shape.kv_heads
+
+    def shared_nbytes(self, shape: LayerShape) -> int:
+        return Maps.nbytes(shape.head_dim, shape.kv_heads, self.center, self.balance)

@@ -20,6 +20,7 @@ from kvrecall.index.sphere.codes import (
     unpack_signs,
     weight_values,
 )
+from kvrecall.index.sphere.maps import SPAN
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import top_k_positions, union_rows
@@ -53,6 +54,8 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
 
 PRODUCT_RMS, PRODUCT_PEAK = 5, 15
 """One-bit products: root mean square and largest magnitude of a query's small integers."""
+MOST_SHIFT = 1 << 20
+"""Shifts are cut off there, far beyond the scores' ends."""
 
 
 class Scores(NamedTuple):
@@ -75,30 +78,51 @@ def product_scale(dim: int, norms: bool = False) -> Scores:
     return Scores(dim, shift, 29) if norms else Scores(4 * dim, shift, 61)
 
 
-def quantised_queries(queries: Tensor, rms: float = PRODUCT_RMS, peak: int = PRODUCT_PEAK) -> Tensor:
-    """Rotated queries `[..., D]` in five bits, of root mean square `rms`; int64 `[..., D]`. What does not fit is cut off.
+def query_length(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
+    """Length that is worth PRODUCT_RMS * sqrt(D) in whole numbers, of rotated queries `[..., D]`, fp32 `[..., 1]`.
+
+    It is |q|, and with shifts `[..., R]` more: products with keys of norm 1 deviate by |q| / sqrt(D), shifts add to that, and
+    the scores are to hold both.
+    """
+    norm = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
+    if shifts is None:
+        return norm
+    return (norm**2 + queries.shape[-1] * shifts.var(-1, correction=0, keepdim=True)).sqrt()
+
+
+def quantised_queries(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
+    """Rotated queries `[..., D]` in five bits; int64 `[..., D]`. What does not fit is cut off.
 
     Rounding moves a coordinate by 6 % of its usual size; the key's own one bit by ten times that.
     """
-    norm = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
-    scale = torch.where(norm > 0, rms * queries.shape[-1] ** 0.5 / norm, 0.0)
-    return (queries * scale + 0.5).floor().clamp(-peak, peak).long()
+    length = query_length(queries, shifts)
+    scale = torch.where(length > 0, PRODUCT_RMS * queries.shape[-1] ** 0.5 / length, 0.0)
+    return (queries * scale + 0.5).floor().clamp(-PRODUCT_PEAK, PRODUCT_PEAK).long()
 
 
-def product_entries(queries: Tensor) -> Tensor:
+def whole_shifts(queries: Tensor, shifts: Tensor) -> Tensor:
+    """Shifts `[..., R]` less their mean, in units of the products with norms; int64."""
+    length, dim = query_length(queries, shifts), queries.shape[-1]
+    scale = torch.where(length > 0, PRODUCT_RMS * dim / length, 0.0)
+    return ((shifts - shifts.mean(-1, keepdim=True)) * scale + 0.5).floor().clamp(-MOST_SHIFT, MOST_SHIFT).long()
+
+
+def product_entries(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
     """Product of every block of the quantised queries with every sign pattern: `[..., D]` -> int64 `[..., S, 256]`."""
-    blocks = quantised_queries(queries).unflatten(-1, (-1, 1, BLOCK))
+    blocks = quantised_queries(queries, shifts).unflatten(-1, (-1, 1, BLOCK))
     patterns = unpack_signs(torch.arange(CENTROIDS, device=queries.device).to(torch.uint8)).long()  # [256, 8]
     return (blocks * patterns).sum(-1)
 
 
-def product_scores(signs: Tensor, entries: Tensor, norms: Tensor | None = None) -> Tensor:
-    """Coarse scores (`product_scale`) by one-bit inner products <q, sign(k)>, times |k| where there are norms `[..., n]`; other
-    arguments as below."""
+def product_scores(signs: Tensor, entries: Tensor, norms: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+    """Coarse scores (`product_scale`) by one-bit inner products <q, sign(k)>, times |k| where there are norms `[..., n]`, plus
+    `added` int64 `[..., n]`; other arguments as below."""
     offset, shift, top = product_scale(signs.shape[-1] * BLOCK, norms is not None)
     products = collision_scores(signs, entries)
     if norms is not None:
-        products, offset, shift = scaled_products(products, norms), offset << UNIT, shift + UNIT
+        products = scaled_products(products, norms) >> UNIT
+    if added is not None:
+        products = products + added
     return ((products + offset) >> shift).clamp(0, top)
 
 
@@ -125,12 +149,13 @@ def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
 
 def stage_one(
     codes: Codes, counts: Tensor, queries: Tensor, sizes: StageSizes, mode: str, excluded: Tensor | None = None,
-    stage1: str = "collision",
+    stage1: str = "collision", shifts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Candidates of one sequence by collisions (Appendix B.2.1), or by one-bit inner products (`stage1="product"`).
 
     codes: `[H_kv, n, ·]`. counts: `[H_kv, S, 256]`. queries: rotated fp32 `[H_kv, G', D]`, G' = 1 for `mean_q`, else G.
-    excluded: int `[H_kv, m]`, tokens that may not be found.
+    excluded: int `[H_kv, m]`, tokens that may not be found. shifts: fp32 `[H_kv, G', R]`, what products with centred keys lack,
+    by spans of positions.
     Returns ascending int64 ids `[H_kv, 1 or G, C]` (G sets for `per_head`; other modes share the group's largest score).
     """
     signs = codes.signs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1)
@@ -138,7 +163,8 @@ def stage_one(
         coarse = collision_scores(signs, collision_bonus(queries, counts.unsqueeze(1), sizes.tier_targets))
     else:
         norms = None if codes.norms is None else codes.norms.mT
-        coarse = product_scores(signs, product_entries(queries), norms)
+        added = None if shifts is None else _of_tokens(whole_shifts(queries, shifts), signs.shape[-2])
+        coarse = product_scores(signs, product_entries(queries, shifts), norms, added)
     if mode != "per_head":
         coarse = coarse.amax(1, keepdim=True)
     coarse = coarse.masked_fill(_zero_norm(codes), -1)
@@ -154,14 +180,13 @@ def stage_two(
 ) -> tuple[Tensor, Tensor]:
     """The best `top_k` candidates by estimated inner product (Appendix B.2.2); arguments as in `stage_one`.
 
-    shifts: fp32 `[H_kv, G']`, added to the estimates: what centred keys lack, which differs between the heads of a group.
     Returns (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`).
     """
     heads = torch.arange(codes.signs.shape[0], device=candidates.device)[:, None, None]
     picked = Codes(codes.signs[heads, candidates], codes.magnitudes[heads, candidates], codes.weights[heads, candidates])
     estimates = estimate_scores(picked, queries)  # [H_kv, G', C]
     if shifts is not None:
-        estimates = estimates + shifts.unsqueeze(-1)
+        estimates = estimates + _of_tokens(shifts, codes.signs.shape[-2]).gather(-1, candidates.expand_as(estimates))
     if mode != "per_head":
         estimates = reduce_scores(estimates, mode, scaling).unsqueeze(1)
     barred = _zero_norm(codes).expand(-1, candidates.shape[1], -1).gather(-1, candidates)
@@ -174,8 +199,13 @@ def search_sequence(
     excluded: Tensor | None = None, stage1: str = "collision", shifts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both stages over the n tokens of one sequence."""
-    candidates = stage_one(codes, counts, queries, sizes, mode, excluded, stage1)
+    candidates = stage_one(codes, counts, queries, sizes, mode, excluded, stage1, shifts)
     return stage_two(codes, queries, candidates, top_k, mode, scaling, shifts)
+
+
+def _of_tokens(shifts: Tensor, tokens: int) -> Tensor:
+    """Of each token: spans `[..., R]` -> `[..., tokens]`."""
+    return shifts.repeat_interleave(SPAN, -1)[..., :tokens]
 
 
 def _zero_norm(codes: Codes) -> Tensor:

@@ -9,6 +9,8 @@ sums are rounded and not cut off. Together that is as close to the exact product
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from kvrecall import small_floats
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.maps import SPAN, Maps
 from kvrecall.launch import cdiv, next_power_of_2
 
 _NUMBERS, _WARPS = 8192, 8
@@ -86,6 +89,21 @@ def less_centre(b_keys, b_centre):
 
 
 @triton.jit
+def centres(p_means, MEANS, p_cos, p_sin, o_span, m_span, D: tl.constexpr, o_d):
+    """Centres fp32 `[T, ·]`, coordinates `o_d`, of keys in the spans `o_span` `[T]`.
+
+    means `[D]`, their partners MEANS numbers behind; cos, sin `[R, D]`. Products are fused in one way, whoever calls.
+    """
+    m_d = o_d < D
+    m = m_span[:, None] & m_d[None, :]
+    b_mean = tl.load(p_means + o_d, mask=m_d, other=0.0)[None, :]
+    b_partner = tl.load(p_means + MEANS + o_d, mask=m_d, other=0.0)[None, :]
+    b_cos = tl.load(p_cos + o_span[:, None] * D + o_d[None, :], mask=m, other=0.0)
+    b_sin = tl.load(p_sin + o_span[:, None] * D + o_d[None, :], mask=m, other=0.0)
+    return tl.fma(b_cos, b_mean + tl.zeros_like(b_cos), b_sin * b_partner)
+
+
+@triton.jit
 def power_of_two(b_largest):
     """(2^e, 2^-e) near the largest magnitudes of keys, as `codes.key_scale`; both are normal numbers, so e is 126 at most."""
     b_exponent = (b_largest.to(tl.int32, bitcast=True) >> 23) - 126
@@ -99,29 +117,31 @@ def eleven_bits(b_x):
     return ((b_x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["p_signs", "p_magnitudes", "p_weights", "p_norms", "p_zero_norms", "tokens", "ROOM"])
+@triton.jit(do_not_specialize=["p_signs", "p_magnitudes", "p_weights", "p_norms", "p_zero_norms", "number", "tokens", "ROOM"])
 def encode_kernel(
-    p_keys, p_maps, p_centres, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_zero_norms,
-    tokens, HEAD, TOKEN, MAP, ROOM, HIGHEST, LOWEST, MIN_ALPHA,
+    p_keys, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_zero_norms,
+    number, tokens, HEAD, TOKEN, MAP, MEANS, ROOM, HIGHEST, LOWEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr, BK: tl.constexpr,
-    CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
+    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Program (T tokens, KV head): codes of keys of any float dtype, which lie HEAD and TOKEN numbers apart.
 
-    Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two heads ROOM tokens. CENTRED: there are centres
-    `[H, D]`. NORMS: writes norms too. ZEROS: sets zero_norms `[H]` to 1 where the weights of a key are all 0. Not compiled
-    anew for where in their tables the codes go.
+    number: that of the first token in its zone. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two
+    heads ROOM tokens. CENTRED: there are means `[2, H, D]` and turns of SPAN tokens each (`centres`). NORMS: writes norms too.
+    ZEROS: sets zero_norms `[H]` to 1 where the weights of a key are all 0. Not compiled anew for where in their tables the
+    codes go.
     """
     i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
     o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
     m_t = o_t < tokens - first
-    p_rows, p_centre, p_map = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, p_centres + i_h * D, p_maps + i_h * MAP
+    p_rows, p_mean, p_map = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, p_means + i_h * D, p_maps + i_h * MAP
+    o_span = (number + first + o_t) // SPAN
 
     # [T, BD]
     b_keys = tl.load(p_rows[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
     m_zero = tl.max(tl.abs(b_keys), 1) == 0.0
     if CENTRED:
-        b_keys = less_centre(b_keys, tl.load(p_centre + o_d, mask=o_d < D, other=0.0)[None, :])
+        b_keys = less_centre(b_keys, centres(p_mean, MEANS, p_cos, p_sin, o_span, m_t, D, o_d))
     b_scale, b_inverse = power_of_two(tl.max(tl.abs(b_keys), 1))
     if CENTRED:
         b_scale = tl.where(m_zero, 0.0, b_scale)
@@ -133,7 +153,7 @@ def encode_kernel(
         # [T, BK]: once more from memory, or rather its cache, as no part of a tile can be had from registers
         b_x = tl.load(p_rows[:, None] + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0).to(tl.float32)
         if CENTRED:
-            b_x = less_centre(b_x, tl.load(p_centre + o_k, mask=m_k, other=0.0)[None, :])
+            b_x = less_centre(b_x, centres(p_mean, MEANS, p_cos, p_sin, o_span, m_t, D, o_k))
         b_x *= b_inverse[:, None]
         # [BK, BD]
         b_map = tl.load(p_map + o_d[None, :] * D + o_k[:, None], mask=m_k[:, None] & (o_d < D)[None, :], other=0.0)
@@ -170,12 +190,14 @@ def count_kernel(p_signs, p_counts, tokens, ROOM, STEP, S: tl.constexpr, BS: tl.
 
 
 @triton.jit
-def one_scaled(b_key, p_centre, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr):
-    """One key fp32 `[BD]`, less its centre (CENTRED), divided by a power of two; that number `[1]`; whether the key is zero."""
+def one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr):
+    """One key fp32 `[BD]`, less its centre (CENTRED), divided by a power of two; that number `[1]`; whether it is zero."""
     o_d = tl.arange(0, BD)
     m_zero = tl.max(tl.abs(b_key), 0) == 0.0
     if CENTRED:
-        b_key = less_centre(b_key, tl.load(p_centre + o_d, mask=o_d < D, other=0.0))
+        o_one = tl.arange(0, 1)
+        b_centre = centres(p_mean, MEANS, p_cos, p_sin, span + o_one, o_one == 0, D, o_d)
+        b_key = less_centre(b_key, tl.reshape(b_centre, [BD]))
     scale, inverse = power_of_two(tl.max(tl.abs(b_key), 0))
     b_scale = tl.full([1], 1.0, tl.float32) * scale
     if CENTRED:
@@ -193,14 +215,15 @@ def one_turned(b_x, p_map, first, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def encode_one(
-    b_key, p_map, p_centre, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token, first, HIGHEST, LOWEST, MIN_ALPHA,
+    b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token, first,
+    HIGHEST, LOWEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Encodes ROWS coordinates, from `first` on, of one key fp32 `[BD]` into row `token` of the tables.
 
-    map `[D, D]`; CENTRED: centre `[D]` is taken from the key first. Returns whether the key is zero.
+    map `[D, D]`; CENTRED: the centre of its span is taken from the key first. Returns whether the key is zero.
     """
-    b_x, b_scale, m_zero = one_scaled(b_key, p_centre, D, BD, CENTRED)
+    b_x, b_scale, m_zero = one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D, BD, CENTRED)
     b_turned = one_turned(b_x, p_map, first, D, BD, ROWS)
     o_s = first // 8 + tl.arange(0, ROWS // 8)
     encode_blocks(tl.reshape(b_turned, [1, ROWS // 8, 8]), b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
@@ -210,10 +233,11 @@ def encode_one(
 
 @triton.jit
 def measure_one(
-    b_key, p_map, p_centre, p_norm, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+    b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_norm,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Writes the norm of one key fp32 `[BD]` that went through a map `[D, D]`; arguments as in `encode_one`."""
-    b_x, b_scale, _ = one_scaled(b_key, p_centre, D, BD, CENTRED)
+    b_x, b_scale, _ = one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D, BD, CENTRED)
     b_square = tl.zeros([1], tl.float32)
     for first in range(0, D, ROWS):
         b_turned = one_turned(b_x, p_map, first, D, BD, ROWS)
@@ -221,16 +245,34 @@ def measure_one(
     tl.store(p_norm + tl.arange(0, 1), packed(tl.sqrt(b_square) * b_scale))
 
 
+class Centring(NamedTuple):
+    """Where the kernels find the centres: means fp32 `[2, H, D]`, cos and sin fp32 `[R, D]`, and numbers between the two means.
+
+    Without centres, any tensors."""
+
+    means: Tensor
+    between: int
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def of(maps: Maps, tokens: int) -> Centring:
+        """Those of a zone of `tokens` tokens."""
+        if maps.means is None:
+            return Centring(maps.rotation, 0, maps.rotation, maps.rotation)
+        return Centring(maps.means, maps.means.stride(0), *maps.turns(tokens))
+
+
 def encode(
     keys: Tensor,
-    rotation: Tensor,
+    maps: Maps,
+    number: int,
     weight_dtype: torch.dtype = torch.bfloat16,
-    centre: Tensor | None = None,
     norms: bool = False,
     into: Codes | None = None,
     zero_norms: Tensor | None = None,
 ) -> Codes:
-    """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, wherever its heads and tokens lie.
+    """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, wherever its heads and tokens lie; the first is token `number`.
 
     into: where the codes are written, views of n rows of tables that are equally long; weight_dtype and norms are then theirs.
     zero_norms: int32 `[H_kv]`, becomes 1 for heads with a key whose weights are all 0.
@@ -244,15 +286,15 @@ def encode(
     assert all(x.stride(0) == room * x.shape[2] and x.stride(1) == x.shape[2] for x in made.parts)
     if keys.stride(2) != 1:
         keys = keys.contiguous()
-    rotation = rotation.contiguous()
-    least, most = weight_range(made.weights.dtype, centre is not None)
+    centring, centred = Centring.of(maps, number + tokens), maps.means is not None
+    least, most = weight_range(made.weights.dtype, centred)
     per_program = _NUMBERS // padded
     encode_kernel[(cdiv(tokens, per_program), heads)](
-        keys, rotation, rotation if centre is None else centre.contiguous(), magnitude_levels(keys.device),
+        keys, maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(keys.device),
         magnitude_thresholds(keys.device), made.signs, made.magnitudes, made.weights,
-        made.signs if made.norms is None else made.norms, made.signs if zero_norms is None else zero_norms, tokens,
-        keys.stride(0), keys.stride(1), rotation.stride(0) if rotation.ndim == 3 else 0, room, most, least, MIN_ALPHA,
-        D=dim, BD=padded, S=blocks, BS=padded // BLOCK, T=per_program, BK=_SUMMED, CENTRED=centre is not None,
+        made.signs if made.norms is None else made.norms, made.signs if zero_norms is None else zero_norms, number, tokens,
+        keys.stride(0), keys.stride(1), maps.stride, centring.between, room, most, least, MIN_ALPHA,
+        D=dim, BD=padded, S=blocks, BS=padded // BLOCK, T=per_program, BK=_SUMMED, SPAN=SPAN, CENTRED=centred,
         NORMS=made.norms is not None, ZEROS=zero_norms is not None, num_warps=_WARPS, num_stages=2,
     )  # fmt: skip
     return made

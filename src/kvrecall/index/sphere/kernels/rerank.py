@@ -37,17 +37,18 @@ def in_rows(p_x, o_x):
 @triton.jit(do_not_specialize=["START"])
 def rerank_kernel(
     p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, p_shifts,
-    scaling, HEADS, START, CAPACITY, ROOM, PARTS, UNITS,
+    scaling, HEADS, START, CAPACITY, ROOM, PARTS, UNITS, SPANS,
     D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
-    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
 
     The id of a key of zero norm becomes -1 - id: it ranks behind all others. LARGEST: keeps only the group's largest estimate,
-    in lane 0; SHIFT: after adding its head's shifts `[bh, lane]` to each. SOFTMAX: also writes peak and mass `[bh, lane, part]`
-    of a softmax over the candidates. A key has UNITS units of U blocks, which one thread reads: 4 blocks as one word of signs,
-    three of levels and, where they have 8 bits, one of weights; or 1 as bytes. levels: fp32 `[16]`, negative magnitudes, then
-    positive ones.
+    in lane 0. CENTRED: adds to each what its span of SPAN tokens lacks, shifts fp32 `[bh, lane, SPANS]`. SOFTMAX: also writes
+    peak and mass `[bh, lane, part]` of a softmax over the candidates. A key has UNITS units of U blocks, which one thread
+    reads: 4 blocks as one word of signs, three of levels and, where they have 8 bits, one of weights; or 1 as bytes. levels:
+    fp32 `[16]`, negative magnitudes, then positive ones.
     """
     i_part, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
@@ -96,8 +97,8 @@ def rerank_kernel(
         b_all = tl.full([R, BL], float("-inf"), tl.float32)
         for lane in tl.static_range(LANES):
             b_estimate = tl.sum(b_dots[lane], 1)
-            if SHIFT:
-                b_estimate += tl.load(p_shifts + i_bh * LANES + lane)
+            if CENTRED:
+                b_estimate += tl.load(p_shifts + (i_bh.to(tl.int64) * LANES + lane) * SPANS + b_id // SPAN, mask=m_c, other=0.0)
             b_all = tl.where((o_l == lane)[None, :], b_estimate[:, None], b_all)
         p_estimate = p_estimates + i_bh.to(tl.int64) * (ROOM if LARGEST else LANES * ROOM)
         m_l = o_l < LANES

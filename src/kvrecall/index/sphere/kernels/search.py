@@ -17,12 +17,13 @@ from torch import Tensor
 
 from kvrecall.index.sphere.codes import BLOCK, magnitude_levels
 from kvrecall.index.sphere.kernels.compact import compact_kernel
+from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
-from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, product_scale
+from kvrecall.index.sphere.maps import SPAN, Maps
+from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
@@ -38,7 +39,8 @@ _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
 _COMPACT_WARPS, _MANY = 4, 2048
 """From so many programs on each has one warp: what they wait for is then hidden by the others."""
-_ROTATED_ROWS = 16
+_ROTATED_ROWS, _SHIFT_SPANS = 16, 32
+"""Coordinates, and spans of positions, per program of the queries' rotation."""
 _RERANKED, _FEWEST_RERANKED, _RERANK_SUMS, _RERANK_WARPS = 128, 32, 2048, 4
 """Candidates per program of the rerank at most and at least, and sums that it keeps in registers: rows x units x lanes."""
 _CHUNK, _LONG_CHUNK, _LONG_CHOICE = 1024, 2048, 8192
@@ -106,8 +108,10 @@ class GpuSearch:
             self._chunk = max(256, next_power_of_2(candidates))
         kept = 1 if mode == "max" else self._lanes
         self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
-        self._shifted = mode == "max" and maps.centres is not None
-        self._shifts = scratch(pairs, self._lanes, dtype=torch.float32)
+        self._centring, self._centred = Centring.of(maps, tokens), maps.means is not None
+        self._spans = cdiv(tokens, SPAN) if self._centred else 0
+        self._shifts = scratch(pairs, self._lanes, self._spans, dtype=torch.float32)
+        self._sums = scratch(pairs, self._lanes, cdiv(self._spans, _SHIFT_SPANS), 2, dtype=torch.float32)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
         self._scale = product_scale(dim, norms)
         most = self._scale.top if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
@@ -146,12 +150,13 @@ class GpuSearch:
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Rotated queries and, for collisions, look-up tables; empties the histogram."""
-        maps, pairs = self._maps, pairs or self.pairs
-        rotate_kernel[(len(pairs), cdiv(self._dim, _ROTATED_ROWS))](
-            queries, maps.queries, maps.queries if maps.centres is None else maps.centres, fire, self._rotated, self._shifts,
-            self._total, maps.stride, self._heads, pairs.start,
-            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS,
-            MEAN=self.mode == "mean_q", SHIFT=self._shifted, BINS=self._bins, num_warps=4, **self._options,
+        maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
+        rotate_kernel[(len(pairs), pieces + cdiv(self._spans, _SHIFT_SPANS))](
+            queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
+            self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans,
+            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS, PIECES=pieces,
+            BR=_SHIFT_SPANS, SPAN=SPAN, MEAN=self.mode == "mean_q", BINS=self._bins, FIELDS=self._stride, num_warps=4,
+            **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(len(pairs), self._blocks)](
@@ -176,13 +181,14 @@ class GpuSearch:
             offset, shift, top = self._scale
             product_kernel[(self._tiles, len(pairs))](
                 tables.signs, tables.signs if tables.norms is None else tables.norms, tables.weights, tables.zero_norms, barred,
-                self._rotated, *written, PRODUCT_RMS * self._dim**0.5, *sizes,
+                self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim),
+                *sizes, self._spans,
                 D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=tables.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
-                num_warps=warps, **self._options,
+                CENTRED=self._centred, SPAN=SPAN, BR=_SHIFT_SPANS, MOST=MOST_SHIFT, num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
@@ -215,10 +221,11 @@ class GpuSearch:
         rerank_kernel[(self._parts, len(pairs))](
             tables.signs.view(words), tables.magnitudes.view(words), weights, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
-            pairs.start, tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit,
+            pairs.start, tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit, self._spans,
             D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes,
             BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"),
-            SOFTMAX="softmax" in self.mode, SHIFT=self._shifted, num_warps=_RERANK_WARPS, **self._options,
+            SOFTMAX="softmax" in self.mode, CENTRED=self._centred, SPAN=SPAN,
+            num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 
     def pick(self, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:

@@ -12,38 +12,68 @@ import triton.language as tl
 from kvrecall.overlap import begin, end
 
 
+@triton.jit
+def lane_query(p_group, lane, o_d, m_d, D: tl.constexpr, G: tl.constexpr, MEAN: tl.constexpr):
+    """Query head `lane` of a group `[G, D]`, or (MEAN) their mean, fp32 `[BD]`."""
+    if MEAN:
+        b_q = tl.zeros([o_d.shape[0]], tl.float32)
+        for g in tl.static_range(G):
+            b_q += tl.load(p_group + g * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_q = b_q / G
+    else:
+        b_q = tl.load(p_group + lane * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    return b_q
+
+
 @triton.jit(do_not_specialize=["START"])
-def rotate_kernel(p_queries, p_maps, p_centres, p_fire, p_rotated, p_shifts, p_total, MAP, HEADS, START,
+def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total, MAP, MEANS,
+                  HEADS, START, SPANS,
                   D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-                  MEAN: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Program (sequence and KV head, ROWS coordinates) of the rotated queries, fp32 `[BH, LANES, D]`.
+                  PIECES: tl.constexpr, BR: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr,
+                  FIELDS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: numbers between the maps of two heads, 0 for one rotation
-    of them all. SHIFT: also writes the query's product with the centre, shifts `[BH, LANES]`. One program per head clears the
-    histogram of the scores.
+    of them all. One program per head clears the histogram of the scores. The programs behind the first PIECES are for centred
+    keys: each writes the queries' products with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their
+    squares, `[BH, LANES, ceil(SPANS / BR), 2]`.
     """
-    i_bh, i_r = START + tl.program_id(0), tl.program_id(1)
-    o_d, o_r = tl.arange(0, BD), i_r * ROWS + tl.arange(0, ROWS)
+    i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
+    i_h = (i_bh % HEADS).to(tl.int64)
+    o_d = tl.arange(0, BD)
     m_d = o_d < D
-    m_r = (o_r < D)[:, None] & m_d[None, :]
-    b_r = tl.load(p_maps + i_bh.to(tl.int64) * MAP + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0)
-    begin(PDL)
-    if tl.load(p_fire + i_bh // HEADS) != 0:
-        if i_r == 0:
-            tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-        p_group = p_queries + i_bh.to(tl.int64) * G * D + o_d
-        for lane in tl.static_range(LANES):
-            if MEAN:
-                b_q = tl.zeros([BD], tl.float32)
-                for g in tl.static_range(G):
-                    b_q += tl.load(p_group + g * D, mask=m_d, other=0.0).to(tl.float32)
-                b_q = b_q / G
-            else:
-                b_q = tl.load(p_group + lane * D, mask=m_d, other=0.0).to(tl.float32)
-            if SHIFT:
-                b_c = tl.load(p_centres + i_bh * D + o_d, mask=m_d, other=0.0)
-                tl.store(p_shifts + i_bh * LANES + lane, tl.sum(b_q * b_c, 0), mask=i_r == 0)
-            tl.store(p_rotated + (i_bh * LANES + lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
+    p_group = p_queries + i_bh.to(tl.int64) * G * D
+    spans = tl.cdiv(tl.load(p_plan + i_bh // HEADS * FIELDS), SPAN)
+    if i_p < PIECES:
+        o_r = i_p * ROWS + tl.arange(0, ROWS)
+        m_r = (o_r < D)[:, None] & m_d[None, :]
+        b_r = tl.load(p_maps + i_h * MAP + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0)
+        begin(PDL)
+        if tl.load(p_fire + i_bh // HEADS) != 0:
+            if i_p == 0:
+                tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+            for lane in tl.static_range(LANES):
+                b_q = lane_query(p_group, lane, o_d, m_d, D, G, MEAN)
+                tl.store(p_rotated + (i_bh * LANES + lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
+    else:
+        begin(PDL)
+        i_block = i_p - PIECES
+        if (tl.load(p_fire + i_bh // HEADS) != 0) & (i_block * BR < spans):
+            o_span = i_block * BR + tl.arange(0, BR)
+            m_span = o_span < spans
+            m = m_span[:, None] & m_d[None, :]
+            b_cos = tl.load(p_cos + o_span[:, None] * D + o_d[None, :], mask=m, other=0.0)
+            b_sin = tl.load(p_sin + o_span[:, None] * D + o_d[None, :], mask=m, other=0.0)
+            b_mean = tl.load(p_means + i_h * D + o_d, mask=m_d, other=0.0)
+            b_partner = tl.load(p_means + MEANS + i_h * D + o_d, mask=m_d, other=0.0)
+            p_sum = p_sums + i_bh * LANES * tl.cdiv(SPANS, BR) * 2
+            for lane in tl.static_range(LANES):
+                b_q = lane_query(p_group, lane, o_d, m_d, D, G, MEAN)
+                b_shift = tl.sum(b_cos * (b_q * b_mean)[None, :] + b_sin * (b_q * b_partner)[None, :], 1)
+                tl.store(p_shifts + (i_bh.to(tl.int64) * LANES + lane) * SPANS + o_span, b_shift, mask=m_span)
+                p_own = p_sum + (lane * tl.cdiv(SPANS, BR) + i_block) * 2
+                tl.store(p_own, tl.sum(b_shift, 0))
+                tl.store(p_own + 1, tl.sum(b_shift * b_shift, 0))
     end(PDL)
 
 

@@ -1,0 +1,65 @@
+"""Layers with a rotary embedding and statistics of their own, and keys as such a layer has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.base import LayerShape
+from kvrecall.index.calibration import LayerCalibration, Rotary, turn
+from tests.index.sphere.build import shape
+from tests.strategies import gaussian
+
+
+class Halves(Rotary):
+    """Coordinate i is turned with coordinate i + `turned` / 2, at most by one radian per position; those behind are not."""
+
+    def __init__(self, dim: int, turned: int | None = None, base: float = 500.0) -> None:
+        half = (dim if turned is None else turned) // 2
+        self.partner = torch.arange(dim)
+        self.partner[:half], self.partner[half : 2 * half] = torch.arange(half, 2 * half), torch.arange(half)
+        self._frequencies = torch.zeros(dim, dtype=torch.float64)
+        self._frequencies[: 2 * half] = (base ** (-torch.arange(half) / half)).double().repeat(2)
+        self._signs = torch.ones(dim).double()
+        self._signs[:half] = -1
+
+    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(first, first + count).double().unsqueeze(1) * self._frequencies
+        return angles.cos().float(), (angles.sin() * self._signs).float()
+
+
+class Model:
+    """Keys and queries before the embedding: a large mean, a few channels with most of the variance, no axis they follow."""
+
+    def __init__(self, seed: int, heads: int, group: int, dim: int, rotary: Rotary | None = None, mean: float = 4.0) -> None:
+        self.heads, self.group, self.dim, self._mean, self._seed = heads, group, dim, mean, seed
+        self.rotary = Halves(dim) if rotary is None else rotary
+
+    def keys(self, seed: int, tokens: int, first: int = 0) -> Tensor:
+        """As attention sees them at the positions from `first` on, `[H_kv, n, D]`."""
+        return self._turned(self._rows(seed, self.heads, tokens, 1, self._mean), first)
+
+    def queries(self, seed: int, tokens: int, first: int = 0) -> Tensor:
+        """The same of queries, `[H_q, n, D]`."""
+        return self._turned(self._rows(seed + 1, self.heads * self.group, tokens, 3, 1.0), first)
+
+    def layer(self, sequences: int = 1, tokens: int = 1024, dtype: torch.dtype = torch.float32) -> LayerShape:
+        """A layer that was calibrated on `tokens` tokens of other texts."""
+        calibration = LayerCalibration(self.rotary)
+        if tokens:
+            calibration.see(self.keys(-1, tokens), self.queries(-1, tokens), 0)
+            calibration.settle(self.heads, self.dim)
+        return replace(shape(sequences, self.heads, self.group, self.dim, dtype), calibration=calibration)
+
+    def _rows(self, seed: int, heads: int, tokens: int, which: int, mean: float) -> Tensor:
+        spread = torch.logspace(0.5, -1, self.dim)
+        spread[::17] *= 6
+        axes = torch.linalg.qr(gaussian(1000 * self._seed + which, heads, self.dim, self.dim)).Q
+        middle = mean * gaussian(1000 * self._seed + which + 1, heads, 1, self.dim)
+        return (gaussian(7919 * (seed + 2) + self._seed, heads, tokens, self.dim) * spread + middle) @ axes.mT
+
+    def _turned(self, rows: Tensor, first: int) -> Tensor:
+        cos, sin = self.rotary.turns(first, rows.shape[1])
+        return turn(rows, cos, sin, self.rotary.partner)
