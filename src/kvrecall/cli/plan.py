@@ -53,6 +53,7 @@ def _show(model: str, told: Result) -> None:
     table.add_row("per token", f"{size(told['host_bytes_per_token'])} on the host, {summaries} on the device")
     table.add_row("host", f"{size(told['host_bytes'])} {_fits(told['fits_host'], told['available_host_bytes'])}")
     device = f"{size(told['summary_bytes'])} summaries + {size(told['resident_bytes'])} window"
+    device += f" + {size(told['map_bytes'])} maps of the model" if told["map_bytes"] else ""
     fits = _fits(told["fits_device"], told["available_device_bytes"])
     table.add_row("device", f"{size(told['device_bytes'])} = {device} {fits}")
     fits = _fits(told["full_attention_fits_device"], told["available_device_bytes"])

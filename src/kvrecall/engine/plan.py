@@ -18,7 +18,10 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes for a context under a method, beside full attention. `*_per_token` sum over layers and KV heads."""
+    """Bytes for a context under a method, beside full attention. `*_per_token` sum over layers and KV heads.
+
+    map_bytes: what all sequences share: the maps of the model's keys (docs/design/statistics.md).
+    """
 
     method: str
     context_tokens: int
@@ -31,6 +34,7 @@ class Plan:
     summary_bytes_per_token: float
     host_bytes: int
     summary_bytes: int
+    map_bytes: int
     resident_bytes: int
     device_bytes: int
     full_attention_device_bytes: int
@@ -62,14 +66,15 @@ def plan(
     resident = row * sizes.resident_capacity * batch
     shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, torch.device("cpu"))
     summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
-    summaries = summary * batch
+    summaries, maps = summary * batch, method.shared_bytes(shape, len(searched), retrieved)
+    device = resident + summaries + maps
     host, full = row * retrieved * batch, row * context_tokens * batch
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     host_free = available_host_bytes()
     return Plan(
         method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        row, summary / max(1, retrieved), host, summaries, resident, resident + summaries, full, host_free, device_free,
-        host <= host_free if device_free is not None else host + resident + summaries <= host_free,
-        None if device_free is None else resident + summaries <= device_free,
+        row, summary / max(1, retrieved), host, summaries, maps, resident, device, full, host_free, device_free,
+        host <= host_free if device_free is not None else host + device <= host_free,
+        None if device_free is None else device <= device_free,
         None if device_free is None else full <= device_free,
     )  # fmt: skip

@@ -101,8 +101,8 @@ class IndexConfig(Part, ABC):
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence with `tokens` tokens in its retrieval zone."""
 
-    def shared_nbytes(self, shape: LayerShape) -> int:
-        """Device bytes that all sequences of a layer share, whatever their length."""
+    def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
+        """Device bytes that all sequences of `layers` layers share, for zones of up to `tokens` tokens."""
         return 0
 
 

@@ -195,3 +195,8 @@ class Method:
         more = 0 if prune is None else pruned_nbytes(shape, prune, tokens)
         more += 0 if rest is None else completed_nbytes(shape, rest, tokens)
         return config.nbytes(shape, tokens) + more
+
+    def shared_bytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
+        """Device bytes that all sequences of `layers` layers share, such as the maps of a model."""
+        config = self.index_config()
+        return 0 if config is None else config.shared_nbytes(shape, layers, tokens)

@@ -87,5 +87,6 @@ class SphereConfig(IndexConfig):
         tables = SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype, self.norms) * tokens
         return int(tables) * shape.kv_heads
 
-    def shared_nbytes(self, shape: LayerShape) -> int:
-        return Maps.nbytes(shape.head_dim, shape.kv_heads, self.center, self.balance)
+    def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
+        table = Maps.turns_nbytes(shape.head_dim, tokens) if self.center else 0
+        return layers * Maps.nbytes(shape.head_dim, shape.kv_heads, self.center, self.balance) + table
