@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -31,7 +31,13 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     calibration: LayerCalibration | None = field(default=None, compare=False)
-    """The layer's rotary embedding and the statistics of its keys; None: an index that needs them takes those of its first keys."""
+    """The layer's rotary embedding and the statistics of its keys; None: an index that needs them takes those of its first
+    keys."""
+
+
+def calibrated(shape: LayerShape, calibration: LayerCalibration | None) -> LayerShape:
+    """The shape with a calibration, unless it has one."""
+    return shape if calibration is None or shape.calibration is not None else replace(shape, calibration=calibration)
 
 
 class RowSource(Zone, Protocol):
@@ -80,6 +86,11 @@ class IndexConfig(Part, ABC):
     def observed_queries(self) -> int:
         """How many of a prompt's last queries it wants to see at the end of the prompt."""
         return 0
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether its indexes use `LayerShape.calibration`."""
+        return False
 
     @property
     def segment_lengths(self) -> tuple[int, int] | None:

@@ -81,6 +81,10 @@ class SphereConfig(IndexConfig):
     def observed_queries(self) -> int:
         return OBSERVED_QUERIES if self.balance else 0
 
+    @property
+    def needs_calibration(self) -> bool:
+        return self.center or self.balance
+
     def build(self, shape: LayerShape) -> SphereIndex:
         from kvrecall.index.sphere import SphereIndex
 

@@ -7,6 +7,8 @@ rows settle in the zones, what moves to the host is indexed, and the index sees 
 from __future__ import annotations
 
 from kvrecall.cache.transfer import bring
+from kvrecall.index.base import calibrated
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import Method
 from kvrecall.undo import mend
@@ -15,13 +17,17 @@ _PIECE_TOKENS = 4096
 """Tokens that settle at once: bounds what the device holds twice."""
 
 
-def rezoned(state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0) -> LayerState:
+def rezoned(
+    state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0,
+    calibration: LayerCalibration | None = None,
+) -> LayerState:  # fmt: skip
     """The same sequences under a method with zones of its own, with counters at zero. `state` stays as it is.
 
     expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
+    calibration: for a state that has none.
     """
     mend(state)
-    shape = state.shape
+    shape = calibrated(state.shape, calibration)
     other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries)
     other.scaling = state.scaling
     other.flagged_as(state)
