@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -147,10 +148,13 @@ def _copy_of(module: nn.Module) -> nn.Module:
     """A copy that shares no buffer: some kinds of scaling change theirs at every call."""
     with torch.inference_mode(False), torch.no_grad():
         made = copy(module)
-        for name in ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+        for name in ("_parameters", "_modules"):
             made.__dict__[name] = copy(module.__dict__[name])
+        for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may hold the model
+            made.__dict__[name] = OrderedDict()
         made.__dict__["_buffers"] = {name: None if x is None else x.clone() for name, x in module._buffers.items()}
-        made.__dict__.pop("forward", None)
+        for name in ("forward", "_old_forward", "_hf_hook"):  # of accelerate, bound to the module itself
+            made.__dict__.pop(name, None)
         for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | dict) and not name.startswith("_"):
                 made.__dict__[name] = value.clone() if isinstance(value, Tensor) else dict(value)
