@@ -15,8 +15,7 @@ from kvrecall.cache.transfer import bring_keys
 from kvrecall.counters import Counters
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import SegmentTables
-from kvrecall.index.base import LayerShape, calibrated, stack_selections
-from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.launch import kernels_available
 from kvrecall.methods.base import Method
 from kvrecall.non_finite import NonFinite
@@ -299,16 +298,14 @@ class LayerState:
         other.counters = self.counters
         return other
 
-    def fork(self, method: Method, calibration: LayerCalibration | None = None) -> LayerState:
-        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
-        them if the method differs. It knows the prompt's queries as far as this state was made to observe them.
-
-        calibration: for a state that has none."""
+    def fork(self, method: Method, shape: LayerShape | None = None) -> LayerState:
+        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from them,
+        for `shape`, if the method differs. It knows the prompt's queries as far as this state was made to observe them.
+        """
         other = self._copy(list(range(self.store.sequences)))
         other.on_search = None  # who watches this state has not asked for the other one
         if method.at(self.layer) != self.method:
-            log = other.log
-            other.shape = calibrated(other.shape, calibration)
+            other.shape, log = shape or other.shape, other.log
             other._adopt(method)
             other.prompt_from = [0] * self.store.sequences
             if log is not None and other.log is not None:

@@ -17,7 +17,7 @@ from kvrecall.errors import (
     ShapeError,
     UnsupportedModelError,
 )  # fmt: skip
-from kvrecall.index.base import LayerShape
+from kvrecall.index.base import LayerShape, calibrated
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.table import WIDE
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
@@ -246,15 +246,16 @@ class RetrievalLayer(CacheLayerMixin):
         zones are of the same sizes."""
         copy = RetrievalLayer(cache, self.number)
         if self.state is not None:
-            calibration = copy._calibration(self.state.shape.kv_heads, self.state.shape.head_dim)
+            shape = self.state.shape
+            shape = calibrated(shape, copy._calibration(shape.kv_heads, shape.head_dim))
             if cache.method.zone_sizes() == self.state.store.sizes:
-                copy.state = self.state.fork(cache.method, calibration)
+                copy.state = self.state.fork(cache.method, shape)
             else:
                 tokens = max(cache.reserved_tokens, self._logical)
                 with explained(self.number, self.state.shape, cache.method, tokens):
                     copy.state = rezoned(
                         self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
-                        calibration=calibration,
+                        shape=shape,
                     )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid
