@@ -22,7 +22,8 @@ def rezoned(
 ) -> LayerState:  # fmt: skip
     """The same sequences under a method with zones of its own, with counters at zero. `state` stays as it is.
 
-    expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`. shape: with another calibration.
+    expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
+    shape: the same with another calibration.
     """
     mend(state)
     shape = shape or state.shape
