@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from kvrecall.errors import CalibrationError
@@ -99,9 +99,13 @@ def write(path: Path, held: CalibrationFile) -> None:
     }
     with written_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {_KEY: json.dumps(told)}
     with whole_file(path) as draft:
+        if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
+            draft.write_bytes(save(tensors, metadata))
+            return
         try:
-            save_file(tensors, draft, metadata={_KEY: json.dumps(told)})
+            save_file(tensors, draft, metadata=metadata)
         except SafetensorError as error:
             raise OSError(f"{error}") from error
 
