@@ -201,6 +201,15 @@ class CaptureMismatchError(CaptureError):
     """A captured step answers otherwise than the uncaptured one: it is not used."""
 
 
+class CalibrationError(KVRecallError, ValueError):
+    """A file of key statistics that is damaged, from a newer version, or of another model; nothing of it is used."""
+
+    def __init__(self, name: object, expected: str, got: str, remedy: str = "") -> None:
+        remedy = remedy or "Make it anew with `kvrecall calibrate-maps MODEL`."
+        super().__init__(f"{name}: expected {expected}, got {got}. {remedy}")
+        self.name, self.expected, self.got, self.remedy = str(name), expected, got, remedy
+
+
 class MissingPackageError(KVRecallError, ModuleNotFoundError):
     """An optional package that is not installed."""
 

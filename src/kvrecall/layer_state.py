@@ -299,13 +299,13 @@ class LayerState:
         other.counters = self.counters
         return other
 
-    def fork(self, method: Method) -> LayerState:
-        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from
-        them if the method differs. It knows the prompt's queries as far as this state was made to observe them."""
+    def fork(self, method: Method, shape: LayerShape | None = None) -> LayerState:
+        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from them,
+        for `shape` if given, if the method differs. It knows the prompt's queries as far as this state observed them."""
         other = self._copy(list(range(self.store.sequences)))
         other.on_search = None  # who watches this state has not asked for the other one
         if method.at(self.layer) != self.method:
-            log = other.log
+            other.shape, log = shape or other.shape, other.log
             other._adopt(method)
             other.prompt_from = [0] * self.store.sequences
             if log is not None and other.log is not None:

@@ -7,6 +7,7 @@ import typer
 from kvrecall.cli.ask import ask
 from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
+from kvrecall.cli.calibrate_maps import calibrate_maps
 from kvrecall.cli.demo import demo
 from kvrecall.cli.eval import evaluate
 from kvrecall.cli.generate import generate
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for verb in (ask, generate, demo, plan, info, trace, recall, calibrate, tune, report):
     app.command()(verb)
+app.command("calibrate-maps")(calibrate_maps)
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 
 from kvrecall.engine.prefill import prefill
 from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.evaluate.trace_calibration import from_file, frozen, to_tensors
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.integrations.transformers import RetrievalCache, attach
+from kvrecall.integrations.transformers.calibration import calibration_of
 from kvrecall.methods.full import Full
 from kvrecall.methods.settings import first_mistake
 from kvrecall.whole_files import parse_json, whole_file
@@ -31,13 +34,15 @@ class LayerTrace:
     """One layer of one sequence, post-RoPE. Query s saw the tokens 0 .. prompt_tokens + s, its own included.
 
     keys, values: `[H_kv, prompt_tokens + steps, D]`; queries: `[steps, H_q, D]`, of the decode steps; prompt_queries:
-    `[H_q, W, D]`, of the prompt's last W tokens, for methods that judge keys by them.
+    `[H_q, W, D]`, of the prompt's last W tokens, for methods that judge keys by them. calibration: what was known of the keys
+    when the prompt had been read, with the rotary embedding of all those positions; None: the trace does not tell.
     """
 
     keys: Tensor
     values: Tensor
     queries: Tensor
     prompt_queries: Tensor
+    calibration: LayerCalibration | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,19 @@ class TraceInfo:
     text: str = ""
 
 
+Whole = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Calibration(BaseModel):
+    """Which layers have statistics and rotary embeddings; see `trace_calibration`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    layers: list[Whole]
+    rotaries: list[Whole]
+    tokens: list[Whole]
+
+
 class _Metadata(BaseModel):
     """`TraceInfo` as a file tells it: anybody may have written it."""
 
@@ -63,6 +81,7 @@ class _Metadata(BaseModel):
     scaling: float = Field(gt=0)
     layers: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     text: str = ""
+    calibration: _Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,10 @@ class Trace:
         for number, layer in self.layers.items():
             for name in _TENSORS:
                 tensors[f"layer.{number}.{name}"] = getattr(layer, name).contiguous()
-        metadata = {"kvrecall": json.dumps(asdict(self.info))}
+        known = {number: layer.calibration for number, layer in self.layers.items() if layer.calibration is not None}
+        more, told = to_tensors(known, self.info.prompt_tokens + self.info.steps)
+        tensors |= more
+        metadata = {"kvrecall": json.dumps(asdict(self.info) | ({"calibration": told} if known else {}))}
         with whole_file(path) as draft:
             if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
                 draft.write_bytes(save(tensors, metadata))
@@ -97,9 +119,14 @@ class Trace:
                 if told is None:
                     raise ValueError("its metadata names no model and no layers")
                 held = _Metadata.model_validate(parse_json(told)).model_dump()
+                calibration = held.pop("calibration")
                 held["layers"] = tuple(dict.fromkeys(held["layers"]))
                 info = TraceInfo(**held)
                 layers = {n: _layer(file, n, info) for n in info.layers}
+                if calibration is not None:
+                    shapes = {n: (layer.keys.shape[0], layer.keys.shape[2]) for n, layer in layers.items()}
+                    known = from_file(file, calibration, shapes, info.prompt_tokens + info.steps)
+                    layers = {n: replace(layer, calibration=known.get(n)) for n, layer in layers.items()}
         except Exception as error:  # safetensors raises its own types for a broken file
             said = first_mistake(error) if isinstance(error, ValidationError) else error
             raise InputFileError(path, f"not a trace ({said})", "Make one with `kvrecall trace`.") from None
@@ -174,8 +201,11 @@ def capture(
             before = prompt.get(number, seen[0, :, :0].cpu())
             prompt[number] = torch.cat([before, seen[0].cpu()], 1)[:, -observe_queries:].clone()
 
+    cache.calibration = calibration_of(model)
     cache.on_queries = remember
     prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
+    # Later tokens come after the index has settled them, so they do not count.
+    known = frozen(*_gathered(cache, chosen), input_ids.shape[1] - 1 + steps)
     cache.on_queries = lambda n, q: queries[n].append(q[0, :, 0].cpu().clone()) if n in queries else None
     token = input_ids[:, -1:]
     with attach(model):
@@ -191,11 +221,20 @@ def capture(
             rows = torch.cat([block.cpu() for block in layer.state.store.blocks(0)], 1)
             decoded = torch.stack(queries[layer.number])
             watched = prompt.get(layer.number, decoded.new_empty(decoded.shape[1], 0, decoded.shape[2]))
-            captured[layer.number] = LayerTrace(rows[:, :, 0], rows[:, :, 1], decoded, watched)
+            captured[layer.number] = LayerTrace(
+                rows[:, :, 0], rows[:, :, 1], decoded, watched, known.get(layer.number)
+            )  # fmt: skip
     # The last prompt token is the first query, so a query's own position is prompt - 1 + step.
     scaling = float(getattr(_first_attention(model), "scaling", cache.signature.head_dim**-0.5))
     info = TraceInfo(name or cache.signature.model_type, input_ids.shape[1] - 1, steps, scaling, chosen, text)
     return Trace(info, captured)
+
+
+def _gathered(cache: RetrievalCache, chosen: tuple[int, ...]) -> tuple[dict[int, LayerCalibration], dict[int, int]]:
+    """The calibrations of the chosen layers, and their KV heads."""
+    shapes = {layer.number: layer.state.shape for layer in cache.retrieval_layers if layer.state is not None}
+    known = {number: shapes[number].calibration for number in chosen if number in shapes}
+    return {number: c for number, c in known.items() if c is not None}, {n: shape.kv_heads for n, shape in shapes.items()}
 
 
 def _first_attention(model: PreTrainedModel) -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -30,10 +30,15 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    zone_start: int = 0
-    """Position of the retrieval zone's first token."""
     calibration: LayerCalibration | None = field(default=None, compare=False)
     """Rotary embedding and key statistics of the layer; None: an index that needs them gathers those of its first keys."""
+    zone_start: int = 0
+    """Position of the retrieval zone's first token."""
+
+
+def calibrated(shape: LayerShape, calibration: LayerCalibration | None) -> LayerShape:
+    """The shape with a calibration, unless it has one."""
+    return shape if calibration is None or shape.calibration is not None else replace(shape, calibration=calibration)
 
 
 class RowSource(Zone, Protocol):

@@ -87,6 +87,10 @@ class KeyStatistics:
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64), square, square)
 
 
+Mark = tuple[int, tuple[Tensor, Tensor, Tensor] | None]
+"""Tokens, and sums over them; neither is changed in place."""
+
+
 class LayerCalibration:
     """A layer's rotary embedding and its statistics, which are gathered from the first tokens unless they are given.
 
@@ -106,6 +110,11 @@ class LayerCalibration:
         """Whether the statistics are final."""
         return self._settled is not None
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens the statistics are, or will be, gathered from."""
+        return self._tokens if self._settled is None else self._settled.tokens
+
     def see(self, keys: Tensor, queries: Tensor, first: int) -> None:
         """Shows tokens as attention has them: keys `[H_kv, n, D]`, queries `[H_q, n, D]` of the positions from `first` on.
 
@@ -113,7 +122,8 @@ class LayerCalibration:
         count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
         if self.settled or count <= 0:
             return
-        cos, sin = (x.to(keys.device, torch.float64) for x in self.rotary.turns(first, count))
+        # Of all positions, since some kinds of scaling look at the longest one of a call.
+        cos, sin = (x[:count].to(keys.device, torch.float64) for x in self.rotary.turns(first, keys.shape[1]))
         partner = self.rotary.partner.to(keys.device)
         heads = keys.shape[0]
         k, q = (turn_back(x[:, :count].double(), cos, sin, partner) for x in (keys, queries))
@@ -122,12 +132,24 @@ class LayerCalibration:
         self._sums = sums if self._sums is None else tuple(a + b for a, b in zip(self._sums, sums, strict=True))  # type: ignore[assignment]
         self._tokens += count
 
+    def mark(self) -> Mark:
+        """What has been seen so far, for `rewind`."""
+        return self._tokens, self._sums
+
+    def rewind(self, mark: Mark) -> None:
+        """Forgets what was seen since `mark`, unless the statistics are settled by now."""
+        if not self.settled:
+            self._tokens, self._sums = mark
+
     def settle(self, kv_heads: int, dim: int) -> KeyStatistics:
-        """The statistics; what has been seen so far becomes final."""
+        """The statistics; what has been seen so far becomes final, rounded to fp32 as files hold it.
+
+        Sums that are not finite are no statistics: then nothing is known."""
         if self._settled is None:
-            if self._sums is None:
+            means = None if self._sums is None else [(x / self._tokens).float().double().cpu() for x in self._sums]
+            if means is None or not all(bool(x.isfinite().all()) for x in means):
                 self._settled = KeyStatistics.nothing(kv_heads, dim)
             else:
-                self._settled = KeyStatistics(self._tokens, *((x / self._tokens).cpu() for x in self._sums))
+                self._settled = KeyStatistics(self._tokens, *means)
             self._sums = None
         return self._settled

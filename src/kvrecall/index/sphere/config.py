@@ -76,6 +76,10 @@ class SphereConfig(IndexConfig):
     def needs_calibration(self) -> bool:
         return self.center or self.balance
 
+    @property
+    def needs_calibration(self) -> bool:
+        return self.center or self.balance
+
     def build(self, shape: LayerShape) -> SphereIndex:
         from kvrecall.index.sphere import SphereIndex
 

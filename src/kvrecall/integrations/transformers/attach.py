@@ -119,6 +119,8 @@ class Attachment:
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
         if not cache.belongs_to(self.config):
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
+        if self._contexts and not cache.get_seq_length() and (cache.running is None or not cache.running.alive()):
+            cache.calibrate(self._parts[0])  # before anything of the pass begins, as it may fail
         with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass
             if not self._contexts or not any(module is part for part in self._parts):
                 raise NotAttachedError

@@ -8,10 +8,11 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -23,6 +24,7 @@ from transformers.cache_utils import (
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.integrations.transformers import passes
+from kvrecall.integrations.transformers.calibration import ModelCalibration, calibration_of
 from kvrecall.integrations.transformers.families import Heads, check_config, template
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.layer import RetrievalLayer
@@ -90,6 +92,9 @@ class RetrievalCache(Cache):
         """Ids of the tokens that are held."""
         self.running: ForwardPass | None = None
         """The forward pass that stores into this cache right now."""
+        self.calibration: ModelCalibration | None = None
+        """What is known of the keys of the model that fills this cache; forks share it."""
+        self._model: ref[PreTrainedModel] | None = None
         self._torn = False
         layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
@@ -124,6 +129,21 @@ class RetrievalCache(Cache):
         """bool `[B, tokens]` on the CPU, False for padding; None while nothing was padding."""
         return self.retrieval_layers[0]._valid
 
+    @property
+    def wants_calibration(self) -> bool:
+        """Whether the method's indexes use statistics of keys, or those of a fork may."""
+        methods = [self.method, *(self.method.at(number) for number, _ in self.method.per_layer)]
+        configs = [method.index_config() for method in methods]
+        return self.observe_queries > 0 or any(config is not None and config.needs_calibration for config in configs)
+
+    def calibrate(self, model: PreTrainedModel) -> None:
+        """Before the first forward pass: takes what is known of the model's keys, which may call the model.
+
+        Whatever it raises, the cache is unchanged."""
+        self._model = ref(model)
+        if self.calibration is None and self.wants_calibration:
+            self.calibration = calibration_of(model)
+
     def stats(self) -> CacheStats:
         """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
@@ -141,6 +161,9 @@ class RetrievalCache(Cache):
         fork = copy(self)
         fork.method, fork._windows, fork.on_queries = method, [], None
         fork.running, fork.tokens = None, self.tokens.copy()
+        model = None if self._model is None else self._model()
+        if fork.calibration is None and model is not None and fork.wants_calibration:
+            fork.calibration = calibration_of(model, gather=False)  # the queries of what is held have gone by
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
@@ -209,7 +232,7 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
-        self._windows, self._torn, self.tokens = [], False, TokenLog()
+        self._windows, self._torn, self.tokens, self.calibration = [], False, TokenLog(), None
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
                 layer.keys, layer.values, layer.is_initialized = None, None, False

@@ -17,7 +17,8 @@ from kvrecall.errors import (
     ShapeError,
     UnsupportedModelError,
 )  # fmt: skip
-from kvrecall.index.base import LayerShape
+from kvrecall.index.base import LayerShape, calibrated
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.table import WIDE
 from kvrecall.integrations.transformers.interrupt import deferred_interrupt
 from kvrecall.integrations.transformers.memory import all_or_nothing, check_device, explained
@@ -86,13 +87,29 @@ class RetrievalLayer(CacheLayerMixin):
     def _begin(self, queries: Tensor, keys: Tensor) -> None:
         """Makes an empty state for heads as they are here: under tensor parallelism a process has some of the model's."""
         b, heads, _, dim = keys.shape
-        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device)
         cache = self.cache
+        calibration = self._calibration(heads, dim)
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
         self.is_initialized = True
+
+    def _calibration(self, heads: int, dim: int) -> LayerCalibration | None:
+        """What is known of this layer's keys, if it is of so many heads."""
+        known = self.cache.calibration
+        return None if known is None else known.layer(self.number, heads, dim)
+
+    def _gather(self, queries: Tensor, keys: Tensor, valid: Tensor | None) -> None:
+        """Shows new tokens to statistics that are still gathered, before they are stored."""
+        state = self._ready()
+        calibration = state.shape.calibration
+        if calibration is None or calibration.settled:
+            return
+        for b in range(state.shape.sequences):
+            kept = slice(None) if valid is None else valid[b].nonzero()[:, 0].to(keys.device)
+            calibration.see(keys[b][:, kept], queries[b][:, kept], state.store.zones(b).total)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
@@ -151,6 +168,7 @@ class RetrievalLayer(CacheLayerMixin):
         if queries.shape[1] != shape.query_heads:
             raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
         self._ready().guard(keys, values)
+        self._gather(queries, keys, valid)
         exact = torch.autocast(keys.device.type, enabled=False)  # indexes compute in fp32
         with exact, deferred_interrupt(), all_or_nothing(self._ready(), new, self):
             if new == 1 and not self.cache.prefilling:
@@ -228,13 +246,16 @@ class RetrievalLayer(CacheLayerMixin):
         zones are of the same sizes."""
         copy = RetrievalLayer(cache, self.number)
         if self.state is not None:
+            shape = self.state.shape
+            shape = calibrated(shape, copy._calibration(shape.kv_heads, shape.head_dim))
             if cache.method.zone_sizes() == self.state.store.sizes:
-                copy.state = self.state.fork(cache.method)
+                copy.state = self.state.fork(cache.method, shape)
             else:
                 tokens = max(cache.reserved_tokens, self._logical)
                 with explained(self.number, self.state.shape, cache.method, tokens):
                     copy.state = rezoned(
-                        self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries
+                        self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
+                        shape=shape,
                     )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid

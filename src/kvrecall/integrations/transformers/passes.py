@@ -53,6 +53,7 @@ class ForwardPass:
         """Numbers of the retrieval layers whose attention has run."""
         self.own_causal_mask: Callable[[], Any] | None = None
         """Makes the causal mask that the model's own attention function would have been given."""
+        self._seen = {} if cache.calibration is None else cache.calibration.mark()
         self._undo = ExitStack()
         self._outer: ForwardPass | None = None
         self._calls: list[tuple[nn.Module, FrameType]] = []
@@ -104,9 +105,14 @@ class ForwardPass:
             self.cache.running = None
             if getattr(_local, "running", None) is self:  # a dead pass may be ended by another thread
                 _local.running = self._outer
+        calibration = self.cache.calibration
         if not failed and not missing:
+            if calibration is not None:
+                calibration.accept()
             self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
             return
+        if calibration is not None:
+            calibration.rewind(self._seen)
         self.cache.undo(self.before)
         if not failed:
             layers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")

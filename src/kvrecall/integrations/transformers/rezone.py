@@ -7,6 +7,7 @@ rows settle in the zones, what moves to the host is indexed, and the index sees 
 from __future__ import annotations
 
 from kvrecall.cache.transfer import bring
+from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
 from kvrecall.methods.base import Method
 from kvrecall.undo import mend
@@ -15,13 +16,17 @@ _PIECE_TOKENS = 4096
 """Tokens that settle at once: bounds what the device holds twice."""
 
 
-def rezoned(state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0) -> LayerState:
+def rezoned(
+    state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0,
+    shape: LayerShape | None = None,
+) -> LayerState:  # fmt: skip
     """The same sequences under a method with zones of its own, with counters at zero. `state` stays as it is.
 
     expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
+    shape: the same with another calibration.
     """
     mend(state)
-    shape = state.shape
+    shape = shape or state.shape
     other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries)
     other.scaling = state.scaling
     other.flagged_as(state)

@@ -1,0 +1,123 @@
+"""What a trace keeps of its layers' calibrations: settled statistics, and the rotary embedding as a table of its positions.
+
+Tensors of a file: `layer.N.key_mean`, `.key_second`, `.query_second` fp32 as in files of key statistics, and for each of the K
+rotary embeddings that differ `rotary.K.cos` and `.sin` fp32 `[positions, D]` and `.partner` int64 `[D]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.calibration import KeyStatistics, LayerCalibration, Rotary
+
+_STATISTICS = {"key_mean": 1, "key_second": 2, "query_second": 2}
+"""Name -> how many dimensions of D."""
+
+
+class TableRotary(Rotary):
+    """A rotary embedding at the positions of a trace. Beyond its last position it stays what it is there."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, partner: Tensor) -> None:
+        """cos, sin: fp32 `[positions, D]`; partner: int64 `[D]`."""
+        self.partner, self._cos, self._sin = partner, cos, sin
+
+    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        at = torch.arange(first, first + count).clamp_max(len(self._cos) - 1)
+        return self._cos[at], self._sin[at]
+
+    @property
+    def turns_nothing(self) -> bool:
+        return not bool(self._sin.any()) and bool((self._cos == 1).all())
+
+
+def frozen(
+    calibrations: Mapping[int, LayerCalibration], heads: Mapping[int, int], positions: int
+) -> dict[int, LayerCalibration]:
+    """Calibrations that need no model, settled by what they have seen; heads: KV heads by layer.
+
+    positions: how many the tables hold. Layers with one rotary embedding share its table.
+    """
+    tables: dict[int, TableRotary] = {}
+    made = {}
+    for number, calibration in calibrations.items():
+        rotary = calibration.rotary
+        if id(rotary) not in tables:
+            tables[id(rotary)] = TableRotary(*rotary.turns(0, positions), rotary.partner)
+        made[number] = LayerCalibration(tables[id(rotary)], calibration.settle(heads[number], len(rotary.partner)))
+    return made
+
+
+def to_tensors(calibrations: Mapping[int, LayerCalibration], positions: int) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """(tensors of a file, `calibration` of its metadata: per layer the number, its table's number and its tokens)."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[int, int] = {}
+    told: dict[str, list[int]] = {"layers": [], "rotaries": [], "tokens": []}
+    for number, calibration in calibrations.items():
+        rotary = calibration.rotary
+        table = numbers.setdefault(id(rotary), len(numbers))
+        if f"rotary.{table}.cos" not in tensors:
+            cos, sin = rotary.turns(0, positions)
+            partner = rotary.partner.contiguous().clone()
+            tensors |= {
+                f"rotary.{table}.cos": cos.clone(),
+                f"rotary.{table}.sin": sin.clone(),
+                f"rotary.{table}.partner": partner,
+            }
+        statistics = calibration.settle(0, 0)  # settled before
+        for name in _STATISTICS:
+            tensors[f"layer.{number}.{name}"] = getattr(statistics, name).float().contiguous()
+        told["layers"].append(number)
+        told["rotaries"].append(table)
+        told["tokens"].append(statistics.tokens)
+    return tensors, told
+
+
+def from_file(
+    file: Any, told: Mapping[str, list[int]], shapes: Mapping[int, tuple[int, int]], positions: int
+) -> dict[int, LayerCalibration]:
+    """Calibrations of an open file by layer. told: as `to_tensors` gave it. shapes: (KV heads, D) by layer.
+
+    Raises ValueError for tensors that are not those which the rest of the file tells of.
+    """
+    if not len(told["layers"]) == len(told["rotaries"]) == len(told["tokens"]):
+        raise ValueError("calibration: expected lists of one length")
+    tables: dict[tuple[int, int], TableRotary] = {}
+    made = {}
+    for number, table, tokens in zip(told["layers"], told["rotaries"], told["tokens"], strict=True):
+        if number not in shapes:
+            raise ValueError(f"calibration: expected layers of the trace, got {number}")
+        heads, dim = shapes[number]
+        if (table, dim) not in tables:
+            tables[table, dim] = _table(file, f"rotary.{table}", positions, dim)
+        parts = [
+            _tensor(file, f"layer.{number}.{name}", torch.float32, (heads, *[dim] * dims)).double()
+            for name, dims in _STATISTICS.items()
+        ]
+        made[number] = LayerCalibration(tables[table, dim], KeyStatistics(tokens, *parts))
+    return made
+
+
+def _table(file: Any, name: str, positions: int, dim: int) -> TableRotary:
+    cos, sin = (_tensor(file, f"{name}.{part}", torch.float32, (positions, dim)) for part in ("cos", "sin"))
+    partner = _tensor(file, f"{name}.partner", torch.int64, (dim,))
+    if not bool(((partner >= 0) & (partner < dim)).all()) or not torch.equal(partner[partner], torch.arange(dim)):
+        raise ValueError(f"{name}.partner: expected pairs of coordinates")
+    return TableRotary(cos, sin, partner)
+
+
+def _tensor(file: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if name not in file.keys():  # noqa: SIM118 - not a dict
+        raise ValueError(f"there is no {name}")
+    held = tuple(file.get_slice(name).get_shape())
+    if held != shape:
+        raise ValueError(f"expected {name} of shape {list(shape)}, got {list(held)}")
+    tensor = file.get_tensor(name)
+    if tensor.dtype != dtype:
+        raise ValueError(f"expected {name} of {dtype}, got {tensor.dtype}")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} contains NaN or infinity")
+    return tensor

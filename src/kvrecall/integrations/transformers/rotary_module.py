@@ -1,0 +1,161 @@
+"""The module of a model that makes cos and sin, kept so that it can be asked for any position."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvrecall.index.calibration import Rotary
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Stands for the position ids among the arguments of a call. lead: dimensions before batch and tokens (M-RoPE)."""
+
+    lead: tuple[int, ...]
+    dims: int
+
+    def fill(self, positions: Tensor) -> Tensor:
+        """Positions int64 `[n]` in the form of the call."""
+        if self.dims == 1:
+            return positions
+        return positions.expand(*self.lead, 1, -1)
+
+
+@dataclass(frozen=True)
+class _Floats:
+    """Stands for a tensor that tells the module a dtype, and to some the number of tokens."""
+
+    shape: tuple[int, ...]
+
+    def fill(self, positions: Tensor) -> Tensor:
+        """Zeros fp32, without memory for each."""
+        shape = list(self.shape)
+        shape[0] = 1
+        if len(shape) > 2:
+            shape[-2] = len(positions)
+        return torch.zeros((), device=positions.device).expand(shape)
+
+
+class Question:
+    """A call of the module as the model makes it, with the positions left open. It belongs to a copy of the module."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        self._module, self._args, self._kwargs, self._device = _copy_of(module), args, kwargs, device
+        self.key = id(module), repr(args), repr(sorted(kwargs.items()))
+        """What calls have in common that ask for the same."""
+
+    @staticmethod
+    def of(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, device: torch.device
+    ) -> Question | None:
+        """The question behind a call for one token in each of `rows` rows; None where no argument is the positions."""
+        if any(buffer.is_meta for buffer in module.buffers()):
+            return None
+        left_open = tuple(map(_left_open, args)), {name: _left_open(value) for name, value in kwargs.items()}
+        values = *left_open[0], *left_open[1].values()
+        if sum(isinstance(value, _Positions) for value in values) != 1:
+            return None
+        if any(isinstance(value, Tensor | nn.Module) for value in values):
+            return None
+        return Question(module, *left_open, device)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) fp32 `[n, W]` on the CPU at positions int64 `[n]`.
+
+        Kinds of scaling that look at the longest position of a call (dynamic, longrope) look at these.
+        """
+        positions = positions.to(self._device)
+
+        def filled(value: Any) -> Any:
+            return value.fill(positions) if isinstance(value, _Positions | _Floats) else value
+
+        args, kwargs = [filled(value) for value in self._args], {name: filled(value) for name, value in self._kwargs.items()}
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            # The class's forward: hooks of accelerate hang on the instance's, and belong to the module that it is a copy of.
+            cos, sin = type(self._module).forward(self._module, *args, **kwargs)
+        width = cos.shape[-1]
+        return tuple(x.float().reshape(-1, len(positions), width)[0].cpu() for x in (cos, sin))  # type: ignore[return-value]
+
+
+class ModelRotary(Rotary):
+    """The rotary embedding of a layer, as its model computes it."""
+
+    def __init__(self, question: Question, partner: Tensor, cos_column: Tensor, sin_column: Tensor, sign: Tensor) -> None:
+        """Columns int64 `[D]` of what the model's module answers, -1 for none; sign fp32 `[D]` of sin."""
+        self.partner = partner
+        self._question, self._cos, self._sin, self._sign = question, cos_column, sin_column, sign
+        self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+
+    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        last = self._last
+        if last is not None and last[0] == (first, count):  # all layers of a model ask for the same
+            return last[1]
+        cos, sin = self._question(torch.arange(first, first + count))
+        made = (
+            torch.where(self._cos < 0, 1.0, cos[:, self._cos]),
+            torch.where(self._sin < 0, 0.0, sin[:, self._sin] * self._sign),
+        )
+        self._last = (first, count), made
+        return made
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """Attributes and buffers of a module, and copies of the buffers' numbers: some kinds of scaling change all of them."""
+
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor | None]
+    numbers: dict[str, Tensor]
+
+    def restore(self, module: nn.Module) -> None:
+        """Puts back what has changed, and leaves buffers where they lie."""
+        for name in set(vars(module)) - set(self.attributes):
+            del module.__dict__[name]
+        module.__dict__.update(self.attributes)
+        for name in set(module._buffers) - set(self.buffers):
+            del module._buffers[name]
+        module._buffers.update(self.buffers)
+        for name, numbers in self.numbers.items():
+            buffer = self.buffers[name]
+            if buffer is not None and not torch.equal(buffer, numbers):
+                buffer.copy_(numbers)
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    """The state of a module, for `ModuleState.restore`."""
+    buffers = dict(module._buffers)
+    numbers = {name: x.clone() for name, x in buffers.items() if x is not None and not x.is_meta}
+    return ModuleState(dict(vars(module)), buffers, numbers)
+
+
+def _left_open(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return _Floats(tuple(value.shape))
+    if value.dtype in (torch.int64, torch.int32):
+        return _Positions(tuple(value.shape[:-2]), value.ndim)
+    return value
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """A copy that shares no buffer: some kinds of scaling change theirs at every call."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = copy(module)
+        for name in ("_parameters", "_modules"):
+            made.__dict__[name] = copy(module.__dict__[name])
+        for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may hold the model
+            made.__dict__[name] = OrderedDict()
+        made.__dict__["_buffers"] = {name: None if x is None else x.clone() for name, x in module._buffers.items()}
+        for name in ("forward", "_old_forward", "_hf_hook"):  # of accelerate, bound to the module itself
+            made.__dict__.pop(name, None)
+        for name, value in list(vars(made).items()):
+            if isinstance(value, Tensor | dict) and not name.startswith("_"):
+                made.__dict__[name] = value.clone() if isinstance(value, Tensor) else dict(value)
+    return made
