@@ -23,7 +23,7 @@ class TableRotary(Rotary):
 
     def __init__(self, cos: Tensor, sin: Tensor, partner: Tensor) -> None:
         """cos, sin: fp32 `[positions, D]`; partner: int64 `[D]`."""
-        self.partner, self._cos, self._sin = partner, cos, sin
+        self.partner, self._cos, self._sin, self.positions = partner, cos, sin, len(cos)
 
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(first, first + count).clamp_max(len(self._cos) - 1)

@@ -28,6 +28,9 @@ class Rotary(ABC):
     partner: Tensor
     """int64 `[D]` on the CPU; a coordinate that is not turned is its own partner."""
 
+    positions: int | None = None
+    """How many positions it can be asked for; None: as many as anybody wants."""
+
     @abstractmethod
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the positions first .. first + count - 1, fp32 `[count, D]`, on the CPU; sin has the sign."""

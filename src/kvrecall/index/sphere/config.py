@@ -76,10 +76,6 @@ class SphereConfig(IndexConfig):
     def needs_calibration(self) -> bool:
         return self.center or self.balance
 
-    @property
-    def needs_calibration(self) -> bool:
-        return self.center or self.balance
-
     def build(self, shape: LayerShape) -> SphereIndex:
         from kvrecall.index.sphere import SphereIndex
 

@@ -167,6 +167,7 @@ class Maps:
 def balanced(statistics: KeyStatistics, rotary: Rotary, device: torch.device, center: bool) -> Fitted:
     """The balanced transform for keys less their centres (center), or as they are, on average over `_FITTED_POSITIONS`."""
     low, high = _FITTED_POSITIONS
+    high = max(low, min(high, (rotary.positions or high) - SPAN))
     spans = (low * (high / low) ** torch.linspace(0, 1, _FITTED_SPANS).double() / SPAN).long().tolist()
     if rotary.turns_nothing:
         spans = [0]
