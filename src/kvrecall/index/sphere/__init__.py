@@ -253,7 +253,7 @@ class SphereIndex(Index):
         else:
             encoder = encode
         centre = self.maps.centres(first, keys.shape[1])
-        return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms)
+        return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms, first)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
         self._add_counts(self._counts[sequence], signs, sign)
