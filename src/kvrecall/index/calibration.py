@@ -106,28 +106,34 @@ class LayerCalibration:
         """Whether the statistics are final."""
         return self._settled is not None
 
-    def see(self, keys: Tensor, queries: Tensor, first: int) -> None:
+    def see(self, keys: Tensor, queries: Tensor | None, first: int) -> None:
         """Shows tokens as attention has them: keys `[H_kv, n, D]`, queries `[H_q, n, D]` of the positions from `first` on.
 
-        Does nothing once the statistics are settled, or known of `ENOUGH_TOKENS`."""
+        Without queries, all their directions are equally likely. Does nothing once the statistics are settled, or known of
+        `ENOUGH_TOKENS`."""
         count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
         if self.settled or count <= 0:
             return
         cos, sin = (x.to(keys.device, torch.float64) for x in self.rotary.turns(first, count))
         partner = self.rotary.partner.to(keys.device)
-        heads = keys.shape[0]
-        k, q = (turn_back(x[:, :count].double(), cos, sin, partner) for x in (keys, queries))
-        q = q.unflatten(0, (heads, -1)).flatten(1, 2)
-        sums = (k.sum(1), k.mT @ k, q.mT @ q * (heads / queries.shape[0]))
+        k = turn_back(keys[:, :count].double(), cos, sin, partner)
+        of_keys, of_queries = k.mT @ k, k.new_zeros(k.shape[0], k.shape[2], k.shape[2])
+        if queries is not None:
+            heads = keys.shape[0]
+            q = turn_back(queries[:, :count].double(), cos, sin, partner).unflatten(0, (heads, -1)).flatten(1, 2)
+            of_queries = q.mT @ q * (heads / queries.shape[0])
+        sums = (k.sum(1), of_keys, of_queries)
         self._sums = sums if self._sums is None else tuple(a + b for a, b in zip(self._sums, sums, strict=True))  # type: ignore[assignment]
         self._tokens += count
 
     def settle(self, kv_heads: int, dim: int) -> KeyStatistics:
-        """The statistics; what has been seen so far becomes final."""
+        """The statistics; what has been seen so far becomes final. Tokens with infinities or NaN say nothing."""
         if self._settled is None:
             if self._sums is None:
                 self._settled = KeyStatistics.nothing(kv_heads, dim)
             else:
-                self._settled = KeyStatistics(self._tokens, *((x / self._tokens).cpu() for x in self._sums))
+                made = KeyStatistics(self._tokens, *((x / self._tokens).cpu() for x in self._sums))
+                finite = all(bool(x.isfinite().all()) for x in (made.key_mean, made.key_second, made.query_second))
+                self._settled = made if finite else KeyStatistics.nothing(kv_heads, dim)
             self._sums = None
         return self._settled
