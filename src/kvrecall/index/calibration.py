@@ -118,20 +118,24 @@ class LayerCalibration:
         """How many tokens the statistics are, or will be, gathered from."""
         return self._tokens if self._settled is None else self._settled.tokens
 
-    def see(self, keys: Tensor, queries: Tensor, first: int) -> None:
+    def see(self, keys: Tensor, queries: Tensor | None, first: int) -> None:
         """Shows tokens as attention has them: keys `[H_kv, n, D]`, queries `[H_q, n, D]` of the positions from `first` on.
 
-        Does nothing once the statistics are settled, or known of `ENOUGH_TOKENS`."""
+        Without queries, all their directions are equally likely. Does nothing once the statistics are settled, or known of
+        `ENOUGH_TOKENS`."""
         count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
         if self.settled or count <= 0:
             return
         # Of all positions, since some kinds of scaling look at the longest one of a call.
         cos, sin = (x[:count].to(keys.device, torch.float64) for x in self.rotary.turns(first, keys.shape[1]))
         partner = self.rotary.partner.to(keys.device)
-        heads = keys.shape[0]
-        k, q = (turn_back(x[:, :count].double(), cos, sin, partner) for x in (keys, queries))
-        q = q.unflatten(0, (heads, -1)).flatten(1, 2)
-        sums = (k.sum(1), k.mT @ k, q.mT @ q * (heads / queries.shape[0]))
+        k = turn_back(keys[:, :count].double(), cos, sin, partner)
+        of_keys, of_queries = k.mT @ k, k.new_zeros(k.shape[0], k.shape[2], k.shape[2])
+        if queries is not None:
+            heads = keys.shape[0]
+            q = turn_back(queries[:, :count].double(), cos, sin, partner).unflatten(0, (heads, -1)).flatten(1, 2)
+            of_queries = q.mT @ q * (heads / queries.shape[0])
+        sums = (k.sum(1), of_keys, of_queries)
         self._sums = sums if self._sums is None else tuple(a + b for a, b in zip(self._sums, sums, strict=True))  # type: ignore[assignment]
         self._tokens += count
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration, Rotary, turn
+from kvrecall.index.sphere import SphereConfig, SphereIndex
 from tests.index.sphere.build import shape
 from tests.strategies import gaussian
+
+
+OWN: dict[str, Any] = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
+"""What makes an index centred."""
 
 
 class Halves(Rotary):
@@ -63,3 +69,11 @@ class Model:
     def _turned(self, rows: Tensor, first: int) -> Tensor:
         cos, sin = self.rotary.turns(first, rows.shape[1])
         return turn(rows, cos, sin, self.rotary.partner)
+
+
+def filled(layer: LayerShape, keys: list[Tensor], compiled: bool = True, **config: Any) -> SphereIndex:
+    """A centred index of a layer, with keys `[H_kv, n, D]` of each sequence."""
+    index = SphereIndex(layer, SphereConfig(**OWN | config), compiled)
+    for b, sequence in enumerate(keys):
+        index.append(b, sequence)
+    return index

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.index.sphere import balance, moments
+from kvrecall.index.sphere import balance
 from kvrecall.index.sphere.balance import Asked, fit, geometric_mean, roots
-from kvrecall.index.sphere.moments import Moments
 from tests.strategies import HEAD_DIMS, gaussian
 
 
@@ -81,7 +78,7 @@ def test_balanced_sides_have_the_same_moments() -> None:
 @pytest.mark.parametrize("count", [1, 2, 63, 128])
 def test_few_keys_make_no_wild_map(count: int) -> None:
     keys = gaussian(6, 2, count, 64) * torch.logspace(0.5, -1, 64)
-    made = fit(Moments().add(keys).second(True), count)
+    made = fit(torch.stack([torch.cov(own.T, correction=0) for own in keys.double()]), count)
     close(made.keys.mT @ made.queries, torch.eye(64).double().expand(2, -1, -1), 1e-12)
     assert (torch.linalg.cond(made.keys) < (1.001 if count == 1 else 40)).all()
 
@@ -104,38 +101,3 @@ def test_query_heads_of_a_group_count_alike() -> None:
     found, rows = Asked.of(queries.bfloat16(), 2), queries.bfloat16().double().reshape(2, 33, 64)
     assert found.count == 33
     close(found.moments, rows.mT @ rows / 33, 1e-12)
-
-
-def test_moments_in_pieces_are_those_of_the_whole() -> None:
-    keys = gaussian(3, 2, 500, 64) * torch.logspace(0.5, -1, 64) + 4
-    pieces = Moments()
-    for piece in keys.split((130, 1, 369), 1):
-        pieces.add(piece)
-    whole = keys.double()
-    assert pieces.count == pieces.until == 500
-    close(pieces.mean, whole.mean(1), 1e-13)
-    close(pieces.second(False), whole.mT @ whole / 500, 1e-13)
-    close(pieces.second(True), torch.stack([torch.cov(own.T, correction=0) for own in whole]), 1e-12)
-
-
-@pytest.mark.parametrize("split", [(400,), (39, 2, 1, 1, 1, 356), (41, 359), (1,) * 400, (300, 100)], ids=str)
-def test_tokens_far_behind_count_one_in_so_many(split: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "_WHOLE", 40)
-    monkeypatch.setattr(moments, "_PIECE_TOKENS", 17)
-    keys = gaussian(4, 2, 400, 64) + 3
-    made = Moments()
-    for piece in keys.split(split, 1):
-        made.add(piece)
-    weights = torch.where(torch.arange(400) < 40, 1.0, torch.where(torch.arange(400) % 5 == 0, 5.0, 0.0)).double()
-    assert made.until == 400 and made.count == weights.sum() == 400
-    mean = (keys * weights[:, None]).sum(1) / 400
-    close(made.mean, mean, 1e-12)
-    apart = keys.double() - mean.unsqueeze(1)
-    close(made.second(True), (apart * weights[:, None]).mT @ apart / 400, 1e-12)
-
-
-def test_a_copy_of_moments_goes_its_own_way() -> None:
-    first = Moments().add(gaussian(1, 2, 30, 64))
-    other, before = copy(first), first.second(False).clone()
-    other.add(gaussian(2, 2, 30, 64))
-    assert first.count == 30 and other.count == 60 and torch.equal(first.second(False), before)

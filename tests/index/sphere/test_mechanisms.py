@@ -64,7 +64,7 @@ def test_rotation(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, queries = gaussian(seed, TOKENS, DIM), gaussian(seed + 1, QUERIES, DIM)
     keys[:, 3::32] = 40 + 10 * keys[:, 3::32]
     rotated = searched(keys, queries)
-    monkeypatch.setattr("kvrecall.index.sphere.rotation_matrix", lambda dim, seed: torch.eye(dim))
+    monkeypatch.setattr("kvrecall.index.sphere.maps.rotation_matrix", lambda dim, seed: torch.eye(dim))
     assert rotated > searched(keys, queries) + 0.1
 
 
@@ -113,7 +113,7 @@ def test_magnitude_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         codes, "lloyd_max", lambda m: (torch.ones(7).double().numpy() * 2, torch.full((8,), 8**-0.5).double().numpy())
     )
-    monkeypatch.setattr(SphereIndex, "_encode", lambda self, b, k: encode(k, self.maps.rotation, torch.float32))
+    monkeypatch.setattr(SphereIndex, "_encode", lambda self, k, first: encode(k, self.maps.rotation, torch.float32))
     assert full > searched(keys, queries) + 0.05
 
 

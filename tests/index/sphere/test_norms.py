@@ -50,14 +50,13 @@ def test_eight_bit_weights_are_the_others_rounded(encoder: Any) -> None:
 @given(
     seed=SEEDS, mode=st.sampled_from(MODES), dim=st.sampled_from(HEAD_DIMS), group=st.integers(1, 4),
     family=st.sampled_from(["gaussian", "repeated", "zeros", "scales"]), weight=st.sampled_from(["uint8", "bfloat16"]),
-    norms=st.booleans(), center=st.booleans(),
+    kind=st.sampled_from([{}, {"center": False}, {"center": False, "norms": False}]),
 )  # fmt: skip
 def test_compiled_ids_are_the_references_ids(
-    seed: int, mode: str, dim: int, group: int, family: str, weight: str, norms: bool, center: bool
+    seed: int, mode: str, dim: int, group: int, family: str, weight: str, kind: dict[str, bool]
 ) -> None:
     keys = [synthetic_keys(family, seed + b, 2, n, dim) for b, n in enumerate((1, 63, 400))]
-    own = OWN | {"norms": norms, "weight_dtype": weight, "center": center}
-    index = index_of(keys, group, gqa=mode, min_candidates_per_k=2, **own)
+    index = index_of(keys, group, gqa=mode, min_candidates_per_k=2, **OWN | {"weight_dtype": weight} | kind)
     search_both(index, gaussian(seed + 9, 3, 2 * group, dim), 7)
 
 
@@ -75,7 +74,7 @@ def found_share(keys: Tensor, queries: Tensor, **config: Any) -> float:
 def test_keys_of_uneven_length_are_told_apart() -> None:
     keys = gaussian(1, 1, 2000, 64) * gaussian(2, 1, 2000, 1).exp()
     queries = gaussian(3, 20, 64)
-    assert found_share(keys, queries, **OWN) > 0.8 > 0.6 > found_share(keys, queries, **OWN | {"norms": False})
+    assert found_share(keys, queries, **OWN) > 0.8 > 0.6 > found_share(keys, queries, **OWN | {"center": False, "norms": False})
 
 
 def test_norms_follow_their_tokens() -> None:
@@ -92,6 +91,9 @@ def test_norms_follow_their_tokens() -> None:
 @pytest.mark.parametrize(("given", "word"), [
     ({"norms": True}, "stage1='product'"), ({"norms": True, "stage1": "product"}, "balance=True"),
     ({"norms": True, "balance": True}, "stage1='product'"), ({"weight_dtype": "uint8"}, "bfloat16"),
+    ({"center": True}, "norms=True"), ({"center": True, "balance": True, "stage1": "product"}, "norms=True"),
+    ({"center": True, "norms": True, "stage1": "product"}, "balance=True"),
+    ({"center": True, "norms": True, "balance": True}, "stage1='product'"),
 ])  # fmt: skip
 def test_what_needs_the_balanced_transform_says_so(given: dict[str, Any], word: str) -> None:
     with pytest.raises(ParameterError, match=word):

@@ -90,8 +90,8 @@ class SphereIndex(Index):
             table.reserve(tokens)
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        if self._maps is None and self._shape.calibration is None:
-            self._calibration.see(keys, keys[:, :0], 0)
+        if self._maps is None and self._shape.calibration is None and self.config.needs_calibration:
+            self._calibration.see(keys, None, 0)
         before = self._signs.lengths[sequence]
         after = before + keys.shape[1]
         for table in self._tables:
@@ -253,7 +253,7 @@ class SphereIndex(Index):
         else:
             encoder = encode
         centre = self.maps.centres(first, keys.shape[1])
-        return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms)
+        return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms, first)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
         self._add_counts(self._counts[sequence], signs, sign)

@@ -26,6 +26,8 @@ MAGNITUDE_BYTES = 3
 """Bytes of 8 packed three-bit magnitudes."""
 CENTROIDS = 1 << BLOCK
 MIN_ALPHA = 1e-6
+TILE = 64
+"""Keys that go through a map at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,18 @@ def encode(
     weight_dtype: torch.dtype = torch.bfloat16,
     centre: Tensor | None = None,
     norms: bool = False,
+    number: int = 0,
 ) -> Codes:
-    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32).
+    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32). Those of a key depend on no other key.
 
     rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, any matrix that the queries' one is the inverse transpose of.
     centre: fp32 `[..., n, D]`, of each key, taken from it first. norms: whether their norms are wanted too.
+    number: that of the first key in its zone.
     """
     x, scale = scaled(keys, centre)
     relative_norm = x.norm(dim=-1, keepdim=True)
     unit = x / torch.where(relative_norm > 0, relative_norm, 1.0)
-    blocks = (unit @ rotation.mT).unflatten(-1, (-1, BLOCK))  # [..., n, S, 8]
+    blocks = mapped(unit, rotation, number).unflatten(-1, (-1, BLOCK))  # [..., n, S, 8]
     radius = blocks.norm(dim=-1)
     direction = blocks / torch.where(radius > 0, radius, 1.0).unsqueeze(-1)
 
@@ -93,6 +97,18 @@ def encode(
     weights = stored_weights(norm * (radius / alpha), scale, weight_dtype, centre is not None)
     lengths = small_floats.pack(norm * radius.norm(dim=-1, keepdim=True)) if norms else None
     return Codes(pack_bits(positive), pack_magnitudes(levels), weights, lengths)
+
+
+def mapped(x: Tensor, rotation: Tensor, number: int) -> Tensor:
+    """Vectors `[..., n, D]` times a map, the first one being number `number` of its zone.
+
+    How a matrix product rounds depends on its shape. So each one is over a whole tile of the zone, with zeros where nothing is
+    asked for, and a vector gives the same numbers whatever comes with it.
+    """
+    before, count = number % TILE, x.shape[-2]
+    behind = -(before + count) % TILE
+    tiles = torch.nn.functional.pad(x, (0, 0, before, behind)).split(TILE, -2)
+    return torch.cat([tile.contiguous() @ rotation.mT for tile in tiles], -2)[..., before : before + count, :]
 
 
 def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:

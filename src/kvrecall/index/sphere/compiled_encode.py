@@ -1,7 +1,8 @@
-"""Key encoding for the CPU, compiled with numba: one pass over the rotated keys instead of a dozen tensor operations.
+"""Key encoding for the CPU, compiled with numba: one pass over the keys instead of a dozen tensor operations.
 
 Same formulas as `codes.encode`; sums run in another order, so a weight may differ in its last bit and a magnitude that lies
-on a threshold to the last bit may fall into the neighbouring level.
+on a threshold to the last bit may fall into the neighbouring level. The order of every sum is written down here, so the codes
+of a key depend on no other key and on no number of threads.
 """
 
 from __future__ import annotations
@@ -22,40 +23,55 @@ def encode(
     weight_dtype: torch.dtype = torch.bfloat16,
     centre: Tensor | None = None,
     norms: bool = False,
+    number: int = 0,
 ) -> Codes:
-    """As `codes.encode`, for CPU tensors `[H_kv, n, D]`."""
+    """As `codes.encode`, for CPU tensors `[H_kv, n, D]`, whose numbers make no difference."""
     heads, count, dim = keys.shape
     blocks = dim // BLOCK
     x, scale = scaled(keys, centre)
-    rotated = x @ rotation.mT  # dividing by the norm afterwards is the same up to rounding and saves a pass
+    maps = rotation.mT.contiguous().view(-1, dim, dim)  # [1 or H_kv, D in, D out]
     signs = torch.empty(heads, count, blocks, dtype=torch.uint8)
     magnitudes = torch.empty(heads, count, blocks * MAGNITUDE_BYTES, dtype=torch.uint8)
     weights = torch.empty(heads, count, blocks, dtype=torch.float32)
     lengths = torch.empty(heads, count, 1, dtype=torch.float32)
     thresholds, levels = (table.astype(np.float32) for table in lloyd_max(BLOCK))
     _encode(
-        rotated.view(heads * count, blocks, BLOCK).numpy(), scale.flatten().numpy(), thresholds, levels,
+        x.contiguous().flatten(0, 1).numpy(), maps.numpy(), scale.flatten().numpy(), thresholds, levels,
         signs.flatten(0, 1).numpy(), magnitudes.flatten(0, 1).numpy(), weights.flatten(0, 1).numpy(), lengths.flatten().numpy(),
     )  # fmt: skip
     stored = stored_weights(weights, scale, weight_dtype, centre is not None)
     return Codes(signs, magnitudes, stored, pack(lengths) if norms else None)
 
 
+@njit(cache=True)
+def turn(key, across, out):
+    """out += key times a transposed map `[D, D]`, coordinate after coordinate, four of them (D is a multiple) in one pass."""
+    for k in range(0, key.shape[0], 4):
+        a, b, c, d = key[k], key[k + 1], key[k + 2], key[k + 3]
+        for j in range(out.shape[0]):
+            out[j] = (((out[j] + a * across[k, j]) + b * across[k + 1, j]) + c * across[k + 2, j]) + d * across[k + 3, j]
+
+
 @njit(cache=True, parallel=True, nogil=True)
-def _encode(rotated, scale, thresholds, levels, signs, magnitudes, weights, lengths):
-    """rotated: `[n, S, 8]`, keys divided by `scale`; the norm cancels within a block's direction and returns in its weight."""
-    for i in prange(rotated.shape[0]):
+def _encode(keys, maps, scale, thresholds, levels, signs, magnitudes, weights, lengths):
+    """keys: `[H n, D]`, divided by `scale`; the norm cancels within a block's direction and returns in its weight.
+
+    maps: `[1 or H, D, D]`, transposed."""
+    rows, dim = keys.shape
+    for i in prange(rows):
+        turned = np.zeros(dim, np.float32)
+        turn(keys[i], maps[i * maps.shape[0] // rows], turned)
         whole = np.float32(0.0)
-        for s in range(rotated.shape[1]):
+        for s in range(dim // 8):
             square = np.float32(0.0)
             for j in range(8):
-                square += rotated[i, s, j] * rotated[i, s, j]
+                square += turned[8 * s + j] * turned[8 * s + j]
             whole += square
             radius = np.sqrt(square)
             inverse = np.float32(1.0) / radius if radius > 0 else np.float32(0.0)
             sign, word, alpha = 0, 0, np.float32(0.0)
             for j in range(8):
-                value = rotated[i, s, j]
+                value = turned[8 * s + j]
                 if value >= 0:
                     sign |= 1 << j
                 magnitude = abs(value) * inverse

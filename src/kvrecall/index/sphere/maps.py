@@ -18,7 +18,7 @@ on a key and its position alone. Not from the paper.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -39,27 +39,29 @@ that."""
 _FITTED_POSITIONS = (256, 131_072)
 """Positions that S is fitted to, spread evenly over their logarithms."""
 _FITTED_SPANS = 64
-_PIECE_SPANS = 1024
-"""Spans whose turns are asked for at a time: bounds the temporaries to 2 * 65,536 * D * 4 bytes."""
+_PIECE_SPANS = 64
+"""Spans whose turns are asked for at a time, so that a span's are the same numbers whenever they are asked for; bounds the
+temporaries to 2 * 4,096 * D * 4 bytes."""
 
 
 class Turns:
     """Mean cos and sin of the rotary embedding over every span of positions, from the zone's first token on, fp32 `[R, D]`."""
 
     def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
-        """first: position of the zone's first token."""
-        self._rotary, self._first, self._device = rotary, first, device
+        """first: position of the zone's first token. The embedding must be kept by somebody else: it keeps its tables."""
+        self._rotary, self._first, self._device = ref(rotary), first, device
         with lasting_tensors():
             self._cos = self._sin = torch.empty(0, rotary.partner.shape[0], device=device)
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) with a row for each span of `tokens` tokens at least. A longer table is another one: who reads it by its
         address keeps the one that it knows."""
-        have, wanted = self._cos.shape[0], cdiv(tokens, SPAN)
+        have, wanted = self._cos.shape[0], _spans(tokens)
         if wanted > have:
-            wanted = max(wanted, min(have * 9 // 8, wanted + _PIECE_SPANS))
-            starts = range(have, wanted, _PIECE_SPANS)
-            made = [mean_turns(self._rotary, self._first, r, min(_PIECE_SPANS, wanted - r)) for r in starts]
+            wanted = max(wanted, min(_spans(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
+            rotary = self._rotary()
+            assert rotary is not None
+            made = [mean_turns(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
             with lasting_tensors():
                 cos, sin = (torch.cat([x.to(self._device) for x in parts]) for parts in zip(*made, strict=True))
                 self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
@@ -71,20 +73,27 @@ class Turns:
         return self._cos.nbytes + self._sin.nbytes
 
 
-def mean_turns(rotary: Rotary, first: int, span: int, count: int) -> tuple[Tensor, Tensor]:
-    """Mean (cos, sin) of `count` spans from number `span` on, fp32 `[count, D]`; span 0 begins at position `first`."""
-    cos, sin = rotary.turns(first + span * SPAN, count * SPAN)
-    return cos.unflatten(0, (count, SPAN)).mean(1), sin.unflatten(0, (count, SPAN)).mean(1)
+def _spans(tokens: int) -> int:
+    """Rows of a table for so many tokens: whole pieces."""
+    return _PIECE_SPANS * cdiv(tokens, _PIECE_SPANS * SPAN)
+
+
+def mean_turns(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:
+    """Mean (cos, sin) of `_PIECE_SPANS` spans from number `span` on, fp32 `[_, D]`; span 0 begins at position `first`."""
+    cos, sin = rotary.turns(first + span * SPAN, _PIECE_SPANS * SPAN)
+    return cos.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1), sin.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1)
 
 
 _turns: WeakKeyDictionary[Rotary, dict[tuple[int, torch.device], Turns]] = WeakKeyDictionary()
-"""Layers with the same rotary embedding share a table."""
+"""Layers with the same rotary embedding share a table, which goes when that goes."""
 
 
 def turns_of(rotary: Rotary, first: int, device: torch.device) -> Turns:
     """The table of an embedding on a device."""
     tables = _turns.setdefault(rotary, {})
-    return tables.setdefault((first, device), Turns(rotary, first, device))
+    if (first, device) not in tables:
+        tables[first, device] = Turns(rotary, first, device)
+    return tables[first, device]
 
 
 class Maps:
@@ -105,7 +114,7 @@ class Maps:
             if center:
                 mean = statistics.key_mean
                 self.means = torch.stack([mean, mean[:, rotary.partner]]).float().to(device)
-                self._turns = turns_of(rotary, shape.zone_start, device)
+                self._rotary, self._turns = rotary, turns_of(rotary, shape.zone_start, device)
             if balance:
                 made, whole = balanced(statistics, rotary, device, center), self.rotation.double()
                 self.keys, self.queries = (whole @ made.keys).float(), (whole @ made.queries).float()
@@ -134,7 +143,7 @@ class Maps:
     @staticmethod
     def turns_nbytes(head_dim: int, tokens: int) -> int:
         """Bytes of the table that all layers with the same rotary embedding share, for zones of so many tokens."""
-        return 4 * 2 * head_dim * cdiv(tokens, SPAN)
+        return 4 * 2 * head_dim * _spans(tokens)
 
     def turns(self, tokens: int) -> tuple[Tensor, Tensor]:
         """As `Turns.of`; only asked for where there are centres."""
