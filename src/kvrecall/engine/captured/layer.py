@@ -23,7 +23,7 @@ from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.search import GpuSearch
-from kvrecall.index.sphere.maps import SPAN
+from kvrecall.index.sphere.turns import SPAN
 from kvrecall.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.layer_state import LayerState
 from kvrecall.merge.cuda import merge_step

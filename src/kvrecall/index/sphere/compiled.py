@@ -27,9 +27,9 @@ from kvrecall.index.sphere.compiled_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.maps import SPAN
 from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
 from kvrecall.index.sphere.schedule import StageSizes
+from kvrecall.index.sphere.turns import SPAN
 from kvrecall.launch import cdiv
 from kvrecall.numeric import as_bits
 from kvrecall.select.compiled import max_softmax, mean_softmax, top_k_of, union

@@ -18,82 +18,20 @@ on a key and its position alone. Not from the paper.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary, Rotary
-from kvrecall.index.sphere.balance import Asked, Fitted, fit
+from kvrecall.index.sphere.closed_form import balanced
 from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.turns import SPAN, spans_of, turns_of
 from kvrecall.launch import cdiv
 from kvrecall.structs import lasting_tensors
 
 if TYPE_CHECKING:
     from kvrecall.index.base import LayerShape
     from kvrecall.index.sphere.config import SphereConfig
-
-SPAN = 64
-"""Neighbouring positions that share a centre. A table of 1M positions has 16 MB at D = 128; 16 would find .5 % more in 4 times
-that."""
-_FITTED_POSITIONS = (256, 131_072)
-"""Positions that S is fitted to, spread evenly over their logarithms."""
-_FITTED_SPANS = 64
-_PIECE_SPANS = 64
-"""Spans whose turns are asked for at a time, so that a span's are the same numbers whenever they are asked for; bounds the
-temporaries to 2 * 4,096 * D * 4 bytes."""
-
-
-class Turns:
-    """Mean cos and sin of the rotary embedding over every span of positions, from the zone's first token on, fp32 `[R, D]`."""
-
-    def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
-        """first: position of the zone's first token. The embedding must be kept by somebody else: it keeps its tables."""
-        self._rotary, self._first, self._device = ref(rotary), first, device
-        with lasting_tensors():
-            self._cos = self._sin = torch.empty(0, rotary.partner.shape[0], device=device)
-
-    def of(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) with a row for each span of `tokens` tokens at least. A longer table is another one: who reads it by its
-        address keeps the one that it knows."""
-        have, wanted = self._cos.shape[0], _spans(tokens)
-        if wanted > have:
-            wanted = max(wanted, min(_spans(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
-            rotary = self._rotary()
-            assert rotary is not None
-            made = [mean_turns(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
-            with lasting_tensors():
-                cos, sin = (torch.cat([x.to(self._device) for x in parts]) for parts in zip(*made, strict=True))
-                self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
-        return self._cos, self._sin
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self._cos.nbytes + self._sin.nbytes
-
-
-def _spans(tokens: int) -> int:
-    """Rows of a table for so many tokens: whole pieces."""
-    return _PIECE_SPANS * cdiv(tokens, _PIECE_SPANS * SPAN)
-
-
-def mean_turns(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:
-    """Mean (cos, sin) of `_PIECE_SPANS` spans from number `span` on, fp32 `[_, D]`; span 0 begins at position `first`."""
-    cos, sin = rotary.turns(first + span * SPAN, _PIECE_SPANS * SPAN)
-    return cos.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1), sin.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1)
-
-
-_turns: WeakKeyDictionary[Rotary, dict[tuple[int, torch.device], Turns]] = WeakKeyDictionary()
-"""Layers with the same rotary embedding share a table, which goes when that goes."""
-
-
-def turns_of(rotary: Rotary, first: int, device: torch.device) -> Turns:
-    """The table of an embedding on a device."""
-    tables = _turns.setdefault(rotary, {})
-    if (first, device) not in tables:
-        tables[first, device] = Turns(rotary, first, device)
-    return tables[first, device]
 
 
 class Maps:
@@ -143,7 +81,7 @@ class Maps:
     @staticmethod
     def turns_nbytes(head_dim: int, tokens: int) -> int:
         """Bytes of the table that all layers with the same rotary embedding share, for zones of so many tokens."""
-        return 4 * 2 * head_dim * _spans(tokens)
+        return 4 * 2 * head_dim * spans_of(tokens)
 
     def turns(self, tokens: int) -> tuple[Tensor, Tensor]:
         """As `Turns.of`; only asked for where there are centres."""
@@ -171,40 +109,6 @@ class Maps:
         cos, sin = (x[: cdiv(tokens, SPAN)] for x in self.turns(tokens))
         mean, partners = self.means.unsqueeze(2)
         return (queries * mean) @ cos.mT + (queries * partners) @ sin.mT
-
-
-def balanced(statistics: KeyStatistics, rotary: Rotary, device: torch.device, center: bool) -> Fitted:
-    """The balanced transform for keys less their centres (center), or as they are, on average over `_FITTED_POSITIONS`."""
-    low, high = _FITTED_POSITIONS
-    high = max(low, min(high, (rotary.positions or high) - SPAN))
-    spans = (low * (high / low) ** torch.linspace(0, 1, _FITTED_SPANS).double() / SPAN).long().tolist()
-    if rotary.turns_nothing:
-        spans = [0]
-    mean, keys, queries = (x.to(device) for x in (statistics.key_mean, statistics.key_second, statistics.query_second))
-    of_keys, of_queries = torch.zeros_like(keys), torch.zeros_like(keys)
-    partner = rotary.partner.to(device)
-    for span in spans:
-        cos, sin = (x.to(device).double() for x in rotary.turns(span * SPAN, SPAN))
-        of_keys += turned_second(keys, cos, sin, partner)
-        of_queries += turned_second(queries, cos, sin, partner)
-        if center:
-            centre = cos.mean(0) * mean + sin.mean(0) * mean[:, partner]
-            of_keys -= centre.unsqueeze(-1) * centre.unsqueeze(-2)
-    known = bool(of_queries.diagonal(dim1=1, dim2=2).sum() > 0)
-    asked = Asked(of_queries / len(spans), statistics.tokens) if known else None
-    return fit(of_keys / len(spans), statistics.tokens, asked)
-
-
-def turned_second(second: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
-    """Second moments `[H, D, D]` of vectors that are turned as at the positions of cos and sin `[n, D]`, mean over these."""
-    n = cos.shape[0]
-    crossed = cos.mT @ sin / n
-    return (
-        cos.mT @ cos / n * second
-        + crossed * second[:, :, partner]
-        + crossed.mT * second[:, partner]
-        + sin.mT @ sin / n * second[:, partner][:, :, partner]
-    )
 
 
 def own_calibration(shape: LayerShape) -> LayerCalibration:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvrecall import small_floats
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, weight_range
-from kvrecall.index.sphere.maps import SPAN, Maps
+from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.turns import SPAN
 from kvrecall.launch import cdiv, next_power_of_2
 
 _NUMBERS, _WARPS = 8192, 8

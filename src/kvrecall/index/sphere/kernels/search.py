@@ -22,9 +22,10 @@ from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
 from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
-from kvrecall.index.sphere.maps import SPAN, Maps
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
+from kvrecall.index.sphere.turns import SPAN
 from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
 from kvrecall.small_floats import UNIT

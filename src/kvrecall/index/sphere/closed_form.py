@@ -1,0 +1,71 @@
+"""The balanced transform of a layer in closed form: from its statistics before the rotary embedding, and that embedding.
+
+A vector x that is turned at position p has the coordinates cos[p, i] x[i] + sin[p, i] x[partner[i]]. So the second moments of
+turned vectors are those before, times mean products of cos and sin, which belong to the embedding and serve all its layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.calibration import KeyStatistics, Rotary
+from kvrecall.index.sphere.balance import Asked, Fitted, fit
+from kvrecall.index.sphere.turns import SPAN
+
+_FITTED_POSITIONS = (256, 131_072)
+"""Positions that the transform is fitted to, spread evenly over their logarithms."""
+_FITTED_SPANS = 64
+
+
+class Products(NamedTuple):
+    """Mean products of turns, fp64 `[D, D]` on the CPU."""
+
+    cos_cos: Tensor
+    cos_sin: Tensor
+    sin_sin: Tensor
+
+    @staticmethod
+    def of(cos: Tensor, sin: Tensor) -> Products:
+        """Mean over the n rows of cos and sin fp64 `[n, D]`."""
+        n = cos.shape[0]
+        return Products(cos.mT @ cos / n, cos.mT @ sin / n, sin.mT @ sin / n)
+
+    def turned(self, second: Tensor, partner: Tensor) -> Tensor:
+        """Second moments `[H, D, D]`, fp64 on the CPU, of turned vectors; second: those before."""
+        return (
+            self.cos_cos * second
+            + self.cos_sin * second[:, :, partner]
+            + self.cos_sin.mT * second[:, partner]
+            + self.sin_sin * second[:, partner][:, :, partner]
+        )
+
+
+def balanced(statistics: KeyStatistics, rotary: Rotary, device: torch.device, center: bool) -> Fitted:
+    """The transform for keys less the centres of their spans (center), or as they are; made on `device`."""
+    every, of_means = fitted_products(rotary)
+    keys = every.turned(statistics.key_second, rotary.partner)
+    if center:  # a centre is the mean key, turned by the mean turns of its span
+        mean = statistics.key_mean
+        keys = keys - of_means.turned(mean.unsqueeze(-1) * mean.unsqueeze(-2), rotary.partner)
+    queries = every.turned(statistics.query_second, rotary.partner)
+    known = bool(queries.diagonal(dim1=1, dim2=2).sum() > 0)
+    return fit(keys.to(device), statistics.tokens, Asked(queries.to(device), statistics.tokens) if known else None)
+
+
+_fitted: WeakKeyDictionary[Rotary, tuple[Products, Products]] = WeakKeyDictionary()
+
+
+def fitted_products(rotary: Rotary) -> tuple[Products, Products]:
+    """Of the turns at `_FITTED_POSITIONS`, and of the mean turns of their spans."""
+    if rotary not in _fitted:
+        low, high = _FITTED_POSITIONS
+        high = max(low, min(high, (rotary.positions or high) - SPAN))
+        spans = (low * (high / low) ** torch.linspace(0, 1, _FITTED_SPANS).double() / SPAN).long().tolist()
+        asked = [rotary.turns(span * SPAN, SPAN) for span in ([0] if rotary.turns_nothing else spans)]
+        cos, sin = (torch.stack(parts).double() for parts in zip(*asked, strict=True))  # [spans, SPAN, D]
+        _fitted[rotary] = Products.of(cos.flatten(0, 1), sin.flatten(0, 1)), Products.of(cos.mean(1), sin.mean(1))
+    return _fitted[rotary]
