@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.index.base import LayerShape
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.layer_state import LayerState
 from kvrecall.methods import Method, get
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -38,9 +39,9 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
 
 def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
-    observe_queries: int = 0, dim: int = DIM,
+    observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None,
 ) -> LayerState:  # fmt: skip
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"))
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), calibration=calibration)
     return LayerState(layer, shape, method, observe_queries=observe_queries)
 
 

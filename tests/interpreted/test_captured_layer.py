@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import weight_values
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
-from tests.layers import DIM, ZONES, start, state, tokens
+from tests.index.sphere.calibrated import Halves, Model
+from tests.layers import DIM, ZONES, left_padded, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured.layer import CapturedLayer
@@ -34,6 +36,11 @@ def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
     return CapturedLayer(layer, plan, max(z.retrieval for z in zones) + room), plan
 
 
+def at_any_position(seed: int, batch: int, count: int, first: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values."""
+    return tokens(seed, batch, count)
+
+
 def compare(
     method: kvrecall.Method,
     steps: int,
@@ -41,17 +48,22 @@ def compare(
     warm: int = 6,
     atol: float = 2e-6,
     lengths: tuple[int, int] = (90, 61),
+    calibration: LayerCalibration | None = None,
+    draw: Callable[[int, int, int, list[int]], tuple[Tensor, Tensor, Tensor]] = at_any_position,
 ) -> tuple[LayerState, LayerState]:
     """Runs both from the same prompt; every output must agree; returns the states (pipeline's, captured)."""
-    plain, other = state(method, 2), state(method, 2)
-    start(plain, list(lengths)), start(other, list(lengths))
+    plain, other = (state(method, 2, calibration=calibration) for _ in range(2))
+    longest = max(lengths)
+    for layer in (plain, other):
+        prompt = draw(0, 2, longest, [n - longest for n in lengths])
+        prefill_layer(layer, *prompt, None if len(set(lengths)) == 1 else left_padded(list(lengths)), params)
     for number in range(warm):
-        new = tokens(500 + number, 2, 1)
+        new = draw(500 + number, 2, 1, [n + number for n in lengths])
         decode_step(plain, *new, None, params), decode_step(other, *new, None, params)
     captured, plan = borrowed(other, 64)
     parity = torch.zeros(1, dtype=torch.int64)
     for number in range(steps):
-        new = tokens(1000 + number, 2, 1)
+        new = draw(1000 + number, 2, 1, [n + warm + number for n in lengths])
         expected = decode_step(plain, *new, None, params)
         captured.renew()
         rows = captured._plan_rows = pack(plan.rows())
@@ -80,8 +92,9 @@ METHODS = {
     "balanced-early": kvrecall.methods.get(
         "pariskv-balanced", trigger="speculative:threshold=0.0", **EXACT | {"update_interval": 7}
     ),
-    "balanced-collisions": kvrecall.ParisKV(center=True, balance=True, gqa="max", trigger="fixed-stride:steps=2", **EXACT),
-    "centred": kvrecall.ParisKV(center=True, stage1="product", fetch="direct:reuse=true", **EXACT),
+    "balanced-collisions": kvrecall.ParisKV(balance=True, gqa="max", trigger="fixed-stride:steps=2", **EXACT),
+    "reused": kvrecall.methods.get("pariskv-balanced", gqa="max", fetch="direct:reuse=true", **EXACT),
+    "norms": kvrecall.methods.get("pariskv-balanced", center=False, **EXACT),
     "semantic-retrieval": kvrecall.ParisKV(
         stage1="product", trigger="semantic-boundary:threshold=0.0,compare=retrieval,max_stride=3", **EXACT
     ),
@@ -103,7 +116,7 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
         assert (made.norms is None) == (expected.norms is None) == (not getattr(method, "norms", False))
         if made.norms is not None and expected.norms is not None:
             assert torch.equal(made.norms, expected.norms) and made.norms.all()
-        assert torch.equal(other.index.maps.of_keys(b)[0], plain.index.maps.of_keys(b)[0])
+        assert torch.equal(other.index.maps.keys, plain.index.maps.keys)
         assert torch.equal(other.index._counts, plain.index._counts)
         assert torch.equal(other.held[b].ids, plain.held[b].ids)
     for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens"):
@@ -119,14 +132,15 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
         torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
 
 
-@pytest.mark.parametrize("name", ["collisions", "balanced", "centred"])
+@pytest.mark.parametrize("name", ["collisions", "balanced", "norms"])
 def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
     """Encoded by `leave` as the reference encodes them: the one is average, the other behind everything."""
     layer = state(replace(METHODS[name], local_tokens=2, update_interval=2), 1)
     start(layer, [90])
     captured, plan = borrowed(layer, 64)
-    centres = layer.index.maps.centres
-    keys = [torch.zeros(2, 1, DIM), torch.zeros(2, 1, DIM) if centres is None else centres[0].unsqueeze(1)]
+    assert isinstance(layer.index, SphereIndex)
+    centre = layer.index.maps.centres(87, 1)
+    keys = [torch.zeros(2, 1, DIM), torch.zeros(2, 1, DIM) if centre is None else centre]
     parity, params = torch.zeros(1, dtype=torch.int64), AttentionParams(DIM**-0.5)
     for number in range(6):  # until both have left the window
         queries, key, values = tokens(number, 1, 1)
@@ -137,7 +151,7 @@ def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
     captured.finish()
     weights = layer.index.codes(0).weights[:, 86:88]
     assert layer.index.lengths[0] >= 88 and not weights[:, 0].any()
-    assert weights[:, 1].all() == (centres is not None) and weights.abs().max() < 1e-30
+    assert weights[:, 1].all() == (centre is not None) and weights.abs().max() < 1e-30
     assert layer.index._zero_norms.all()
 
 
@@ -172,125 +186,54 @@ def test_the_stages_that_are_timed_alone_are_a_step() -> None:
     assert isinstance(merged, Tensor) and torch.equal(merged, expected)
 
 
-REFIT: dict[str, Any] = EXACT | {"refit_growth": 1.15, "center": True, "balance": True}
-REFITS = {
-    "products": kvrecall.methods.get("pariskv-balanced", **REFIT),
-    "collisions": kvrecall.ParisKV(gqa="max", **REFIT),
-    "early": kvrecall.methods.get("pariskv-balanced", trigger="speculative:threshold=0.0", **REFIT),
-    "centre": kvrecall.ParisKV(stage1="product", fetch="direct:reuse=true", **REFIT | {"balance": False}),
-}
-
-
 def same_codes(made: LayerState, expected: LayerState) -> None:
     mine, theirs = made.index, expected.index
     assert isinstance(mine, SphereIndex) and isinstance(theirs, SphereIndex)
-    assert mine.lengths == theirs.lengths and mine._waiting == theirs._waiting
-    assert mine.maps.tokens == theirs.maps.tokens and mine.maps.fitted == theirs.maps.fitted
+    assert mine.lengths == theirs.lengths and mine.maps is theirs.maps
     assert torch.equal(mine._counts, theirs._counts)
-    assert torch.equal(mine.maps.keys, theirs.maps.keys) and torch.equal(mine.maps.queries, theirs.maps.queries)
     for b in range(2):
-        assert torch.equal(mine.codes(b).signs, theirs.codes(b).signs)
-        assert torch.equal(mine.codes(b).magnitudes, theirs.codes(b).magnitudes)
+        ours, plain = mine.codes(b), theirs.codes(b)
+        assert torch.equal(ours.signs, plain.signs) and torch.equal(ours.magnitudes, plain.magnitudes)
+        torch.testing.assert_close(weight_values(ours.weights), weight_values(plain.weights), rtol=1e-5, atol=0)
+        assert ours.norms is not None and plain.norms is not None and torch.equal(ours.norms, plain.norms)
         assert all(torch.equal(x, y) for x, y in zip(made.store.host[b].blocks(), expected.store.host[b].blocks(), strict=True))
 
 
-@pytest.mark.parametrize("steps", [1, 2], ids=["waiting", "coded"])
-@pytest.mark.parametrize("name", REFITS)
-def test_a_sequence_that_outgrows_its_maps_is_coded_anew_as_uncaptured(name: str, steps: int) -> None:
-    """The shorter one, whose zone goes from 41 to 49 tokens with the first captured step. If that is the last one, it waits."""
-    params = AttentionParams(DIM**-0.5)
-    plain, other = compare(REFITS[name], steps, params, warm=7)
-    assert isinstance(other.index, SphereIndex) and other.index.maps.tokens == [70, 41 if steps == 1 else 49]
-    assert other.index._waiting == [0, 49 if steps == 1 else 0]
-    same_codes(other, plain)
-    new = tokens(3000, 2, 1)
-    torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
-    assert other.index.maps.tokens == [70, 49]
-    same_codes(other, plain)
-
-
-@pytest.mark.parametrize(("name", "where"), [
-    ("products", "fit"), ("products", "append_codes"), ("collisions", "_encode_buffer"), ("products", "given up"),
+@pytest.mark.parametrize(("name", "steps", "lengths"), [
+    ("balanced", 24, (90, 61)), ("balanced-eight-bits", 18, (75, 140)), ("balanced-early", 16, (82, 80)),
+    ("reused", 10, (84, 212)),
 ])  # fmt: skip
-def test_coding_anew_comes_later_or_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's turn comes a step later than its work is due, with a token in the buffer then; coding fails; it is made again,
-    or left to the next search if the steps end there."""
-    params, parity = AttentionParams(DIM**-0.5), torch.zeros(1, dtype=torch.int64)
-    plain, other = state(REFITS[name], 2), state(REFITS[name], 2)
-    for layer in (plain, other):
-        start(layer, [90, 61])
-        for number in range(7):
-            decode_step(layer, *tokens(500 + number, 2, 1), None, params)
-    captured, plan = borrowed(other, 64)
-    for number in range(2):
-        new = tokens(1000 + number, 2, 1)
-        decode_step(plain, *new, None, params)
-        captured.decode(*new, pack(plan.rows()), parity, params)
-        plan.advance()
-        parity.copy_(1 - parity)
-    owner: Any = {"fit": captured._index.maps, "_encode_buffer": captured}.get(where, captured._index)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, "append_codes" if where == "given up" else where, raising(MemoryError))
-        with pytest.raises(MemoryError):
-            captured.renew()
-    if where != "given up":
-        assert captured.renew() and not captured.renew()
-    assert captured._index.maps.tokens == [70, 41 if where == "given up" else 49] and plan.zones[1].buffer == 1
-    captured.finish()
-    if where == "given up":
-        assert captured._index._waiting == [0, 49]
-        captured._index.settle(1)
+def test_centres_follow_the_tokens_that_leave(name: str, steps: int, lengths: tuple[int, int]) -> None:
+    """Keys of a model that drift with their position, over the ends of spans, which a code must not cross too early or late."""
+    params, model = AttentionParams(0.01 * DIM**-0.5), Model(1, 2, 2, DIM, Halves(DIM, base=50.0))  # products are large
+    calibration = model.layer().calibration
+    assert calibration is not None
+    plain, other = compare(METHODS[name], steps, params, atol=1e-5, lengths=lengths, calibration=calibration, draw=drawn(model))
+    assert other.shape.calibration is calibration and isinstance(other.index, SphereIndex)
+    before = [n - 20 for n in lengths]
+    assert any(n // 64 < end // 64 for n, end in zip(before, other.index.lengths, strict=True))
+    same_codes(other, plain)
+    for b, held in plain.held.items():
+        assert torch.equal(other.held[b].ids, held.ids)
+    keys = torch.cat(list(other.store.host[0].blocks()), 1)[:, :, 0]
+    fresh = SphereIndex(replace(other.shape, sequences=1, zone_start=4), other.index.config)
+    fresh.append(0, keys)
+    assert fresh.maps is other.index.maps and torch.equal(fresh.codes(0).signs, other.index.codes(0).signs)
+    for number in range(3):
+        new = tokens(3000 + number, 2, 1)
+        torch.testing.assert_close(decode_step(other, *new, None, params), decode_step(plain, *new, None, params))
     same_codes(other, plain)
 
 
-def test_a_long_zone_is_coded_anew_before_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old codes are searched until the new ones are whole; then those are what one pass over all would have made."""
-    monkeypatch.setattr("kvrecall.engine.captured.layer._RENEWED_TOKENS", 12)
-    params, parity = AttentionParams(DIM**-0.5), torch.zeros(1, dtype=torch.int64)
-    kept, other = state(replace(REFITS["products"], refit_growth=None), 2), state(REFITS["products"], 2)
-    for layer in (kept, other):
-        start(layer, [90, 61])
-        for number in range(7):
-            decode_step(layer, *tokens(500 + number, 2, 1), None, params)
-    captured, plan = borrowed(other, 64)
-    maps, renewed = captured._index.maps, []
-    for number in range(12):
-        new = tokens(1000 + number, 2, 1)
-        before = decode_step(kept, *new, None, params)
-        renewed.append(captured.renew())
-        if maps.tokens == [70, 49]:
-            break
-        torch.testing.assert_close(captured.decode(*new, pack(plan.rows()), parity, params), before, atol=2e-6, rtol=2e-6)
-        plan.advance()
-        parity.copy_(1 - parity)
-    assert renewed == [False, *[True] * 9]  # 49 tokens for the maps, and then for the codes 57, as many as there are by then
-    zone = plan.zones[1].retrieval
-    with captured._stored(1, zone):
-        keys = torch.cat(list(other.store.host[1].blocks()), 1)[:, :, 0]
-    fresh = captured._index.select([1])
-    fresh.forget_codes(0, 0)
-    fresh.maps.watch(0, keys[:, :49], 0)
-    fresh.maps.fit(0, 49, ())
-    fresh.append_codes(0, keys)
-    assert zone == 57 and torch.equal(fresh.codes(0).signs, captured._index.codes(1).signs)
-    torch.testing.assert_close(fresh.maps.keys[0], maps.keys[1])
-    assert (
-        captured._outgrown == {0} and captured._renewal is not None
-    )  # what was left of the step's share went to the other one
-    buffer = captured._buffer(1)[:, :, 0]
-    fresh.append_codes(0, buffer)
-    ahead = captured._index._signs.rows[1, :, zone : zone + buffer.shape[1]]
-    assert torch.equal(fresh.codes(0).signs[:, zone:], ahead) and torch.equal(captured._live[1], fresh._counts[0])
-    captured.finish()
-    decode_step(other, *tokens(2000, 2, 1), None, params)
-    assert maps.tokens == [plan.zones[0].retrieval, 57]  # more than 1.15 times as many as the maps knew
+def drawn(model: Model) -> Callable[[int, int, int, list[int]], tuple[Tensor, Tensor, Tensor]]:
+    """As `tokens`, with keys and queries of a model at positions from `first` on."""
 
+    def draw(seed: int, batch: int, count: int, first: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        queries = torch.stack([model.queries(seed + b, count, at) for b, at in enumerate(first)])
+        keys = torch.stack([model.keys(seed + b, count, at) for b, at in enumerate(first)])
+        return queries, keys, tokens(seed, batch, count)[2]
 
-def raising(error: type[Exception]) -> Callable[..., None]:
-    def fails(*_: object) -> None:
-        raise error
-
-    return fails
+    return draw
 
 
 def test_softcap_and_learned_sinks_reach_the_kernels() -> None:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.codes import Codes
+from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary
+from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.codes import Codes, weight_values
 from kvrecall.index.sphere.codes import encode as reference_encode
-from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import Maps, own_calibration
 from kvrecall.small_floats import pack
 from tests.index.sphere.build import index_of, shape, synthetic_keys
+from tests.index.sphere.calibrated import OWN, Halves, Model
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.index.sphere.kernels import encode as kernels
 from kvrecall.index.sphere.kernels.encode import count_signs, encode
-
-BOTH = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
 
 
 def check(made: Codes, expected: Codes, step: float = 1e-5) -> None:
@@ -33,13 +33,24 @@ def check(made: Codes, expected: Codes, step: float = 1e-5) -> None:
     assert torch.equal((made.weights == 0).all(-1), (expected.weights == 0).all(-1))
 
 
+def rotation_of(dim: int) -> Maps:
+    """Of a layer whose keys are only rotated."""
+    layer = shape(1, 2, 1, dim)
+    return Maps.of(layer, own_calibration(layer), SphereConfig())
+
+
+def expected_codes(
+    keys: Tensor, maps: Maps, number: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False
+) -> Codes:
+    return reference_encode(keys, maps.keys, weight_dtype, maps.centres(number, keys.shape[1]), norms, number)
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_codes_of_common_huge_tiny_and_zero_keys(dim: int) -> None:
     keys = torch.cat([gaussian(1, 2, 30, dim), gaussian(2, 2, 3, dim) * 1e30, gaussian(3, 2, 3, dim) * 1e-30], 1)
     keys[:, 7:9] = 0
     keys[:, 8, 3] = 3.4e38
-    rotation = rotation_matrix(dim, 3)
-    made, expected = encode(keys, rotation, torch.float32), reference_encode(keys, rotation, torch.float32)
+    made, expected = (f(keys, rotation_of(dim), 0, torch.float32) for f in (encode, expected_codes))
     check(made, expected)
     assert not made.weights[:, 7].any() and made.weights[:, 8].isfinite().all()
 
@@ -51,47 +62,67 @@ def test_keys_of_any_dtype_between_their_values(weight: torch.dtype, dtype: torc
     """As they come from rows `[H_kv, n, 2, D]`, of which more tokens follow."""
     rows = torch.stack([gaussian(dim, 3, 90, dim), torch.full((3, 90, dim), float("nan"))], 2).to(dtype)
     rows[:, 70:] = float("nan")
-    keys, rotation = rows[:, :70, 0], rotation_matrix(dim, 42)
-    check(encode(keys, rotation, weight), reference_encode(keys, rotation, weight), 2**-6)
+    keys, maps = rows[:, :70, 0], rotation_of(dim)
+    check(encode(keys, maps, 0, weight), expected_codes(keys, maps, 0, weight), 2**-6)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_centres_maps_of_heads_and_norms(dtype: torch.dtype, dim: int) -> None:
-    keys = torch.cat([gaussian(1, 2, 60, dim) * torch.linspace(0.1, 5, dim) + 3, gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
+@pytest.mark.parametrize("number", [0, 50, 63, 64, 1000])
+def test_centres_of_positions_maps_of_heads_and_norms(number: int, dtype: torch.dtype, dim: int) -> None:
+    """From any token of a span on, over the ends of spans."""
+    model = Model(dim, 2, 1, dim, Halves(dim, dim // 2) if dim % 3 else None)
+    layer = replace(model.layer(), zone_start=7)
+    keys = torch.cat([model.keys(1, 80, 7 + number), gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
+    made = SphereConfig(**OWN).build(layer).maps
+    centres = made.centres(number, 83)
+    assert centres is not None
     keys[:, 7] = 0
-    made = Maps(shape(1, 2, 1, dim), rotation_matrix(dim, 3), center=True, balance=True)
-    made.fit(0, keys.shape[1], [keys])
-    turn, centre = made.of_keys(0)
-    assert centre is not None
-    centre[:] = keys[:, 9].float()  # one key at the centre
-    ours, expected = (f(keys, turn, torch.float32, centre, True) for f in (encode, reference_encode))
-    check(ours, expected)
+    keys[:, 9] = centres[:, 9]  # a key at its centre but for its dtype's rounding
+    ours, expected = (f(keys, made, number, torch.float32, True) for f in (encode, expected_codes))
+    check_but(9, ours, expected)
     assert not ours.weights[:, 7].any() and ours.weights[:, 9].all()
-    small = encode(keys, turn, torch.uint8, centre)
+    small = encode(keys, made, number, torch.uint8)
     assert torch.equal(small.weights, pack(ours.weights)) and small.norms is None
-    check(encode(keys, turn, torch.float32), reference_encode(keys, turn, torch.float32))
-    check(encode(keys, turn[0], torch.bfloat16, centre), reference_encode(keys, turn[0], torch.bfloat16, centre), 2**-6)
+    others = encode(keys, made, number + 64, torch.float32, True)
+    apart = made.centres(number + 64, 83)
+    assert apart is not None and not torch.equal(others.signs, ours.signs) and not torch.equal(apart, centres)
+    plain = SphereConfig(**OWN | {"center": False}).build(layer).maps
+    check(encode(keys, plain, number, torch.float32), expected_codes(keys, plain, number, torch.float32))
+
+
+def check_but(token: int, made: Codes, expected: Codes) -> None:
+    """What a key next to its centre has left is no more than the centre's rounding, or not much more."""
+    kept = [i for i in range(made.signs.shape[1]) if i != token]
+    check(*(Codes(*(x[:, kept] for x in codes.parts)) for codes in (made, expected)))
+    torch.testing.assert_close(*(weight_values(codes.weights[:, token]) for codes in (made, expected)), rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_key_and_a_centre_that_lie_too_far_apart_for_fp32() -> None:
-    keys, centre = torch.zeros(1, 5, 64), torch.zeros(1, 64)
-    keys[..., 3], centre[..., 3] = 3e38, -3e38
-    ours, expected = (f(keys, rotation_matrix(64, 3), torch.float32, centre) for f in (encode, reference_encode))
+    keys, layer = torch.zeros(1, 5, 64), shape(1, 1, 1, 64)
+    keys[..., 3] = 3e38
+    mean, square = torch.zeros(1, 64).double(), torch.eye(64).double().unsqueeze(0)
+    mean[0, 3] = -3e38
+    calibration = LayerCalibration(NoRotary(64), KeyStatistics(100, mean, square, square))
+    maps = Maps.of(layer, calibration, SphereConfig(**OWN))
+    ours, expected = (f(keys, maps, 0, torch.float32) for f in (encode, expected_codes))
     check(ours, expected)
     assert ours.weights.isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 200])
-def test_any_number_of_tokens_into_rows_of_tables(tokens: int) -> None:
-    keys, rotation = synthetic_keys("zeros", 3, 2, tokens, 128).bfloat16(), rotation_matrix(128, 42)
+@pytest.mark.parametrize("kind", ["rotated", "centred"])
+def test_any_number_of_tokens_into_rows_of_tables(kind: str, tokens: int) -> None:
+    model = Model(1, 2, 1, 128)
+    maps = rotation_of(128) if kind == "rotated" else SphereConfig(**OWN).build(model.layer()).maps
+    keys = synthetic_keys("zeros", 3, 2, tokens, 128).bfloat16()
     tables = [torch.full((2, 300, width), 77, dtype=torch.uint8) for width in (16, 48, 16, 1)]
     at = slice(37, 37 + tokens)
     zero_norms = torch.zeros(2, dtype=torch.int32)
     into = Codes(*(table[:, at] for table in tables))
-    assert encode(keys, rotation, into=into, zero_norms=zero_norms) is into
-    expected = reference_encode(keys, rotation, torch.uint8, None, True)
+    assert encode(keys, maps, 37, into=into, zero_norms=zero_norms) is into
+    expected = expected_codes(keys, maps, 37, torch.uint8, True)
     check(into, expected)
     assert torch.equal(zero_norms, (expected.weights == 0).all(-1).any(-1).int())
     for table in tables:
@@ -101,9 +132,9 @@ def test_any_number_of_tokens_into_rows_of_tables(tokens: int) -> None:
 def test_only_heads_with_a_key_of_zero_norm_are_marked() -> None:
     keys, zero_norms = gaussian(1, 3, 70, 80), torch.zeros(3, dtype=torch.int32)
     keys[1, 66] = 0
-    encode(keys, rotation_matrix(80, 42), zero_norms=zero_norms)
+    encode(keys, rotation_of(80), 0, zero_norms=zero_norms)
     assert zero_norms.tolist() == [0, 1, 0]
-    encode(keys[:, :60], rotation_matrix(80, 42), zero_norms=zero_norms)
+    encode(keys[:, :60], rotation_of(80), 0, zero_norms=zero_norms)
     assert zero_norms.tolist() == [0, 1, 0]  # what was marked stays
 
 
@@ -119,7 +150,7 @@ def test_counts(tokens: int, blocks: int) -> None:
     assert counts.sum() == 2 * blocks * min(tokens, 1) and (counts >= 0).all()
 
 
-@pytest.mark.parametrize("config", [{}, {"stage1": "product"}, BOTH], ids=["collisions", "products", "balanced"])
+@pytest.mark.parametrize("config", [{}, {"stage1": "product"}, OWN], ids=["collisions", "products", "balanced"])
 def test_an_index_that_its_kernels_fill(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [3 + gaussian(1, 2, 150, 64), gaussian(2, 2, 66, 64)]
     keys[0][0, 11], keys[0][1, 95] = 0, 0
@@ -148,4 +179,4 @@ def test_an_index_that_its_kernels_fill(config: dict[str, Any], monkeypatch: pyt
 def test_tables_of_another_length_are_refused() -> None:
     rows: list[Tensor] = [torch.empty(2, n, width, dtype=torch.uint8) for n, width in ((9, 8), (9, 24), (10, 8))]
     with pytest.raises(AssertionError):
-        encode(gaussian(1, 2, 4, 64), rotation_matrix(64, 42), into=Codes(*(x[:, :4] for x in rows)))
+        encode(gaussian(1, 2, 4, 64), rotation_of(64), 0, into=Codes(*(x[:, :4] for x in rows)))

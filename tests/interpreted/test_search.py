@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.sphere.maps import SPAN
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.structs import Budget
 from tests.index.sphere.build import index_of, synthetic_keys
-from tests.strategies import DTYPES, gaussian
+from tests.index.sphere.build import search_both as by_numba_and_by_reference
+from tests.index.sphere.calibrated import Halves, Model, filled
+from tests.strategies import DTYPES, MODES, gaussian, some_of_each
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 
@@ -43,20 +47,58 @@ def test_ids_are_the_references(dim: int, group: int, mode: str, stage1: str, to
 
 
 @pytest.mark.parametrize(("dim", "group", "mode", "stage1", "kind"), [
-    (64, 2, "max", "collision", {"center": True, "balance": True}), (80, 3, "mean_q", "collision", {"balance": True}),
-    (96, 7, "max", "product", {"center": True}), (128, 4, "mean_softmax", "product", {"center": True, "balance": True}),
-    (192, 5, "max_softmax", "product", {"center": True, "balance": True}), (256, 1, "max", "product", {"balance": True}),
-    (64, 7, "mean_softmax", "product", {"center": True, **EIGHT}), (80, 1, "mean_q", "product", EIGHT),
-    (128, 4, "max", "product", {"center": True, **EIGHT}), (256, 2, "max_softmax", "product", EIGHT),
+    (64, 2, "max", "collision", {"balance": True}), (80, 3, "mean_q", "collision", {"balance": True}),
+    (96, 7, "max", "product", EIGHT | {"center": True}), (128, 4, "mean_softmax", "product", {"balance": True}),
+    (192, 5, "max_softmax", "product", EIGHT | {"center": True}), (256, 1, "max", "product", {"balance": True}),
+    (64, 7, "mean_softmax", "product", EIGHT | {"center": True}), (80, 1, "mean_q", "product", EIGHT),
+    (128, 4, "max", "product", EIGHT | {"center": True}), (256, 2, "max_softmax", "product", EIGHT),
 ])  # fmt: skip
 def test_ids_of_balanced_keys_are_the_references(dim: int, group: int, mode: str, stage1: str, kind: dict[str, Any]) -> None:
-    """Queries go through the map of their own sequence and head; in mode `max` their products with the centre come back."""
+    """Queries go through the map of their own head; what centres take from their products comes back."""
     keys = [3 * gaussian(4 + b, 2, 1, dim) + synthetic_keys("gaussian", b, 2, n, dim) for b, n in enumerate((230, 61))]
     keys[0][:, 11::40] = 0
     config = {"gqa": mode, "stage1": stage1, "schedule": STEP, "weight_dtype": "float32", "min_candidates_per_k": 1}
     index = index_of(keys, group, **config | kind)
     index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
     search_both(index, gaussian(3, 2, 2 * group, dim), 15)
+
+
+KERNEL_MODES = [mode for mode in MODES if mode != "per_head"]
+
+
+CENTRED = {64: (63, 64), 80: (65, 511), 96: (513, 1), 128: (512, 130), 256: (640, 0)}
+
+
+@pytest.mark.parametrize(("dim", "mode"), some_of_each(list(CENTRED), KERNEL_MODES, 2))
+def test_ids_of_keys_centred_by_position_are_the_references(dim: int, mode: str) -> None:
+    """Around multiples of a span, and of the tokens that one matrix product scores."""
+    lengths = CENTRED[dim]
+    group = 1 + (KERNEL_MODES.index(mode) + dim // 16) % 5
+    model = Model(dim, 2, group, dim, Halves(dim, dim // 2) if dim == 96 else None)
+    layer, keys = replace(model.layer(2), zone_start=4), [model.keys(b, n, 4) for b, n in enumerate(lengths)]
+    keys[0][:, 11::40] = 0
+    weight_dtype = "uint8" if dim == 80 else "float32"
+    index = filled(layer, keys, gqa=mode, schedule=STEP, min_candidates_per_k=1, weight_dtype=weight_dtype)
+    index.exclude(0, torch.arange(20, max(20, min(50, lengths[0])), dtype=torch.int32).expand(2, -1))
+    queries = model.queries(3, 2, 2_000).transpose(0, 1)
+    by_numba_and_by_reference(index, queries, 15)
+    search_both(index, queries, 15)
+
+
+def test_what_the_kernels_add_is_of_the_span_of_each_token() -> None:
+    """Keys at their centres: scores are the shifts alone. And a table of turns that grows after the first search is read."""
+    model = Model(2, 1, 1, 64)
+    index = filled(model.layer(tokens=4096), [], gqa="mean_q", schedule=((None, 1.0, 1.0),), weight_dtype="float32")
+    keys = index.maps.centres(0, 9_000)
+    assert keys is not None
+    for start, end in ((0, 300), (300, 700)):
+        index.append(0, keys[:, start:end])
+        for query in model.queries(3, 3, 400).transpose(0, 1):
+            index._kernels = True
+            found = index.search(query[None], Budget(10, 0.1), [0]).ids[0, 0].tolist()
+            index._kernels = False
+            best = int((keys[0, :end:SPAN] @ query[0]).argmax())
+            assert found == list(range(best * SPAN, best * SPAN + 10))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [

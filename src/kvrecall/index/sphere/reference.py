@@ -85,7 +85,7 @@ def query_length(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
     the scores are to hold both.
     """
     norm = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
-    if shifts is None:
+    if shifts is None or not shifts.shape[-1]:
         return norm
     return (norm**2 + queries.shape[-1] * shifts.var(-1, correction=0, keepdim=True)).sqrt()
 
