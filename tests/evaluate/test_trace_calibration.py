@@ -41,7 +41,7 @@ def test_kept_and_read_again(trace: Trace, tmp_path: Path) -> None:
             assert torch.equal(cos, c) and torch.equal(sin, s)
         before, after = one.settle(2, 64), other.settle(2, 64)
         assert before.tokens == after.tokens == 199
-        for name in ("key_mean", "key_second", "query_second"):
+        for name in ("key_mean", "key_covariance", "query_second"):
             assert torch.equal(getattr(before, name), getattr(after, name))
     first, last = (again.layers[n].calibration for n in (0, 2))
     assert first is not None and last is not None and first.rotary is last.rotary
@@ -87,7 +87,7 @@ def test_a_file_without_any_is_read(trace: Trace, tmp_path: Path) -> None:
         ({}, {"rotary.0.partner": torch.zeros(64, dtype=torch.int64)}, "pairs of coordinates"),
         ({}, {"rotary.0.partner": torch.zeros(64)}, "torch.int64"),
         ({}, {"layer.0.key_mean": torch.zeros(4, 64)}, r"expected layer.0.key_mean of shape \[2, 64\]"),
-        ({}, {"layer.2.key_second": torch.zeros(2, 64, 64, dtype=torch.float16)}, "torch.float32"),
+        ({}, {"layer.2.key_covariance": torch.zeros(2, 64, 64, dtype=torch.float16)}, "torch.float32"),
     ],
     ids=str,
 )

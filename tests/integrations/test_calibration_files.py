@@ -53,7 +53,7 @@ def path(model: Any, tmp_path: Path) -> Path:
 def equal(one: KeyStatistics, other: KeyStatistics) -> bool:
     return one.tokens == other.tokens and all(
         torch.equal(getattr(one, name), getattr(other, name)) and getattr(one, name).dtype == torch.float64
-        for name in ("key_mean", "key_second", "query_second")
+        for name in ("key_mean", "key_covariance", "query_second")
     )
 
 
@@ -164,7 +164,7 @@ def test_metadata_of_anybody(model: Any, path: Path, told: Any, said: str) -> No
         load(model, rewritten(path, told))
 
 
-MEAN, SECOND = "layer.1.key_mean", "layer.1.key_second"
+MEAN, SECOND = "layer.1.key_mean", "layer.1.key_covariance"
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,11 @@ MEAN, SECOND = "layer.1.key_mean", "layer.1.key_second"
         ({SECOND: torch.zeros(2, 64)}, "expected F32 of shape"),
         ({MEAN: torch.full((2, 64), float("nan"))}, "layer 1: key_mean contains NaN"),
         ({SECOND: torch.full((2, 64, 64), float("inf"))}, "contains NaN or infinity"),
-        ({SECOND: -torch.eye(64).expand(2, 64, 64)}, "key_second is no second moment"),
-        ({SECOND: torch.eye(64).expand(2, 64, 64) + 2 * torch.ones(64, 64).triu(1)}, "key_second is no second moment"),
+        ({SECOND: -torch.eye(64).expand(2, 64, 64)}, "key_covariance is no"),
+        (
+            {SECOND: torch.eye(64).expand(2, 64, 64) + 2 * torch.ones(64, 64).triu(1)},
+            "key_covariance is no",
+        ),
     ],
     ids=str,
 )
@@ -242,7 +245,7 @@ def test_a_process_of_several_takes_its_heads(model: Any, path: Path, monkeypatc
     monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
     part = load(model, path)
     for number, statistics in part.settle().items():
-        assert torch.equal(statistics.key_second, whole[number].key_second[1:])
+        assert torch.equal(statistics.key_covariance, whole[number].key_covariance[1:])
     assert part.layer(0, 1, 64) is not None and part.layer(0, 2, 64) is None
     monkeypatch.setattr(module, "_world", lambda: 3)
     with pytest.raises(CalibrationError, match="share the KV heads evenly"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.maps import SPAN
 from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.index.sphere.turns import SPAN
 from kvrecall.structs import Budget
 from tests.index.sphere.build import index_of, synthetic_keys
 from tests.index.sphere.build import search_both as by_numba_and_by_reference

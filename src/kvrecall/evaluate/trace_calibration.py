@@ -1,6 +1,6 @@
 """What a trace keeps of its layers' calibrations: settled statistics, and the rotary embedding as a table of its positions.
 
-Tensors of a file: `layer.N.key_mean`, `.key_second`, `.query_second` fp32 as in files of key statistics, and for each of the K
+Tensors of a file: `layer.N.key_mean`, `.key_covariance`, `.query_second` fp32 as in files of key statistics. For each of the K
 rotary embeddings that differ `rotary.K.cos` and `.sin` fp32 `[positions, D]` and `.partner` int64 `[D]`.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrecall.index.calibration import KeyStatistics, LayerCalibration, Rotary
 
-_STATISTICS = {"key_mean": 1, "key_second": 2, "query_second": 2}
+_STATISTICS = {"key_mean": 1, "key_covariance": 2, "query_second": 2}
 """Name -> how many dimensions of D."""
 
 

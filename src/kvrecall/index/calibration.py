@@ -74,14 +74,19 @@ def turn_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
 class KeyStatistics:
     """Of one layer's keys and queries before the rotary embedding, fp64 on the CPU.
 
-    key_mean `[H_kv, D]`; key_second `[H_kv, D, D]`, about zero; query_second `[H_kv, D, D]`, about zero, of the query heads of
+    key_mean `[H_kv, D]`; key_covariance `[H_kv, D, D]`; query_second `[H_kv, D, D]`, about zero, of the query heads of
     each KV head together. tokens: how many they were gathered from; 0 says that nothing is known.
     """
 
     tokens: int
     key_mean: Tensor
-    key_second: Tensor
+    key_covariance: Tensor
     query_second: Tensor
+
+    @property
+    def key_second(self) -> Tensor:
+        """Second moments of the keys about zero, `[H_kv, D, D]`."""
+        return self.key_covariance + self.key_mean.unsqueeze(-1) * self.key_mean.unsqueeze(-2)
 
     @staticmethod
     def nothing(kv_heads: int, dim: int) -> KeyStatistics:
@@ -153,10 +158,17 @@ class LayerCalibration:
 
         Sums that are not finite are no statistics: then nothing is known."""
         if self._settled is None:
-            means = None if self._sums is None else [(x / self._tokens).float().double().cpu() for x in self._sums]
-            if means is None or not all(bool(x.isfinite().all()) for x in means):
-                self._settled = KeyStatistics.nothing(kv_heads, dim)
-            else:
-                self._settled = KeyStatistics(self._tokens, *means)
+            made = None if self._sums is None else _moments(*(x.cpu() / self._tokens for x in self._sums))
+            finite = made is not None and all(bool(x.isfinite().all()) for x in made)
+            self._settled = KeyStatistics(self._tokens, *made) if made and finite else KeyStatistics.nothing(kv_heads, dim)
             self._sums = None
         return self._settled
+
+
+def _moments(mean: Tensor, second: Tensor, queries: Tensor) -> list[Tensor]:
+    """(mean, covariance, the queries' second moments), rounded to fp32; second: of the keys, about zero, in fp64."""
+    covariance = second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    size = second.diagonal(dim1=-2, dim2=-1).sqrt()
+    noise = 1e-12 * size.unsqueeze(-1) * size.unsqueeze(-2)  # what rounding leaves of keys that are all the same
+    covariance = torch.where(covariance.abs() <= noise, 0.0, covariance)
+    return [x.float().double() for x in (mean, covariance, queries)]

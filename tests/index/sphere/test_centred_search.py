@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvrecall.index.calibration import NoRotary
-from kvrecall.index.sphere.maps import SPAN, Maps
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.index.sphere.turns import SPAN
 from kvrecall.structs import Budget
 from tests.index.sphere.build import found_ids, search_both
 from tests.index.sphere.calibrated import Halves, Model, filled

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvrecall.index.calibration import ENOUGH_TOKENS, KeyStatistics, LayerCalibration, NoRotary, turn
 from kvrecall.index.sphere import SphereConfig
-from kvrecall.index.sphere.maps import SPAN, Maps, Turns, balanced, turned_second, turns_of
+from kvrecall.index.sphere.closed_form import Products, balanced
+from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.turns import SPAN, Turns, turns_of
 from kvrecall.launch import cdiv
 from tests.index.sphere.build import index_of, shape
 from tests.index.sphere.calibrated import OWN, Halves, Model, filled
@@ -69,7 +71,7 @@ def test_centres_are_the_mean_key_turned_to_its_position(rotary: Any) -> None:
 @rotaries
 @pytest.mark.parametrize("first", FAR)
 def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, first: int) -> None:
-    """Keys of other texts, at positions far beyond what was looked at. Three deviations, as if all spread lay along one axis."""
+    """Keys of other texts, far beyond what was looked at. Three deviations, as if all spread lay along one axis."""
     model, samples = Model(3, 2, 1, 64, rotary(64)), 12_800
     maps = maps_of(model)
     keys = torch.cat([model.keys(100 + i, SPAN, first) for i in range(samples // SPAN)], 1).double()
@@ -83,7 +85,7 @@ def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, 
     assert layer.calibration is not None
     statistics = layer.calibration.settle(2, 64)
     cos, sin = (x.double() for x in model.rotary.turns(first, SPAN))
-    expected, found = keys.mT @ keys / samples, turned_second(statistics.key_second, cos, sin, model.rotary.partner)
+    expected, found = keys.mT @ keys / samples, Products.of(cos, sin).turned(statistics.key_second, model.rotary.partner)
     assert (found - expected).norm() < 3 * (2 / ENOUGH_TOKENS + 2 / samples) ** 0.5 * expected.norm()
 
 
@@ -108,7 +110,7 @@ def test_second_moments_of_turned_vectors_are_exact() -> None:
     x, (cos, sin) = gaussian(1, 2, 90, 64).double() + 2, (t.double() for t in rotary.turns(777, 9))
     turned = torch.cat([turn(x, c, s, rotary.partner) for c, s in zip(cos, sin, strict=True)], 1)
     expected = turned.mT @ turned / turned.shape[1]
-    torch.testing.assert_close(turned_second(x.mT @ x / 90, cos, sin, rotary.partner), expected, rtol=0, atol=1e-12 * 1e3)
+    torch.testing.assert_close(Products.of(cos, sin).turned(x.mT @ x / 90, rotary.partner), expected, rtol=0, atol=1e-12 * 1e3)
 
 
 def tables(rotary: Halves, *lengths: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +197,7 @@ def test_statistics_in_chunks_at_their_positions_are_those_of_the_whole() -> Non
     whole.see(keys, queries, 0)
     found, expected = (x.settle(2, 64) for x in (made, whole))
     assert found.tokens == expected.tokens == ENOUGH_TOKENS
-    for name in ("key_mean", "key_second", "query_second"):
+    for name in ("key_mean", "key_covariance", "query_second"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10)
     raw = model._rows(1, 2, ENOUGH_TOKENS + 50, 1, 4.0)[:, :ENOUGH_TOKENS].double()  # as they are before the embedding
     torch.testing.assert_close(found.key_mean, raw.mean(1), rtol=0, atol=1e-4)
@@ -267,7 +269,9 @@ def test_given_statistics_are_taken_as_they_are() -> None:
     layer, keys = model.layer(), model.keys(3, 200)
     assert layer.calibration is not None
     statistics = layer.calibration.settle(2, 64)
-    kept = KeyStatistics(**{name: getattr(statistics, name) for name in ("tokens", "key_mean", "key_second", "query_second")})
+    kept = KeyStatistics(
+        **{name: getattr(statistics, name) for name in ("tokens", "key_mean", "key_covariance", "query_second")}
+    )
     again = replace(layer, calibration=LayerCalibration(Halves(64), kept))
     for mine, theirs in zip(filled(again, [keys]).codes(0).parts, filled(layer, [keys]).codes(0).parts, strict=True):
         assert torch.equal(mine, theirs)

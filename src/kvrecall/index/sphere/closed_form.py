@@ -47,10 +47,10 @@ class Products(NamedTuple):
 def balanced(statistics: KeyStatistics, rotary: Rotary, device: torch.device, center: bool) -> Fitted:
     """The transform for keys less the centres of their spans (center), or as they are; made on `device`."""
     every, of_means = fitted_products(rotary)
-    keys = every.turned(statistics.key_second, rotary.partner)
+    mean = statistics.key_mean.unsqueeze(-1) * statistics.key_mean.unsqueeze(-2)
+    keys = every.turned(statistics.key_covariance, rotary.partner) + every.turned(mean, rotary.partner)
     if center:  # a centre is the mean key, turned by the mean turns of its span
-        mean = statistics.key_mean
-        keys = keys - of_means.turned(mean.unsqueeze(-1) * mean.unsqueeze(-2), rotary.partner)
+        keys = keys - of_means.turned(mean, rotary.partner)
     queries = every.turned(statistics.query_second, rotary.partner)
     known = bool(queries.diagonal(dim1=1, dim2=2).sum() > 0)
     return fit(keys.to(device), statistics.tokens, Asked(queries.to(device), statistics.tokens) if known else None)

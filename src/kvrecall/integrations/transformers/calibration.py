@@ -192,7 +192,7 @@ def _loaded(model: PreTrainedModel, rotaries: Rotaries, path: Path, fingerprint:
             raise CalibrationError(path, "processes that share the KV heads evenly", got, "Load the model in one process.")
         of, first = statistics[number], dist.get_rank() * found.kv_heads
         mine = slice(first, first + found.kv_heads)
-        statistics[number] = KeyStatistics(of.tokens, of.key_mean[mine], of.key_second[mine], of.query_second[mine])
+        statistics[number] = KeyStatistics(of.tokens, of.key_mean[mine], of.key_covariance[mine], of.query_second[mine])
     return ModelCalibration(rotaries, statistics)
 
 

@@ -1,7 +1,7 @@
 """Files of key statistics: safetensors, found by the fingerprint of their model.
 
-Metadata `kvrecall-calibration` holds JSON (`_Metadata`). Layer N has `layer.N.key_mean` `[H_kv, D]`, `layer.N.key_second` and
-`layer.N.query_second` `[H_kv, D, D]`, all fp32, see `index.calibration.KeyStatistics`.
+Metadata `kvrecall-calibration` holds JSON (`_Metadata`). Layer N has `layer.N.key_mean` `[H_kv, D]`, `layer.N.key_covariance`
+and `layer.N.query_second` `[H_kv, D, D]`, all fp32, see `index.calibration.KeyStatistics`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvrecall.whole_files import parse_json, whole_file, written_to
 
 VERSION = 1
 _KEY = "kvrecall-calibration"
-_TENSORS = {"key_mean": 1, "key_second": 2, "query_second": 2}
+_TENSORS = {"key_mean": 1, "key_covariance": 2, "query_second": 2}
 """Name -> how many dimensions of D."""
 _LARGEST_METADATA = 1 << 20
 
@@ -167,9 +167,9 @@ def _statistics(file: Any, number: int, tokens: int) -> KeyStatistics:
     for name, tensor in zip(_TENSORS, (mean, key, query), strict=True):
         if not tensor.isfinite().all():
             raise ValueError(f"layer {number}: {name} contains NaN or infinity")
-    for name, second in (("key_second", key), ("query_second", query)):
+    for name, second in (("key_covariance", key), ("query_second", query)):
         if not _is_second_moment(second):
-            raise ValueError(f"layer {number}: {name} is no second moment")
+            raise ValueError(f"layer {number}: {name} is no matrix of second moments")
     return KeyStatistics(tokens, mean, key, query)
 
 
