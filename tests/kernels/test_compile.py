@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.index.base import LayerShape
 from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
+from tests.index.sphere.calibrated import OWN, Model
 from tests.layers import DIM, ZONES, state, tokens
 
 triton: Any = pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -151,32 +151,41 @@ def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -
 
 @pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
+    from kvrecall.index.sphere import SphereConfig
     from kvrecall.index.sphere.codes import Codes
     from kvrecall.index.sphere.kernels.encode import count_signs, encode
 
     rows = torch.zeros(2, 150, 2, dim, dtype=torch.bfloat16)
-    encode(rows[:, :, 0], torch.eye(dim))
+    layer = Model(1, 2, 1, dim).layer(tokens=20)
+    encode(rows[:, :, 0], SphereConfig().build(layer).maps, 0)
     tables = [torch.zeros(2, 300, width, dtype=torch.uint8) for width in (dim // 8, dim // 8 * 3, dim // 8, 1)]
-    into, maps, zero_norms = Codes(*(x[:, 7:157] for x in tables)), torch.eye(dim).repeat(2, 1, 1), torch.zeros(2).int()
+    into, maps, zero_norms = Codes(*(x[:, 7:157] for x in tables)), SphereConfig(**OWN).build(layer).maps, torch.zeros(2).int()
     for keys in (rows[:, :, 0], rows.half()[:, :, 0], torch.zeros(2, 150, dim)):
-        encode(keys, maps, centre=torch.zeros(2, dim), into=into, zero_norms=zero_norms)
+        encode(keys, maps, 7, into=into, zero_norms=zero_norms)
     count_signs(into.signs, torch.zeros(2, dim // 8, 256, dtype=torch.int32), -1)
     assert [kernel.__name__ for kernel, *_ in launches.values()] == ["encode_kernel"] * 4 + ["count_kernel"]
     compile_all(launches, capability)
 
 
 @pytest.mark.parametrize(("dim", "capability"), SIZES)
-def test_queries_through_maps_of_their_own(dim: int, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
-    from kvrecall.index.sphere.maps import Maps
+def test_searches_over_centred_keys(
+    dim: int, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrecall.index.sphere import SphereConfig
+    from kvrecall.index.sphere.kernels.search import GpuSearch, Tables, plan_row
+    from kvrecall.index.sphere.schedule import stage_sizes
 
-    shape = LayerShape(2, 8, 2, dim, torch.bfloat16, torch.device("cpu"))
-    made = Maps(shape, torch.eye(dim), center=True, balance=True)
-    search = GpuSearch(2, 2, 4, dim, "max", "product", 100, 1000, 400, made)
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
+    config = SphereConfig(gqa="max" if capability == 90 else "mean_softmax", **OWN)
+    made = config.build(Model(1, 2, 4, dim).layer(2, tokens=20)).maps
+    search = GpuSearch(2, 2, 4, dim, config.gqa, "product", 100, 1000, 400, made, norms=True)
+    zeros = [torch.zeros(2, 2, 1000, w, dtype=torch.uint8) for w in (dim // 8, dim // 8 * 3, dim // 8, 1)]
     none, fire = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    tables = Tables(*(torch.zeros(2, 2, 1000, w, dtype=torch.uint8) for w in (dim // 8, dim // 8 * 3, 0)), none, none)
-    search.make_tables(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, none, fire)
-    assert {kernel.__name__ for kernel, *_ in launches.values()} == {"rotate_kernel"}
+    plan = torch.tensor([plan_row(1000, stage_sizes(config.steps, 1000, 100, 4), 0)] * 2, dtype=torch.int32)
+    tables = Tables(*zeros[:3], none, none, zeros[3])
+    search.launch(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, plan, fire, 0.1)
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel", "top_kernel"}
     compile_all(launches, capability)
 
 

@@ -73,6 +73,11 @@ class Maps:
         """Numbers between the maps of one KV head and the next: 0 where all share one."""
         return self.rotation.numel() if self.keys.ndim == 3 else 0
 
+    @property
+    def heads(self) -> int:
+        """KV heads with maps of their own: 1 where all share one."""
+        return self.keys.shape[0] if self.keys.ndim == 3 else 1
+
     @staticmethod
     def nbytes(head_dim: int, kv_heads: int, center: bool, balance: bool) -> int:
         """Bytes of a layer's maps: two matrices and two vectors of fp32 per KV head."""

@@ -154,7 +154,7 @@ class GpuSearch:
         maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
         rotate_kernel[(len(pairs), pieces + cdiv(self._spans, _SHIFT_SPANS))](
             queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
-            self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans,
+            self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans, maps.heads,
             D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS, PIECES=pieces,
             BR=_SHIFT_SPANS, SPAN=SPAN, MEAN=self.mode == "mean_q", BINS=self._bins, FIELDS=self._stride, num_warps=4,
             **self._options,

@@ -27,19 +27,19 @@ def lane_query(p_group, lane, o_d, m_d, D: tl.constexpr, G: tl.constexpr, MEAN: 
 
 @triton.jit(do_not_specialize=["START"])
 def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total, MAP, MEANS,
-                  HEADS, START, SPANS,
+                  HEADS, START, SPANS, MAPS,
                   D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
                   PIECES: tl.constexpr, BR: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr,
                   FIELDS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: numbers between the maps of two heads, 0 for one rotation
-    of them all. One program per head clears the histogram of the scores. The programs behind the first PIECES are for centred
+    of them all. MAPS: heads that have maps; HEADS is less where each is searched as a sequence of its own. One program per head clears the histogram of the scores. The programs behind the first PIECES are for centred
     keys: each writes the queries' products with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their
     squares, `[BH, LANES, ceil(SPANS / BR), 2]`.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
-    i_h = (i_bh % HEADS).to(tl.int64)
+    i_h = (i_bh % MAPS).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     p_group = p_queries + i_bh.to(tl.int64) * G * D
