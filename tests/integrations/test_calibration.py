@@ -44,10 +44,17 @@ def model() -> Any:
     return tiny("llama")
 
 
-def read(model: Any, ids: Tensor, method: Any = None, chunk_tokens: int = 512, **options: Any) -> RetrievalCache:
+def read(model: Any, ids: Tensor, method: Any = None, chunk_tokens: int = 2048, **options: Any) -> RetrievalCache:
     cache = RetrievalCache(model.config, method or balanced(), **options)
     prefill(model, ids, cache, chunk_tokens=chunk_tokens)
     return cache
+
+
+def gathered(model: Any, ids: Tensor, chunk_tokens: int = 2048, **options: Any) -> dict[int, KeyStatistics]:
+    """Statistics of a whole prompt: under full attention no index settles them at its first keys."""
+    cache = RetrievalCache(model.config, kvrecall.Full(), observe_queries=1)
+    prefill(model, ids, cache, chunk_tokens=chunk_tokens, **options)
+    return settle(cache)
 
 
 def settle(cache: RetrievalCache) -> dict[int, KeyStatistics]:
@@ -97,6 +104,14 @@ def test_a_short_prompt_serves_its_own_cache_and_forks(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:llama")
+def test_an_index_settles_them_with_its_first_keys(model: Any) -> None:
+    """Of the chunk whose keys are coded first, and of all that came before."""
+    cache = read(model, ids_of(300), chunk_tokens=16)
+    assert cache.calibration is not None and cache.calibration.settled and cache.calibration.tokens == 48
+    assert settle(cache)[1].tokens == 48
+
+
+@pytest.mark.filterwarnings("ignore:llama")
 def test_layers_without_an_index_are_kept_with_the_others(model: Any) -> None:
     cache = read(model, ids_of(1200), balanced(dense_layers=(0, 1)))
     assert cache.calibration is not None
@@ -122,19 +137,21 @@ def test_methods_that_need_none_ask_for_none(model: Any, monkeypatch: pytest.Mon
 def test_statistics_are_those_of_the_keys_before_the_embedding(model: Any) -> None:
     """Of layer 0, whose keys follow from the embeddings of the tokens."""
     ids = ids_of(1100)
-    found = settle(read(model, ids))[0]
+    found = gathered(model, ids)[0]
     layer = model.model.layers[0]
     with torch.no_grad():
         hidden = layer.input_layernorm(model.model.embed_tokens(ids))
         keys = layer.self_attn.k_proj(hidden)[0].unflatten(1, (2, 64)).transpose(0, 1).double()
         queries = layer.self_attn.q_proj(hidden)[0].unflatten(1, (2, 2, 64)).permute(1, 0, 2, 3).flatten(1, 2).double()
-    same(found, KeyStatistics(1100, keys.mean(1), keys.mT @ keys / 1100, queries.mT @ queries / 2200), rtol=1e-3)
+    apart = keys - keys.mean(1, keepdim=True)
+    same(found, KeyStatistics(1100, keys.mean(1), apart.mT @ apart / 1100, queries.mT @ queries / 2200), rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:llama")
 def test_chunks_make_no_difference(model: Any) -> None:
     ids = ids_of(1300)
-    found = [settle(read(model, ids, chunk_tokens=chunk)) for chunk in (1300, 256, 77)]
+    found = [gathered(model, ids, chunk) for chunk in (1300, 256, 77)]
+    assert found[0][0].tokens == 1300
     for other in found[1:]:
         for number, statistics in found[0].items():
             same(statistics, other[number], rtol=2e-3)  # the model's own rounding
@@ -147,10 +164,8 @@ def test_padding_is_not_gathered(model: Any) -> None:
     batch = torch.cat([one, torch.cat([torch.zeros(1, 80, dtype=torch.long), two], 1)])
     mask = torch.ones_like(batch)
     mask[1, :80] = 0
-    cache = RetrievalCache(model.config, balanced())
-    prefill(model, batch, cache, chunk_tokens=64, attention_mask=mask)
-    alone = [settle(read(model, ids)) for ids in (one, two)]
-    together = settle(cache)
+    together = gathered(model, batch, 64, attention_mask=mask)
+    alone = [gathered(model, ids) for ids in (one, two)]
     for number, found in together.items():
         a, b = alone[0][number], alone[1][number]
         means = [(200 * x + 120 * y) / 320 for x, y in ((a.key_mean, b.key_mean), (a.key_second, b.key_second))]
@@ -241,7 +256,7 @@ def test_a_fork_under_a_method_that_needs_statistics(model: Any, local_tokens: i
 
 @pytest.mark.filterwarnings("ignore:llama")
 def test_a_reset_cache_asks_anew(model: Any) -> None:
-    cache = read(model, ids_of(1200))
+    cache = read(model, ids_of(300))
     before = cache.calibration
     cache.reset()
     prefill(model, ids_of(50), cache)

@@ -258,7 +258,8 @@ def test_bytes_of_maps_are_counted(center: bool, balance: bool) -> None:
     layer = Model(1, 2, 3, 128).layer(3)
     maps = config.build(layer).maps
     held = [x for x in (maps.keys, maps.queries) if x is not maps.rotation] + ([] if maps.means is None else [maps.means])
-    assert config.shared_nbytes(layer) == sum(x.nbytes for x in held)
+    table = sum(x.nbytes for x in maps.turns(10_000)) if center else 0
+    assert config.shared_nbytes(layer, 5, 10_000) == 5 * sum(x.nbytes for x in held) + table
     bare = SphereConfig(**OWN | {"center": False, "balance": False, "norms": False, "weight_dtype": "bfloat16"})
     assert config.nbytes(layer, 1000) - bare.nbytes(layer, 1000) == 2 * 1000 * config.norms
 

@@ -29,7 +29,7 @@ from kvrecall.integrations.transformers.rotary import Rotaries, rotaries_of
 if TYPE_CHECKING:
     from kvrecall.integrations.transformers.calibration_file import CalibrationFile
 
-LEAST_TOKENS = 1024
+LEAST_TOKENS = 512
 """Statistics of fewer tokens are not kept for other prompts."""
 
 
