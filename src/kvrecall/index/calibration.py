@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class KeyStatistics:
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64), square, square)
 
 
-Mark = tuple[int, tuple[Tensor, Tensor, Tensor] | None]
+Mark = tuple[int, tuple[Tensor, ...] | None]
 """Tokens, and sums over them; neither is changed in place."""
 
 
@@ -106,10 +107,10 @@ class LayerCalibration:
     """
 
     def __init__(self, rotary: Rotary, statistics: KeyStatistics | None = None) -> None:
-        self.rotary = rotary
+        self.rotary, self._lock = rotary, Lock()  # forks may decode in threads of their own
         self._settled = statistics
         self._tokens = 0
-        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+        self._sums: tuple[Tensor, ...] | None = None
         self.made: dict[Any, Any] = {}
         """What indexes have made of the settled statistics, by what it depends on; shared by all of them."""
 
@@ -128,41 +129,50 @@ class LayerCalibration:
 
         Without queries, all their directions are equally likely. Does nothing once the statistics are settled, or known of
         `ENOUGH_TOKENS`."""
-        count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
-        if self.settled or count <= 0:
-            return
-        # Of all positions, since some kinds of scaling look at the longest one of a call.
+        with self._lock:
+            count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
+            if self.settled or count <= 0:
+                return
+            sums = self._sums_of(keys, queries, first, count)
+            if self._sums is not None:
+                sums = tuple(a + b for a, b in zip(self._sums, sums, strict=True))
+            self._sums, self._tokens = sums, self._tokens + count
+
+    def _sums_of(self, keys: Tensor, queries: Tensor | None, first: int, count: int) -> tuple[Tensor, ...]:
+        """Over the first `count` tokens: of keys `[H_kv, D]`, of their squares and of the queries' `[H_kv, D, D]`, fp64."""
+        # Turns of all positions, since some kinds of scaling look at the longest one of a call.
         cos, sin = (x[:count].to(keys.device, torch.float64) for x in self.rotary.turns(first, keys.shape[1]))
         partner = self.rotary.partner.to(keys.device)
         k = turn_back(keys[:, :count].double(), cos, sin, partner)
-        of_keys, of_queries = k.mT @ k, k.new_zeros(k.shape[0], k.shape[2], k.shape[2])
+        of_queries = k.new_zeros(k.shape[0], k.shape[2], k.shape[2])
         if queries is not None:
             heads = keys.shape[0]
             q = turn_back(queries[:, :count].double(), cos, sin, partner).unflatten(0, (heads, -1)).flatten(1, 2)
             of_queries = q.mT @ q * (heads / queries.shape[0])
-        sums = (k.sum(1), of_keys, of_queries)
-        self._sums = sums if self._sums is None else tuple(a + b for a, b in zip(self._sums, sums, strict=True))  # type: ignore[assignment]
-        self._tokens += count
+        return k.sum(1), k.mT @ k, of_queries
 
     def mark(self) -> Mark:
         """What has been seen so far, for `rewind`."""
-        return self._tokens, self._sums
+        with self._lock:
+            return self._tokens, self._sums
 
     def rewind(self, mark: Mark) -> None:
         """Forgets what was seen since `mark`, unless the statistics are settled by now."""
-        if not self.settled:
-            self._tokens, self._sums = mark
+        with self._lock:
+            if not self.settled:
+                self._tokens, self._sums = mark
 
     def settle(self, kv_heads: int, dim: int) -> KeyStatistics:
         """The statistics; what has been seen so far becomes final, rounded to fp32 as files hold it.
 
         Sums that are not finite are no statistics: then nothing is known."""
-        if self._settled is None:
-            made = None if self._sums is None else _moments(*(x.cpu() / self._tokens for x in self._sums))
-            finite = made is not None and all(bool(x.isfinite().all()) for x in made)
-            self._settled = KeyStatistics(self._tokens, *made) if made and finite else KeyStatistics.nothing(kv_heads, dim)
-            self._sums = None
-        return self._settled
+        with self._lock:
+            if self._settled is None:
+                made = None if self._sums is None else _moments(*(x.cpu() / self._tokens for x in self._sums))
+                finite = made is not None and all(bool(x.isfinite().all()) for x in made)
+                self._settled = KeyStatistics(self._tokens, *made) if made and finite else KeyStatistics.nothing(kv_heads, dim)
+                self._sums = None
+            return self._settled
 
 
 def _moments(mean: Tensor, second: Tensor, queries: Tensor) -> list[Tensor]:

@@ -63,9 +63,8 @@ class Maps:
         kind = (Maps, config.center, config.balance, config.seed, shape.device, shape.zone_start)
         if kind not in calibration.made:
             statistics = calibration.settle(shape.kv_heads, shape.head_dim)
-            calibration.made[kind] = Maps(
-                statistics, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed
-            )
+            made = Maps(statistics, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed)
+            calibration.made.setdefault(kind, made)  # another thread may have made the same
         return calibration.made[kind]
 
     @property

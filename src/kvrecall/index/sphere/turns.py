@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,14 +25,19 @@ class Turns:
 
     def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
         """first: position of the zone's first token. The embedding must be kept by somebody else: it keeps its tables."""
-        self._rotary, self._first, self._device = ref(rotary), first, device
+        self._rotary, self._first, self._device, self._lock = ref(rotary), first, device, Lock()
         with lasting_tensors():
             self._cos = self._sin = torch.empty(0, rotary.partner.shape[0], device=device)
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) with a row for each span of `tokens` tokens at least. A longer table is another one: who reads it by its
         address keeps the one that it knows."""
-        have, wanted = self._cos.shape[0], spans_of(tokens)
+        with self._lock:
+            self._grow(spans_of(tokens))
+            return self._cos, self._sin
+
+    def _grow(self, wanted: int) -> None:
+        have = self._cos.shape[0]
         if wanted > have:
             wanted = max(wanted, min(spans_of(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
             rotary = self._rotary()
@@ -40,7 +46,6 @@ class Turns:
             with lasting_tensors():
                 cos, sin = (torch.cat([x.to(self._device) for x in parts]) for parts in zip(*made, strict=True))
                 self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
-        return self._cos, self._sin
 
     @property
     def nbytes(self) -> int:

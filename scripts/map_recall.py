@@ -1,0 +1,165 @@
+"""Coarse recall of stage I under other maps: how wide a span may be, how many tokens statistics need, what fits to a prompt find.
+
+    python scripts/map_recall.py --statistics OTHER.safetensors --out benchmarks/results/map_recall.csv TRACE.safetensors ...
+
+OTHER is a trace of another text that keeps all its prompt's queries (`kvrecall trace --observe`). Every query head searches by
+itself, asked by the traces' decode queries; truth is its own top-100 of the retrieval zone. Scores are stage I's: five-bit queries, signs,
+8-bit norms, whole-number shifts. Rotary embeddings are those that the traces keep, or `--base` of one whose halves turn together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvrecall.evaluate.trace import LayerTrace, Trace
+from kvrecall.index.calibration import ENOUGH_TOKENS, KeyStatistics, LayerCalibration, Rotary
+from kvrecall.index.sphere import closed_form
+from kvrecall.index.sphere.balance import Asked, Fitted, fit
+from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, product_scale
+from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.small_floats import pack, unpack
+
+COLUMNS = ("model", "text", "tokens", "layers", "maps", "span", "statistics_tokens", "recall_2", "recall_5")
+_TRUTH, _SINK, _LOCAL, _PROMPT_QUERIES = 100, 64, 256, 256
+
+
+class Variant(NamedTuple):
+    """One kind of maps. span: positions that share a centre, 0: all. tokens: of the statistics, 0: the prompt's own."""
+
+    name: str
+    span: int
+    tokens: int
+
+
+VARIANTS = (
+    Variant("fitted to the prompt", 0, 0),
+    *(Variant("of the model", span, 4096) for span in (16, 64, 256, 1024)),
+    *(Variant("of the model", 64, tokens) for tokens in (256, 512, 1024, 16_384)),
+    Variant("of the model, S of the keys alone", 64, 4096),
+    Variant("of the model, no centre", 0, 4096),
+)
+
+
+class Halves(Rotary):
+    """Coordinate i turns with i + D / 2, by base^(-2 i / D) per position, as in Llama and Qwen."""
+
+    def __init__(self, dim: int, base: float) -> None:
+        self.partner = (torch.arange(dim) + dim // 2) % dim
+        self._frequencies = base ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(first, first + count).double().unsqueeze(1) * self._frequencies
+        return angles.cos().repeat(1, 2).float(), torch.cat([-angles.sin(), angles.sin()], 1).float()
+
+
+def statistics(layer: LayerTrace, rotary: Rotary, tokens: int) -> KeyStatistics:
+    """Of the first `tokens` tokens of a trace's layer."""
+    made = [LayerCalibration(rotary) for _ in range(0, tokens, ENOUGH_TOKENS)]
+    for part, first in zip(made, range(0, tokens, ENOUGH_TOKENS), strict=True):
+        at = slice(first, min(tokens, first + ENOUGH_TOKENS))
+        part.see(layer.keys[:, at], layer.prompt_queries[:, at], first)
+    found = [part.settle(*layer.keys.shape[::2]) for part in made]
+    mean, second, queries = (
+        torch.stack([getattr(x, name) for x in found]).mean(0) for name in ("key_mean", "key_second", "query_second")
+    )
+    return KeyStatistics(tokens, mean, second - mean.unsqueeze(-1) * mean.unsqueeze(-2), queries)
+
+
+def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int) -> Iterator[float]:
+    """Shares of the true top-100 among 2 % and 5 % of the zone. centres: fp32 `[H_kv, n, D]`, or `[H_kv, 1, D]`."""
+    heads, _, dim = layer.keys.shape
+    turn = rotation_matrix(dim, 42)
+    zone = layer.keys[:, _SINK : prompt - _LOCAL].float()
+    mapped = (zone - centres) @ (turn @ maps.keys.float()).mT
+    queries = layer.queries.float().unflatten(1, (heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)  # [H_kv, queries, D]
+    asked, shifts = queries @ (turn @ maps.queries.float()).mT, queries @ centres.mT
+    spread = shifts.var(-1, correction=0, keepdim=True) if centres.shape[1] > 1 else 0.0
+    length = (asked.pow(2).sum(-1, keepdim=True) + dim * spread).sqrt()
+    whole = (asked * (PRODUCT_RMS * dim**0.5 / length) + 0.5).floor().clamp(-PRODUCT_PEAK, PRODUCT_PEAK)
+    products = whole @ torch.where(mapped >= 0, 1.0, -1.0).mT * unpack(pack(mapped.norm(dim=-1))).unsqueeze(1)
+    products += ((shifts - shifts.mean(-1, keepdim=True)) * (PRODUCT_RMS * dim / length) + 0.5).floor()
+    offset, shift, top = product_scale(dim, norms=True)
+    scores = ((products + offset) / 2**shift).floor().clamp(0, top)
+    scores -= torch.arange(zone.shape[1]) / (2.0 * zone.shape[1])  # ties go to the lower position
+    truth = (queries @ zone.mT).topk(_TRUTH, -1).indices
+    for share in (0.02, 0.05):
+        found = torch.zeros_like(scores, dtype=torch.bool)
+        found.scatter_(-1, scores.topk(max(_TRUTH, ceil(share * zone.shape[1])), -1).indices, True)
+        yield found.gather(-1, truth).float().mean().item()
+
+
+def maps_of(variant: Variant, layer: LayerTrace, other: LayerTrace, rotary: Rotary, prompt: int) -> tuple[Tensor, Fitted]:
+    """(centres, transform)."""
+    heads, _, dim = layer.keys.shape
+    if not variant.tokens:
+        keys = layer.keys[:, _SINK : prompt - _LOCAL].double()
+        mean = keys.mean(1, keepdim=True)
+        second = (keys - mean).mT @ (keys - mean) / keys.shape[1]
+        return mean.float(), fit(second, keys.shape[1], Asked.of(layer.prompt_queries[:, -_PROMPT_QUERIES:], heads))
+    known = statistics(other, rotary, variant.tokens)
+    if "alone" in variant.name:
+        known = KeyStatistics(known.tokens, known.key_mean, known.key_covariance, torch.zeros_like(known.query_second))
+    made = closed_form.balanced(known, rotary, torch.device("cpu"), center=variant.span > 0)
+    if not variant.span:
+        return torch.zeros(heads, 1, dim), made
+    count = prompt - _LOCAL - _SINK
+    cos, sin = (x.split(variant.span) for x in rotary.turns(_SINK, count))
+    cos, sin = (torch.cat([x.mean(0, keepdim=True).expand_as(x) for x in part]) for part in (cos, sin))
+    mean, partners = known.key_mean.float().unsqueeze(1), known.key_mean[:, rotary.partner].float().unsqueeze(1)
+    return cos * mean + sin * partners, made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--statistics", required=True, type=Path)
+    parser.add_argument("--more-statistics", type=Path, help="a longer text, for variants of more than 4,096 tokens")
+    parser.add_argument("--base", type=float, help="of the rotary embedding, for traces that do not keep it")
+    parser.add_argument("--every", type=int, default=2, help="of the traced layers, one in so many")
+    parser.add_argument("--out", required=True, type=Path)
+    given = parser.parse_args()
+    others = {4096: Trace.load(given.statistics)} | (
+        {16_384: Trace.load(given.more_statistics)} if given.more_statistics else {}
+    )
+    fresh = not given.out.exists()
+    with given.out.open("a", newline="") as file, torch.inference_mode():
+        writer = csv.DictWriter(file, COLUMNS)
+        if fresh:
+            writer.writeheader()
+        for path in given.traces:
+            for row in rows(Trace.load(path), others, given.base, given.every):
+                writer.writerow({**row, "text": path.stem})
+                file.flush()
+
+
+def rows(trace: Trace, others: dict[int, Trace], base: float | None, every: int) -> Iterator[dict[str, object]]:
+    """A row per variant."""
+    numbers = trace.info.layers[::every]
+    for variant in VARIANTS:
+        length = 16_384 if variant.tokens > 4096 else 4096
+        if length not in others:
+            continue
+        found = []
+        for number in numbers:
+            layer = trace.layers[number]
+            kept = layer.calibration
+            rotary = kept.rotary if kept is not None and base is None else Halves(layer.keys.shape[2], base or 10_000.0)
+            centres, maps = maps_of(variant, layer, others[length].layers[number], rotary, trace.info.prompt_tokens)
+            found.append(list(recalls(layer, centres, maps, trace.info.prompt_tokens)))
+        mean = torch.tensor(found).mean(0).tolist()
+        yield {
+            "model": trace.info.model, "tokens": trace.info.prompt_tokens, "layers": len(numbers), "maps": variant.name,
+            "span": variant.span, "statistics_tokens": variant.tokens, "recall_2": f"{mean[0]:.4f}", "recall_5": f"{mean[1]:.4f}",
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
