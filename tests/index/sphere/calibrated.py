@@ -14,7 +14,6 @@ from kvrecall.index.sphere import SphereConfig, SphereIndex
 from tests.index.sphere.build import shape
 from tests.strategies import gaussian
 
-
 OWN: dict[str, Any] = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
 """What makes an index centred."""
 

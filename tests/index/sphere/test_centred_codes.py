@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_any_cuts_any_company_and_any_past(compiled: bool, seed: int, cuts: list
     for b in range(2):
         index.truncate(b, 0)
     edges = sorted({0, TOKENS, *cuts})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         for b in range(2):
             index.append(b, keys[b][:, start:end])
     for b in range(2):

@@ -69,7 +69,7 @@ def test_centres_are_the_mean_key_turned_to_its_position(rotary: Any) -> None:
 @rotaries
 @pytest.mark.parametrize("first", FAR)
 def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, first: int) -> None:
-    """Keys of other texts, at positions far beyond what was looked at. Three deviations, as if all spread lay along one axis."""
+    """Keys of other texts, where nobody looked. Three deviations, as if all spread lay along one axis."""
     model, samples = Model(3, 2, 1, 64, rotary(64)), 12_800
     maps = maps_of(model)
     keys = torch.cat([model.keys(100 + i, SPAN, first) for i in range(samples // SPAN)], 1).double()

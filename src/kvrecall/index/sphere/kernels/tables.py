@@ -34,9 +34,10 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
     """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: numbers between the maps of two heads, 0 for one rotation
-    of them all. MAPS: heads that have maps; HEADS is less where each is searched as a sequence of its own. One program per head clears the histogram of the scores. The programs behind the first PIECES are for centred
-    keys: each writes the queries' products with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their
-    squares, `[BH, LANES, ceil(SPANS / BR), 2]`.
+    of them all. MAPS: heads that have maps; HEADS is less where each is searched as a sequence of its own. One program per
+    head clears the histogram of the scores. The programs behind the first PIECES are for centred keys: each writes the queries'
+    products with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their squares,
+    `[BH, LANES, ceil(SPANS / BR), 2]`.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
     i_h = (i_bh % MAPS).to(tl.int64)
