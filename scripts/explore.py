@@ -26,7 +26,7 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from scripts.explore_scene import TOP_K, Scene, few_bits, halved, reranked
+from scripts.explore_scene import TOP_K, Scene, few_bits, halved, of_tokens, reranked
 from torch import Tensor
 
 from kvrecall.evaluate.trace import Trace
@@ -113,18 +113,18 @@ def stages(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
     """Questions a, b and c of one layer."""
     dim, plain = scene.keys.shape[-1], scene.one_bit()
     size = SphereIndex.nbytes_per_token(dim, torch.uint8, True)
-    now, few = scene.products(decode(scene.codes)), reference.quantised_queries(scene.queries).float()
+    now, few, unit = scene.estimates(decode(scene.codes)), scene.in_bits(), scene.unit()
     ones = {
         "1 bit": (plain, 0),
-        "1 bit, scores unrounded": (scene.products(few_bits(scene.keys, 1), few), 0),
-        "2 bits": (scene.products(few_bits(scene.keys, 2), few), dim // 8),
-        "4 bits": (scene.products(few_bits(scene.keys, 4), few), 3 * dim // 8),
+        "1 bit, scores unrounded": (scene.coarse(few_bits(scene.keys, 1), few, unit * dim**0.5), 0),  # signs are as much longer
+        "2 bits": (scene.coarse(few_bits(scene.keys, 2), few, unit), dim // 8),
+        "4 bits": (scene.coarse(few_bits(scene.keys, 4), few, unit), 3 * dim // 8),
     }
-    twos = {f"{bits} bits": (scene.products(reranked(scene.keys, bits, torch.uint8)), bits - 4, 0) for bits in (3, 4, 5, 6, 8)}
+    twos = {f"{bits} bits": (scene.estimates(reranked(scene.keys, bits, torch.uint8)), bits - 4, 0) for bits in (3, 4, 5, 6, 8)}
     for bits in (4, 5, 6, 8):
         codes = reranked(scene.keys, bits, torch.bfloat16)
-        twos[f"{bits} bits, 16-bit weights"] = (scene.products(codes), bits - 4, dim // 8)
-    twos["keys"] = (scene.products(scene.keys), 12, -dim // 8)
+        twos[f"{bits} bits, 16-bit weights"] = (scene.estimates(codes), bits - 4, dim // 8)
+    twos["keys"] = (scene.estimates(scene.keys), 12, -dim // 8)
     for beta in BETAS:
         for name, (coarse, more) in ones.items():
             for mode, values in all_modes(scene, all_candidates(coarse, beta), now):
@@ -147,7 +147,7 @@ def groups(
         picked = estimates.masked_fill(~allowed, -torch.inf).gather(-1, ids.expand(-1, -1, heads, -1))
         ways = {"one group": "mean_softmax", "largest share": "max_softmax"}
         scores = {name: reduce_scores(picked, mode, scene.scaling).unsqueeze(2) for name, mode in ways.items()}
-        logits = (picked + scene.shifts.unsqueeze(-1)) * scene.scaling
+        logits = picked * scene.scaling
         total = torch.logaddexp(scene.rest, logits.logsumexp(-1))  # with what is resident
         scores["one group, shares of all"] = (logits - total.unsqueeze(-1)).exp().mean(2, keepdim=True)
         for parts in (2, 3, heads):
@@ -174,7 +174,8 @@ def rest_estimates(scene: Scene, coarse: Tensor, seen: Tensor, logits: Tensor) -
     line = mean(logits) + slope * dx + mean((dy - slope * dx) ** 2) / 2
     pages = torch.stack([page.mean(1) for page in scene.keys.split(PAGE, 1)], 1)
     others = torch.stack([(~page).sum(-1) for page in seen.split(PAGE, -1)], -1)
-    means = (scene.products(pages) + scene.shifts.unsqueeze(-1)) * scene.scaling + others.log()
+    shifts = of_tokens(scene.shifts, scene.keys.shape[1]).split(PAGE, -1)
+    means = (scene.products(pages) + torch.stack([page.mean(-1) for page in shifts], -1)) * scene.scaling + others.log()
     return {
         "nothing": torch.full_like(scene.rest, -torch.inf),
         "page means": means.logsumexp(-1),
@@ -187,7 +188,7 @@ def shares_reached(scene: Scene, group: bool, beta: float = 0.05) -> dict[tuple[
     """Question d of one layer: per (what the others are taken for, p) rows `[T, H, ·]` and true mass after 0 .. C of them."""
     coarse = scene.one_bit()
     found = candidates(coarse, beta, group)
-    logits = (scene.products(decode(scene.codes)) + scene.shifts.unsqueeze(-1)) * scene.scaling
+    logits = scene.estimates(decode(scene.codes)) * scene.scaling
     ids = found.expand(*logits.shape[:3], -1)
     picked, true = logits.gather(-1, ids).double(), scene.shares.gather(-1, ids)
     resident = 1 - scene.shares.sum(-1)
@@ -247,7 +248,7 @@ def division_rows(shares: Tensor, resident: Tensor, mode: str, size: float) -> I
 
 def ratios(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
     """Question f of one layer."""
-    coarse, estimates = scene.one_bit(), scene.products(decode(scene.codes))
+    coarse, estimates = scene.one_bit(), scene.estimates(decode(scene.codes))
     size = SphereIndex.nbytes_per_token(scene.keys.shape[-1], torch.uint8, True)
     for beta in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1):
         for mode, values in all_modes(scene, all_candidates(coarse, beta), estimates):
@@ -258,16 +259,16 @@ def ratios(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
 def coarse_products(scene: Scene) -> Iterator[tuple[Row, tuple[float, float, float]]]:
     """Question g of one layer."""
     size = SphereIndex.nbytes_per_token(scene.keys.shape[-1], torch.uint8, True)
-    signs, one = scene.codes.signs.unsqueeze(1).expand(-1, scene.queries.shape[2], -1, -1), few_bits(scene.keys, 1)
-    plain = torch.stack([reference.product_scores(signs, reference.product_entries(q)) for q in scene.queries])
-    ways = {"5 bits, 32 scores": (scene.one_bit(), 0), "no norms: 5 bits, 64 scores": (plain, 1)}
-    exact = scene.queries / scene.queries.norm(dim=-1, keepdim=True)  # a group's heads count alike, as they do in bits
-    ways["no norms: unrounded"] = (scene.products(one.sign(), exact), 1)
+    one, longer = few_bits(scene.keys, 1), scene.keys.shape[-1] ** 0.5
+    ways = {"5 bits, 32 scores": (scene.one_bit(), 0), "no norms: 5 bits, 64 scores": (scene.one_bit(norms=False), 1)}
+    unit = scene.unit(1 / longer)
+    exact = scene.queries * unit  # a group's heads count alike, as they do in bits
+    ways["no norms: unrounded"] = (scene.coarse(one.sign(), exact, unit * longer), 1)
     for bits, rms in _QUERY_RMS.items():
-        few = reference.quantised_queries(scene.queries, rms, 2 ** (bits - 1) - 1).float()
-        ways[f"{bits} bits, unrounded scores"] = (scene.products(one, few), 0)
-    ways["unrounded"] = (scene.products(one, exact), 0)
-    estimates = scene.products(decode(scene.codes))
+        few = scene.in_bits(rms, 2 ** (bits - 1) - 1)
+        ways[f"{bits} bits, unrounded scores"] = (scene.coarse(one, few, scene.unit(rms) * longer), 0)
+    ways["unrounded"] = (scene.coarse(one, exact, unit * longer), 0)
+    estimates = scene.estimates(decode(scene.codes))
     for beta in BETAS:
         for name, (coarse, less) in ways.items():
             for mode, values in all_modes(scene, all_candidates(coarse, beta), estimates):

@@ -74,7 +74,7 @@ class Outputs:
 def weighed(scene: Scene, picked: Tensor) -> dict[str, Tensor]:
     """Scores `[T, H, C]` of candidates with estimates `[T, H, G, C]`, by variant."""
     softmax = (picked * scene.scaling).softmax(-1)
-    found = ((picked + scene.shifts.unsqueeze(-1)) * scene.scaling).logsumexp(-1)
+    found = (picked * scene.scaling).logsumexp(-1)
     share = (found - torch.logaddexp(scene.rest, found)).exp().unsqueeze(-1)
     before = torch.cat([torch.ones_like(share[:1]), share[:-1]])
     each = {"as it is": 1.0, "shares of all": share, "their roots": share.sqrt(), "shares of the step before": before}
@@ -87,7 +87,7 @@ def rows(trace: Trace) -> Iterator[dict[str, object]]:
     made: dict[tuple[int, str], list[tuple[float, ...]]] = defaultdict(list)
     for number in trace.info.layers:
         scene = Scene.of(trace, number)
-        outputs, coarse, estimates = Outputs(scene, trace.layers[number]), scene.one_bit(), scene.products(decode(scene.codes))
+        outputs, coarse, estimates = Outputs(scene, trace.layers[number]), scene.one_bit(), scene.estimates(decode(scene.codes))
         for top_k in TOP_KS:
             count = max(ceil(0.05 * coarse.shape[-1]), 4 * top_k)
             ids = top_k_positions(coarse.amax(2, keepdim=True), count)

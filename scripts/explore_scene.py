@@ -1,4 +1,4 @@
-"""What `explore.py` replays: a traced layer whose maps are fitted, its scores, and codes of other sizes than the library's."""
+"""What `explore.py` replays: a traced layer, its scores, and codes of other sizes than the library's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import BLOCK, Codes, stored_weights, weight_values
 from kvrecall.index.sphere.levels import lloyd_max
+from kvrecall.index.sphere.maps import SPAN
 from kvrecall.methods.pariskv import ParisKVBalanced
 
 TOP_K = 100
@@ -22,8 +23,9 @@ TOP_K = 100
 class Scene:
     """One layer: T decode steps that search a zone of n tokens. Shapes: H KV heads, G query heads on each.
 
-    keys: balanced and rotated `[H, n, D]`; queries: the same `[T, H, G, D]`; shifts: <q, c> `[T, H, G]`, which their products
-    lack. logits: true ones of the zone, `[T, H, G, n]`; rest: log-sum-exp of those of resident tokens `[T, H, G]`. All fp32.
+    keys: centred, balanced and rotated `[H, n, D]`; queries: balanced and rotated `[T, H, G, D]`; shifts: <q, c>, which their
+    products lack, by spans of positions `[T, H, G, R]`. logits: true ones of the zone, `[T, H, G, n]`; rest: log-sum-exp
+    of those of resident tokens `[T, H, G]`. All fp32.
     """
 
     keys: Tensor
@@ -37,25 +39,25 @@ class Scene:
     @staticmethod
     @torch.inference_mode()
     def of(trace: Trace, number: int) -> Scene:
-        """A traced layer once it has read its prompt and fitted its maps."""
+        """A traced layer once it has read its prompt."""
         layer, info = trace.layers[number], trace.info
         state = prepared(trace, number, ParisKVBalanced(top_k=TOP_K, sink_tokens=64, local_tokens=256))
         index, zones = state.index, state.store.zones(0)
         assert isinstance(index, SphereIndex)
         state.end_prompts([0])
-        index.settle(0)
-        turn, centre = index.maps.of_keys(0)
-        assert centre is not None
+        centres = index.maps.centres(0, zones.retrieval)
+        assert centres is not None
         grouped = layer.queries.float().unflatten(1, (len(layer.keys), -1))  # [T, H, G, D]
         own = slice(zones.sink, zones.sink + zones.retrieval)
         logits = torch.einsum("thgd,hnd->thgn", grouped, layer.keys.float()) * info.scaling
         later = torch.arange(logits.shape[-1]) > info.prompt_tokens + torch.arange(info.steps)[:, None]
         resident = logits.masked_fill(later[:, None, None], -torch.inf)
         resident[..., own] = -torch.inf
-        keys = (layer.keys[:, own].float() - centre.unsqueeze(1)) @ turn.mT
-        turned = index.maps.turn(grouped, [0] * len(grouped))
-        shifts = torch.einsum("thgd,hd->thg", grouped, centre)
-        return Scene(keys, turned, shifts, index.codes(0), logits[..., own], resident.logsumexp(-1), info.scaling)
+        keys = (layer.keys[:, own].float() - centres) @ index.maps.keys.mT
+        spans = [index.maps.shifts(queries, zones.retrieval) for queries in grouped]
+        shifts = torch.stack([shifts for shifts in spans if shifts is not None])
+        rest = resident.logsumexp(-1)
+        return Scene(keys, index.maps.turn(grouped), shifts, index.codes(0), logits[..., own], rest, info.scaling)
 
     @cached_property
     def total(self) -> Tensor:
@@ -76,12 +78,38 @@ class Scene:
         """`[T, H, G, n]` of keys `[H, n, D]` that stand for the zone's."""
         return torch.einsum("thgd,hnd->thgn", self.queries if queries is None else queries, keys)
 
-    def one_bit(self) -> Tensor:
-        """Stage I as it is: int64 `[T, H, G, n]`."""
+    def estimates(self, keys: Tensor) -> Tensor:
+        """Inner products `[T, H, G, n]` of the queries with keys `[H, n, D]` that stand for the zone's."""
+        return self.products(keys) + of_tokens(self.shifts, keys.shape[1])
+
+    def unit(self, rms: float = reference.PRODUCT_RMS) -> Tensor:
+        """`[T, H, G, 1]`: what gives a query's coordinates the root mean square `rms`, less where shifts differ."""
+        return rms * self.queries.shape[-1] ** 0.5 / reference.query_length(self.queries, self.shifts)
+
+    def in_bits(self, rms: float = reference.PRODUCT_RMS, peak: int = reference.PRODUCT_PEAK) -> Tensor:
+        """Queries in whole numbers."""
+        return (self.queries * self.unit(rms) + 0.5).floor().clamp(-peak, peak)
+
+    def coarse(self, keys: Tensor, queries: Tensor, unit: Tensor) -> Tensor:
+        """Unrounded scores `[T, H, G, n]` by keys `[H, n, D]` and queries that are `unit` times as long as the scene's."""
+        shifts = self.shifts - self.shifts.mean(-1, keepdim=True)
+        return self.products(keys, queries) + of_tokens(shifts * unit, keys.shape[1])
+
+    def one_bit(self, norms: bool = True) -> Tensor:
+        """Stage I as it is, or without norms: int64 `[T, H, G, n]`."""
         assert self.codes.norms is not None
         signs = self.codes.signs.unsqueeze(1).expand(-1, self.queries.shape[2], -1, -1)
-        norms = self.codes.norms.mT
-        return torch.stack([reference.product_scores(signs, reference.product_entries(q), norms) for q in self.queries])
+        sizes, tokens = self.codes.norms.mT if norms else None, self.keys.shape[1]
+        made = []
+        for query, shifts in zip(self.queries, self.shifts, strict=True):
+            added = of_tokens(reference.whole_shifts(query, shifts), tokens)
+            made.append(reference.product_scores(signs, reference.product_entries(query, shifts), sizes, added))
+        return torch.stack(made)
+
+
+def of_tokens(shifts: Tensor, tokens: int) -> Tensor:
+    """Of each token: spans `[..., R]` -> `[..., tokens]`."""
+    return shifts.repeat_interleave(SPAN, -1)[..., :tokens]
 
 
 def few_bits(keys: Tensor, bits: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""Coarse recall of stage I under other maps: how wide a span may be, how many tokens statistics need, what fits to a prompt find.
+"""Coarse recall of stage I under other maps: width of a span, tokens of the statistics, and maps that are fitted to the prompt.
 
     python scripts/map_recall.py --statistics OTHER.safetensors --out benchmarks/results/map_recall.csv TRACE.safetensors ...
 
 OTHER is a trace of another text that keeps all its prompt's queries (`kvrecall trace --observe`). Every query head searches by
-itself, asked by the traces' decode queries; truth is its own top-100 of the retrieval zone. Scores are stage I's: five-bit queries, signs,
-8-bit norms, whole-number shifts. Rotary embeddings are those that the traces keep, or `--base` of one whose halves turn together.
+itself, asked by the traces' decode queries; truth is its own top-100 of the retrieval zone. Scores are stage I's: five-bit
+queries, signs, 8-bit norms, whole-number shifts. Rotary embeddings are those that the traces keep, or `--base` of one whose
+halves turn together.
 """
 
 from __future__ import annotations

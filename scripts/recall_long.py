@@ -4,17 +4,16 @@
     python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_long.csv [--processes 8] [--device cuda]
     python scripts/recall_long.py measure FOLDER --out benchmarks/results/recall_rho.csv --modes "each head: paper"
     python scripts/recall_long.py capture FOLDER --continue TEXT --steps 1024 …      (a text decoded after each prompt)
-    python scripts/recall_long.py late FOLDER --out benchmarks/results/recall_late.csv [--fitted 0.75] [--processes 8]
+    python scripts/recall_long.py late FOLDER --out benchmarks/results/recall_late.csv [--first 0.75] [--processes 8]
 
 The prompts are needles among needles (`niah-multikey`), one seed each; every second layer is looked at. In modes "each head"
 every query head searches and attends by itself, as if it had a KV head of its own: then "recall" is the share of a head's own
 top-100 that it finds among `top_k` rows. In the others one search serves a group; every head is compared with its own truth.
 
-`late`: are keys that come after the prompt found as well as the prompt's? Twice the same keys and queries, the last steps of a
-trace: once the index has read the first part as its prompt and was given the others as a decode gives them, so centres and
-balanced maps know only the first part; once everything is its prompt. The first part is the trace's prompt where hundreds of
-tokens were decoded after it, and a share of it (`--fitted`) otherwise. "recall" is over a head's true top-100, "late recall"
-over those of them that are late, which are `late_share` of them.
+`late`: are keys that come after the prompt found as well as the prompt's? The index has read the first part of a trace as its
+prompt and was given the others as a decode gives them; what is measured are the last steps. The first part is the trace's
+prompt where hundreds of tokens were decoded after it, and a share of it (`--first`) otherwise. "recall" is over a head's true
+top-100, "late recall" over those of them that are late, which are `late_share` of them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ MODES: dict[str, Callable[[], ParisKV]] = {
     "group: product, beta 5 %, k 100": lambda: _mode(100, 0.05, gqa="mean_softmax", stage1="product"),
     "group: balanced, beta 5 %, k 100": lambda: _mode(100, 0.05, gqa="mean_softmax", **_BETTER),
     "group: balanced, beta 5 %, k 128": lambda: _mode(128, 0.05, gqa="mean_softmax", **_BETTER),
-    "each head: product, centred, beta 5 %, k 100": lambda: _each(100, 0.05, stage1="product", center=True),
+    "each head: balanced, no centres, beta 5 %, k 100": lambda: _each(100, 0.05, **_BETTER | {"center": False}),
     "each head: balanced, beta 10 %, k 128": lambda: _each(128, 0.1, **_BETTER),
     "group: balanced, beta 2 %, k 100": lambda: _mode(100, 0.02, gqa="mean_softmax", **_BETTER),
     "group: paper, beta 10 %, k 100": lambda: _mode(100, 0.1, gqa="mean_q"),
@@ -74,10 +73,10 @@ LATE_MODES: dict[str, Callable[[], Method]] = {
     **MODES,
     "group: exact, k 100": lambda: Exact(top_k=100, sink_tokens=64, local_tokens=256, gqa="mean_softmax"),
 }
-"""Exact has no maps: what it finds late and early says how hard the keys are, and both measurements must be the same."""
+"""Exact has no codes: what it finds late and early says how hard the keys are for a group."""
 
-LATE_COLUMNS = ("model", "tokens", "fitted_tokens", "sample", "mode", "top_k", "layers", "steps", "late_share", "late_recall",
-                "late_recall_all_fitted", "recall", "recall_all_fitted")  # fmt: skip
+LATE_COLUMNS = ("model", "tokens", "first_tokens", "sample", "mode", "top_k", "layers", "steps", "late_share", "late_recall",
+                "recall")  # fmt: skip
 _DECODED = 256
 """From so many decoded tokens on they are the late ones."""
 _MEASURED = 16
@@ -139,41 +138,30 @@ def _loaded(path: Path, name: str, device: str) -> Trace:
     return Trace(trace.info, {number: each(layer) for number, layer in moved.items()})
 
 
-def late_row(path: Path, name: str, device: str, fitted: float) -> dict[str, object]:
-    """One mode over one trace, with maps of the first part and with maps of everything."""
+def late_row(path: Path, name: str, device: str, share: float) -> dict[str, object]:
+    """One mode over one trace. share: of its prompt, that came first."""
     torch.set_num_threads(1)
     trace, method = _loaded(path, name, device), LATE_MODES[name]()
-    if isinstance(method, ParisKV):
-        method = replace(method, refit_growth=None)
     info = trace.info
     steps = min(_MEASURED, info.steps)
     total = info.prompt_tokens + info.steps - steps
-    first = info.prompt_tokens if info.steps - steps >= _DECODED else int(info.prompt_tokens * fitted)
-    hits = {
-        part: torch.stack([_hits(trace, n, method, part, first, steps) for n in info.layers]).sum(0) for part in (first, total)
-    }
-    own = {"model": info.model, "tokens": total, "fitted_tokens": first, "sample": path.stem, "mode": name}
+    first = info.prompt_tokens if info.steps - steps >= _DECODED else int(info.prompt_tokens * share)
+    late, late_truth, found, truth = torch.stack([_hits(trace, n, method, first, steps) for n in info.layers]).sum(0).tolist()
+    own = {"model": info.model, "tokens": total, "first_tokens": first, "sample": path.stem, "mode": name}
     own |= {"top_k": method.top_k, "layers": len(info.layers), "steps": steps}
-    (late, late_truth, every, truth), (late_all, _, every_all, _) = hits[first].tolist(), hits[total].tolist()
-    shares = late_truth / truth, late / late_truth, late_all / late_truth, every / truth, every_all / truth
-    return own | dict(zip(LATE_COLUMNS[-5:], (round(share, 4) for share in shares), strict=True))
+    shares = late_truth / truth, late / late_truth, found / truth
+    return own | dict(zip(LATE_COLUMNS[-3:], (round(share, 4) for share in shares), strict=True))
 
 
 @torch.inference_mode()
-def _hits(trace: Trace, number: int, method: Method, part: int, first: int, steps: int) -> torch.Tensor:
+def _hits(trace: Trace, number: int, method: Method, first: int, steps: int) -> torch.Tensor:
     """Late true tokens that are attended, all late ones, all true ones that are attended, all of these: sums over heads and the
-    last steps. part: tokens that are the index's prompt. first: tokens before the late ones."""
+    last steps. first: tokens of the index's prompt, before the late ones."""
     layer, info = trace.layers[number], trace.info
     params, total = AttentionParams(info.scaling), info.prompt_tokens + info.steps - steps
-    own = replace(layer, prompt_queries=_last_queries(layer, info.prompt_tokens, part))
-    state = prepared(Trace(replace(info, prompt_tokens=part), {number: own}), number, method)
-    if part < total:
-        # Maps are fitted when the first search needs them.
-        decode_step(
-            state, layer.queries[:1, :, None], *(x[None, :, part : part + 1] for x in (layer.keys, layer.values)), None, params
-        )
-        rest = slice(part + 1, total)
-        state.absorb(0, state.store.append_chunk(0, layer.keys[:, rest], layer.values[:, rest]), generated=True)
+    own = replace(layer, prompt_queries=_last_queries(layer, info.prompt_tokens, first))
+    state = prepared(Trace(replace(info, prompt_tokens=first), {number: own}), number, method)
+    state.absorb(0, state.store.append_chunk(0, layer.keys[:, first:total], layer.values[:, first:total]), generated=True)
     counts = torch.zeros(4, dtype=torch.float64)
     for step in range(steps):
         query, now = layer.queries[info.steps - steps + step], slice(total + step, total + step + 1)
@@ -229,9 +217,7 @@ def main() -> None:
         verb.add_argument("--processes", type=int, default=8)
         verb.add_argument("--device", default="cpu", help="cuda: by the kernels")
         verb.add_argument("--modes", default="", help="only those that have this in their name")
-    third.add_argument(
-        "--fitted", type=float, default=0.75, help="share of a prompt that the maps know, if nothing was decoded"
-    )
+    third.add_argument("--first", type=float, default=0.75, help="share of a prompt that came first, if nothing was decoded")
     given = parser.parse_args()
 
     def named(modes: Iterable[str]) -> list[str]:
@@ -242,7 +228,7 @@ def main() -> None:
     elif given.verb == "measure":
         measure(given.folder, given.out, COLUMNS, partial(row, device=given.device), named(MODES), given.processes)
     else:
-        own = partial(late_row, device=given.device, fitted=given.fitted)
+        own = partial(late_row, device=given.device, share=given.first)
         measure(given.folder, given.out, LATE_COLUMNS, own, named(LATE_MODES), given.processes)
 
 

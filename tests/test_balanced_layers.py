@@ -1,110 +1,140 @@
-"""The prompt's last queries reach balanced maps, whichever way a prompt comes; without them the keys alone do."""
+"""Codes of a layer are the same, whichever way its prompt came: at once, in chunks, forked, copied, or after an error."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 import kvrecall
+from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.maps import OBSERVED_QUERIES
 from kvrecall.integrations.transformers.rezone import rezoned
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import prefill_layer
 from kvrecall.undo import all_of_it
-from tests.layers import PARAMS, ZONES, History, left_padded, start, state, step, tokens
+from tests.index.sphere.calibrated import Model
+from tests.layers import DIM, PARAMS, ZONES, left_padded, start, state, step, tokens
 
-BALANCED = kvrecall.methods.get("pariskv-balanced", top_k=5, refit_growth=None, **ZONES)
+BALANCED = kvrecall.methods.get("pariskv-balanced", top_k=5, **ZONES)
 RESIDENT = kvrecall.Full(sink_tokens=0, local_tokens=900, update_interval=1)
 LENGTHS = [340, 120]
-"""One prompt longer than what is observed, one shorter."""
-
-
-def fitted(layer: LayerState) -> Tensor:
-    """The queries' maps once every sequence has been searched."""
-    step(layer, History(layer.shape.sequences), 77)
-    index = layer.index
-    assert isinstance(index, SphereIndex) and index.maps.fitted == [True] * layer.shape.sequences
-    return index.maps.queries
 
 
 @pytest.fixture(scope="module")
-def wanted() -> Tensor:
-    """Of a prompt that came at once, and not what the keys alone ask for."""
-    layer, blind = state(BALANCED, 2), state(BALANCED, 2)
-    start(layer, LENGTHS)
-    start(blind, LENGTHS)
-    assert blind.log is not None and blind.log.window == OBSERVED_QUERIES
-    for b in range(2):
-        blind.log.shrink(b, 0)
-    made = fitted(layer)
-    assert layer.log is not None and layer.log.seen(0) is None  # nobody needs the queries any more
-    assert ((made - fitted(blind)).abs().amax((1, 2, 3)) > 0.02 * made.abs().amax((1, 2, 3))).all()
+def calibration() -> LayerCalibration:
+    made = Model(1, 2, 2, DIM).layer().calibration
+    assert made is not None
     return made
 
 
-def test_chunks(wanted: Tensor) -> None:
-    layer, valid = state(BALANCED, 2), left_padded(LENGTHS)
-    for parts in zip(*(x.split(97, 2) for x in tokens(0, 2, max(LENGTHS))), valid.split(97, 1), strict=True):
+@pytest.fixture(scope="module")
+def wanted(calibration: LayerCalibration) -> SphereIndex:
+    """Of a prompt that came at once."""
+    layer = state(BALANCED, 2, calibration=calibration)
+    start(layer, LENGTHS)
+    return sphere(layer)
+
+
+def sphere(layer: LayerState) -> SphereIndex:
+    assert isinstance(layer.index, SphereIndex)
+    return layer.index
+
+
+def check(layer: LayerState, wanted: SphereIndex, sequences: tuple[int, ...] = (0, 1)) -> None:
+    index = sphere(layer)
+    assert index.maps is wanted.maps and index.lengths == [wanted.lengths[b] for b in sequences]
+    for b, source in enumerate(sequences):
+        for mine, theirs in zip(index.codes(b).parts, wanted.codes(source).parts, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_centres_are_those_of_the_zones_positions(wanted: SphereIndex, calibration: LayerCalibration) -> None:
+    """The zone begins behind the sink."""
+    cos, sin = (x.double().mean(0) for x in calibration.rotary.turns(4 + 128, 64))
+    mean, centre = calibration.settle(2, DIM).key_mean, wanted.maps.centres(128 + 7, 1)
+    assert centre is not None
+    expected = cos * mean + sin * mean[:, calibration.rotary.partner]
+    torch.testing.assert_close(centre[:, 0].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [97, 64, 13])
+def test_chunks(chunk: int, wanted: SphereIndex, calibration: LayerCalibration) -> None:
+    layer, valid = state(BALANCED, 2, calibration=calibration), left_padded(LENGTHS)
+    for parts in zip(*(x.split(chunk, 2) for x in tokens(0, 2, max(LENGTHS))), valid.split(chunk, 1), strict=True):
         prefill_layer(layer, *parts, PARAMS)
-    torch.testing.assert_close(fitted(layer), wanted)
+    check(layer, wanted)
 
 
 @pytest.mark.parametrize("source", [RESIDENT, kvrecall.ParisKV(top_k=7, **ZONES)], ids=["resident", "zones"])
-def test_forks_of_a_prompt(source: kvrecall.methods.Method, wanted: Tensor) -> None:
-    first = state(source, 2, observe_queries=500)
+def test_forks_of_a_prompt(source: kvrecall.methods.Method, wanted: SphereIndex, calibration: LayerCalibration) -> None:
+    first = state(source, 2, calibration=calibration)
     start(first, LENGTHS)
-    torch.testing.assert_close(fitted(rezoned(first, BALANCED)), wanted)
+    check(rezoned(first, BALANCED), wanted)
     if source is not RESIDENT:
-        torch.testing.assert_close(fitted(first.fork(BALANCED)), wanted)
+        check(first.fork(BALANCED), wanted)
 
 
-def test_copies_before_the_first_search(wanted: Tensor) -> None:
-    layer = state(BALANCED, 2)
-    start(layer, LENGTHS)
-    copies = layer.select([1, 0, 1])
-    assert torch.equal(fitted(copies), wanted[[1, 0, 1]])
-    assert torch.equal(fitted(layer), wanted)
-
-
-def test_a_fork_of_a_sequence_that_decodes_and_an_index_rebuilt_after_an_error_do_without() -> None:
-    layer = state(BALANCED, 2)
+def test_copies(wanted: SphereIndex, calibration: LayerCalibration) -> None:
+    layer = state(BALANCED, 2, calibration=calibration)
     history = start(layer, LENGTHS)
-    step(layer, history, 1)
-    other = kvrecall.methods.get("pariskv-balanced", top_k=6, **ZONES)
-    forked = layer.fork(other)
-    blind = state(other, 2)
-    start(blind, LENGTHS)
-    assert blind.log is not None
+    check(layer.select([1, 0, 1]), wanted, (1, 0, 1))
+    for number in range(20):
+        step(layer, history, number)
+    longer = sphere(layer)
+    assert longer.lengths > wanted.lengths
     for b in range(2):
-        blind.log.shrink(b, 0)
-    torch.testing.assert_close(fitted(forked), fitted(blind))
+        for mine, theirs in zip(longer.codes(b).parts, wanted.codes(b).parts, strict=True):
+            assert torch.equal(mine[:, : theirs.shape[1]], theirs)
+    check(layer.select([1]), longer, (1,))
+
+
+def test_an_index_rebuilt_after_an_error(calibration: LayerCalibration) -> None:
+    """And a fork of a layer that decodes."""
+    layer = state(BALANCED, 2, calibration=calibration)
+    history = start(layer, LENGTHS)
+    for number in range(20):
+        step(layer, history, number)
+    before = sphere(layer)
+    forked = layer.fork(kvrecall.methods.get("pariskv-balanced", top_k=6, **ZONES))
+    check(forked, before)
     with pytest.raises(KeyError), all_of_it(layer), layer.building_index():
         raise KeyError  # an error while keys were coded
-    torch.testing.assert_close(fitted(layer), fitted(blind))
+    check(layer, before)
 
 
-def test_a_zone_that_was_empty_at_the_end_of_the_prompt_is_fitted_to_its_queries() -> None:
-    """Everything was resident then; the first tokens that leave the window wait, and an undone step changes nothing."""
-    layer = state(BALANCED, 1)
+def test_a_zone_that_was_empty_at_the_end_of_the_prompt(calibration: LayerCalibration) -> None:
+    """Everything was resident then; an undone step changes nothing, and the first tokens that leave the window are coded."""
+    layer = state(BALANCED, 1, calibration=calibration)
     history = start(layer, [20])
-    step(layer, history, 1)
-    index = layer.index
-    assert isinstance(index, SphereIndex) and index.maps._asked[0] is not None and index.lengths == [0]
+    assert sphere(layer).lengths == [0]
     with pytest.raises(KeyError), all_of_it(layer):
-        step(layer, history, 2)
+        step(layer, history, 0)
         raise KeyError
-    assert index.maps._asked[0] is not None
+    for x in (history.keys, history.values):
+        x[0] = x[0][:, :-1]
+    for number in range(9):
+        step(layer, history, number)
+    index = sphere(layer)
+    assert index.lengths == [8]
+    fresh = SphereIndex(index._shape, index.config)
+    fresh.append(0, history.keys[0][:, 4:12])
+    check(layer, fresh, (0,))
 
 
-def test_a_second_prompt_keeps_the_maps_until_it_has_outgrown_them(wanted: Tensor) -> None:
-    for growth, kept in ((None, [True, True]), (1.5, [True, False])):
-        layer = state(replace(BALANCED, refit_growth=growth), 2)
-        start(layer, LENGTHS)
-        fitted(layer)
-        start(layer, [50, 60], seed=9)
-        made = fitted(layer)
-        assert [torch.equal(made[b], wanted[b]) for b in range(2)] == kept
+def test_a_layer_that_nobody_told_of_its_model_keeps_the_maps_of_its_first_prompt() -> None:
+    layer, other = state(BALANCED, 2), state(BALANCED, 2)
+    history = start(layer, LENGTHS)
+    maps, before = sphere(layer).maps, sphere(layer).maps.keys.clone()
+    step(layer, history, 1)
+    start(layer, [50, 60], seed=9)
+    assert sphere(layer).maps is maps and torch.equal(maps.keys, before)
+    assert layer.select([1]).index.maps is maps  # type: ignore[union-attr]
+    start(other, LENGTHS, seed=5)
+    assert not torch.equal(sphere(other).maps.keys, before)
+
+
+def test_layers_of_one_calibration_share_maps(calibration: LayerCalibration, wanted: SphereIndex) -> None:
+    other = state(BALANCED, 3, calibration=calibration)
+    assert sphere(other).maps is wanted.maps
+    more = kvrecall.methods.get("pariskv-balanced", top_k=5, **ZONES | {"sink_tokens": 8})
+    assert sphere(state(more, 3, calibration=calibration)).maps is not wanted.maps  # another zone_start

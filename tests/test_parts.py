@@ -56,8 +56,8 @@ PARTS: dict[str, parts.Part] = {
 }
 ALL = [(role, name) for role in parts.ROLES for name in parts.names(role)]
 SMALL: dict[str, Any] = {"top_k": 7, **ZONES}
-NEEDED = {"norms": "stage1=product,balance=true,"}
-"""What a field cannot be set without."""
+NEEDED = {"norms": "stage1=product,balance=true,{}", "center": "stage1=product,{},balance=true,norms=true"}
+"""What a field cannot be set without, in the order of the fields."""
 
 
 @pytest.mark.parametrize("text", PARTS)
@@ -81,7 +81,7 @@ def test_every_part_comes_back_from_its_text_whichever_field_differs(role: str, 
             text = str(value + 1 if field.name != "stretch_tokens" else 2 * value)
         else:
             continue
-        told = f"{name}:{NEEDED.get(field.name, '')}{field.name}={text}"
+        told = f"{name}:{NEEDED.get(field.name, '{}').format(f'{field.name}={text}')}"
         changed = parts.get(role, told)
         assert changed != made and str(changed) == told
         assert parts.get(role, str(changed)) == changed

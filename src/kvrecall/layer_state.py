@@ -53,8 +53,7 @@ class LayerState:
         sequences = self.shape.sequences
         method = method.at(self.layer)
         self.method = method
-        zone = replace(self.shape, zone_start=method.zone_sizes().sink_tokens)
-        self.index = None if self.layer in method.dense_layers else method.build_index(zone)
+        self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
         self.trigger = method.build_trigger(sequences, self.layer)
         self._marks_segments = method.trigger_config().marks_segments
         fetch = method.fetch_config()

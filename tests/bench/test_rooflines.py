@@ -68,9 +68,12 @@ def test_codes_of_balanced_keys_have_norms_maps_and_weights_of_eight_bits() -> N
         found[name] = moved.stages(method, EIGHT_B, moved.zones_of(method, 131_072))
     zone, candidates = 131_072 - 64 - 256, 6538
     product, balanced = found["product"], found["balanced"]
-    assert balanced["scan"].device - product["scan"].device == 8 * zone  # a byte per key and its norm
-    assert product["rerank"].device - balanced["rerank"].device == 8 * candidates * 16  # a byte less per weight
-    assert balanced["tables"].device - product["tables"].device == 7 * 4 * 128**2  # a map per KV head
+    spans = zone // 64
+    shifts = 32 * 4 * spans  # per query head and span, written once and read by both stages
+    assert balanced["scan"].device - product["scan"].device == 8 * zone + shifts  # a byte per key and its norm
+    assert product["rerank"].device - balanced["rerank"].device == 8 * candidates * 16 - shifts  # a byte less per weight
+    centred = 8 * 8 * 128 + 8 * 128 * spans + shifts  # two means per KV head, cos and sin per span
+    assert balanced["tables"].device - product["tables"].device == 7 * 4 * 128**2 + centred  # a map per KV head
     assert found["balanced-plain"]["rerank"] == product["rerank"]
     assert found["paper"]["tables"].device > product["tables"].device
     assert product["attend+merge"] == Moved(8 * (64 + 256 + 1) * 512, 8 * 100 * 512)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +14,6 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import CaptureError
-from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
 from kvrecall.layer_state import LayerState
 from kvrecall.pipeline import prefill_layer
@@ -323,27 +321,15 @@ def test_layers_with_settings_of_their_own_have_plans_of_their_own() -> None:
     assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseLayer", "DenseLayer", "UnitLayer"]
 
 
-def test_layers_whose_maps_are_outgrown_take_turns() -> None:
-    """One a step, though the zones of all grow at once; a layer with other work is not kept waiting."""
-    method = kvrecall.methods.get("pariskv-balanced", **TINY | {"update_interval": 4, "refit_growth": 1.03})
-    method = replace(method, per_layer={2: {"refit_growth": None}})
-    states, layers = taken(method, 4)
-    seen = []
-    for _ in range(8):
-        layers.prepare()
-        seen.append([one.index.maps.tokens[0] for one in states if isinstance(one.index, SphereIndex)])
-        layers.advance()
-    assert seen == [[80] * 4] * 4 + [[84, 80, 80, 80], [84, 84, 80, 80], [84, 84, 80, 84], [84, 84, 80, 84]]
-
-
-def test_only_layers_that_may_wait_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_is_asked_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, layers = taken(kvrecall.methods.get("pariskv-balanced", **TINY), 4)
-    asked = []
+    asked: list[int] = []
     for number, layer in enumerate(layers.all):
-        monkeypatch.setattr(layer, "renews_in_turn", number in (1, 2))
-        monkeypatch.setattr(layer, "renew", lambda number=number: asked.append(number) or True)
+        monkeypatch.setattr(layer, "renew", lambda number=number: asked.append(number))
+    layers.prepare(trial=True)
+    assert not asked
     layers.prepare()
-    assert asked == [0, 1, 3]
+    assert asked == [0, 1, 2, 3]
 
 
 def test_a_budget_that_is_all_static_is_refused_and_the_layer_is_as_it_was() -> None:

@@ -53,7 +53,7 @@ def test_two_bits_are_the_nearest_level_and_keep_the_norm() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
 def test_four_bits_are_the_codes_of_the_library(dtype: torch.dtype) -> None:
     keys = gaussian(1, 2, 40, 64) / 8
-    codes = encode(keys, torch.eye(64), dtype, torch.zeros(2, 64))
+    codes = encode(keys, torch.eye(64), dtype, torch.zeros(2, 40, 64))
     near = torch.isclose(reranked(keys, 4, dtype), decode(codes), rtol=1e-5, atol=1e-7)
     assert near.float().mean() > 0.99  # a weight between two codes may be rounded to either
 
@@ -150,7 +150,7 @@ def test_an_output_of_everything_is_the_true_one(trace: Trace) -> None:
 def test_a_head_that_looks_elsewhere_counts_less(trace: Trace) -> None:
     scene = Scene.of(trace, 0)
     busy = replace(scene, rest=scene.rest + torch.tensor([0.0, 30.0]))  # the second head of each group
-    picked = scene.products(decode(scene.codes))[..., :200]
+    picked = scene.estimates(decode(scene.codes))[..., :200]
     found, alone = weighed(busy, picked), (picked[:, :, 0] * scene.scaling).softmax(-1)
     assert torch.equal(found["as it is"], weighed(scene, picked)["as it is"])
     ranks = [found[name].argsort(-1, descending=True)[..., :20] for name in ("shares of all", "as it is")]

@@ -1,4 +1,4 @@
-"""Keys that come after what an index was fitted to: found alike where nothing is fitted, counted apart where they are."""
+"""Keys that come after an index's prompt: found as the prompt's are, and counted apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from scripts import recall_long
 
+from kvrecall import Exact
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 from tests.strategies import gaussian
 
@@ -25,23 +26,27 @@ def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-def test_without_maps_the_first_part_decides_nothing(trace: Path) -> None:
+def test_where_a_prompt_ends_decides_nothing(trace: Path) -> None:
+    """Codes are the same whether a key came with the prompt or was generated; only which ones count as late changes."""
+    decoded = Trace.load(trace).info.steps == 300
     for name in ("group: exact, k 100", "group: product, beta 5 %, k 100"):
-        found = recall_long.late_row(trace, name, "cpu", 0.75)
-        assert found["late_recall"] == found["late_recall_all_fitted"] and found["recall"] == found["recall_all_fitted"]
-        assert set(found) == set(recall_long.LATE_COLUMNS)
+        found = [recall_long.late_row(trace, name, "cpu", share) for share in (0.5, 0.75)]
+        assert all(set(row) == set(recall_long.LATE_COLUMNS) for row in found)
+        assert found[0]["recall"] == found[1]["recall"]
+        assert (found[0]["late_share"] == found[1]["late_share"]) == decoded
 
 
-def test_maps_of_the_first_part_are_not_those_of_everything(trace: Path) -> None:
+def test_late_keys_are_counted_apart(trace: Path) -> None:
     decoded = Trace.load(trace).info.steps == 300
     found = recall_long.late_row(trace, "each head: balanced, beta 5 %, k 100", "cpu", 2 / 3)
-    assert (
-        found["fitted_tokens"] == (1500 if decoded else 1194)
-        and found["sample"] == "7"
-        and found["steps"] == (16 if decoded else 8)
-    )
-    shares = [found[name] for name in recall_long.LATE_COLUMNS[-5:]]
+    assert found["first_tokens"] == (1500 if decoded else 1194) and found["sample"] == "7"
+    assert found["steps"] == (16 if decoded else 8) and found["tokens"] == (1784 if decoded else 1792)
+    shares = [found[name] for name in recall_long.LATE_COLUMNS[-3:]]
     assert all(0 < share < 1 for share in shares)  # type: ignore[operator]
-    assert found["late_recall"] != found["late_recall_all_fitted"]
-    if not decoded:
-        assert found["late_recall"] < found["late_recall_all_fitted"]  # type: ignore[operator]
+
+
+def test_all_that_is_late_is_found_where_everything_is(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's own true top-100, searched by the head alone."""
+    monkeypatch.setitem(recall_long.LATE_MODES, "each head: exact", lambda: Exact(top_k=100, sink_tokens=64, local_tokens=256))
+    found = recall_long.late_row(trace, "each head: exact", "cpu", 0.75)
+    assert found["late_recall"] == found["recall"] == 1

@@ -24,7 +24,6 @@ from kvrecall.cache.zones import ZoneSizes
 from kvrecall.errors import DeviceMemoryError
 from kvrecall.fetch.in_place import SegmentTables
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere import SphereIndex
 from kvrecall.layer_state import LayerState
 from kvrecall.merge import merge
 from kvrecall.pipeline import decode_step, prefill_layer
@@ -202,8 +201,6 @@ def test_no_memory_grows_over_two_thousand_steps(name: str) -> None:
     assert torch.cuda.memory_allocated() - before < 64 * 2000 * 2 * 2
     assert [[held.data_ptr() for _, held in pool.segments()] for pool in state.store.host] == host
     assert state.store.zones(0).total == 2600 and all(pool.length > 2500 for pool in state.store.host)
-    if name == "balanced":  # its maps were fitted anew meanwhile, again and again
-        assert isinstance(state.index, SphereIndex) and min(state.index.maps.tokens) > 1000
 
 
 def test_the_host_waits_for_nothing_in_a_step() -> None:

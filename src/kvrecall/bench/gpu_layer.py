@@ -50,24 +50,24 @@ def _method(n: int, **changes: object) -> ParisKV:
     return ParisKV(**own | {"stage1": "product", "gqa": "mean_softmax"} | changes)  # type: ignore[arg-type]
 
 
-_PLAIN: dict[str, object] = {"center": True, "balance": True}
+_OWN: dict[str, object] = {"center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
 CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product": _method,
     "product-reuse": lambda n: _method(n, fetch="direct:reuse=true"),
-    "balanced": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8"),
+    "balanced": lambda n: _method(n, **_OWN),
     "balanced-reuse": lambda n: replace(CONFIGS["balanced"](n), fetch="direct:reuse=true"),
-    "balanced-2%": lambda n: _method(n, **_PLAIN, norms=True, weight_dtype="uint8", candidate_ratio=0.02),
+    "balanced-2%": lambda n: _method(n, **_OWN, candidate_ratio=0.02),
     "balanced-512": lambda n: replace(CONFIGS["balanced"](n), top_k=512),
     "balanced-512-reuse": lambda n: replace(CONFIGS["balanced-512"](n), fetch="direct:reuse=true"),
     "balanced-2%-reuse": lambda n: replace(CONFIGS["balanced-2%"](n), fetch="direct:reuse=true"),
-    "balanced-plain": lambda n: _method(n, **_PLAIN),
+    "balanced-plain": lambda n: _method(n, balance=True),
     "product-max": lambda n: _method(n, gqa="max"),
     "paper": lambda n: _method(n, stage1="collision", gqa="mean_q", collision_ratio=0.2),
 }
 """beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query.
 "balanced" is what `pariskv-balanced` is, "balanced-2%" the same with fewer candidates at any length, "balanced-512" with 512
-tokens per KV head instead of 100, "balanced-plain" without norms and with 16-bit weights. "…-reuse" reads no row again that
-the step before selected too, as captured steps do where a method does not say otherwise; all others read every row."""
+tokens per KV head instead of 100, "balanced-plain" without centres and norms and with 16-bit weights. "…-reuse" reads no row
+again that the step before selected too, as captured steps do where a method does not say otherwise; all others read all."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ the first one, so that it attends to the cached keys and to the chunk's own apar
 `engine.prefill` in chunks of the same size, with keys and values in host memory. Both leave the head of the model out.
 
 The index is what retrieval adds for itself: `encode_s`, summarising keys as they come, and `settle_s`, what is done at the end
-of a prompt (fitting maps, reading keys back from the host for that, clusters). The first is the time of the GPU's stream, in a
+of a prompt (clusters, which read keys back from the host). The first is the time of the GPU's stream, in a
 pass of its own with events around each stage, the second what the host waits for; `build_share` is their sum over the seconds
 of plain prefill. In the same pass `offload_s` is what the stream waits while rows are made ready for the host, where
 page-locking memory for the first time (`pin_s`, measured apart) keeps the host from asking for more work.

@@ -14,7 +14,9 @@ from math import nan
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS
+from kvrecall.index.sphere.maps import SPAN
 from kvrecall.index.sphere.schedule import stage_sizes
+from kvrecall.launch import cdiv
 from kvrecall.methods.base import Method
 
 VALUE_BYTES = 2
@@ -74,14 +76,20 @@ def stages(method: Method, heads: Heads, zones: ZoneLengths) -> dict[str, Moved]
     kept = 1 if config.gqa == "max" else lanes
     candidates = stage_sizes(config.steps, tokens, top_k, config.min_candidates_per_k).candidates
     maps = (heads.kv if config.balance else 1) * 4 * heads.dim**2
+    # Centres of all heads are made of one table of turns; what they take from products is written, and read by both stages.
+    spans = cdiv(tokens, SPAN) if config.center else 0
+    turns, shifts = spans * 2 * 4 * heads.dim, 4 * heads.kv * lanes
+    maps += 2 * 4 * heads.kv * heads.dim * config.center
     # Collisions read how many keys have each sign pattern, and write what each is worth to four query heads at a time.
     tables = (1 + -(-lanes // 4)) * blocks * CENTROIDS * 4 if config.stage1 == "collision" else 0
     code = SphereIndex.nbytes_per_token(heads.dim, config.stored_dtype)
     found = {
-        "tables": Moved(maps + VALUE_BYTES * heads.query * heads.dim + heads.kv * (4 * lanes * heads.dim + tables)),
-        "scan": Moved(heads.kv * tokens * (blocks + config.norms + 1)),
+        "tables": Moved(
+            maps + turns + shifts * spans + VALUE_BYTES * heads.query * heads.dim + heads.kv * (4 * lanes * heads.dim + tables)
+        ),
+        "scan": Moved(heads.kv * tokens * (blocks + config.norms + 1) + shifts * spans),
         "compact": Moved(heads.kv * (tokens + 4 * candidates)),
-        "rerank": Moved(heads.kv * candidates * (code + 4 + 4 * kept)),
+        "rerank": Moved(heads.kv * candidates * (code + 4 + 4 * kept) + shifts * min(spans, candidates)),
         "top-k": Moved(heads.kv * (candidates * (4 + 4 * kept) + 4 * top_k)),
         "attend+merge": Moved(heads.cache_bytes(zones.resident + 1), heads.cache_bytes(top_k)),
     }

@@ -178,7 +178,7 @@ class Method:
         config, prune, rest = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return None
-        index = config.build(shape)
+        index = config.build(replace(shape, zone_start=self.sink_tokens))
         if prune is not None:
             index = PrunedIndex(index, shape, prune, config.gqa)
         return index if rest is None else CompletedIndex(index, shape, rest)
