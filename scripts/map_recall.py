@@ -158,7 +158,8 @@ def rows(trace: Trace, others: dict[int, Trace], base: float | None, every: int)
         mean = torch.tensor(found).mean(0).tolist()
         yield {
             "model": trace.info.model, "tokens": trace.info.prompt_tokens, "layers": len(numbers), "maps": variant.name,
-            "span": variant.span, "statistics_tokens": variant.tokens, "recall_2": f"{mean[0]:.4f}", "recall_5": f"{mean[1]:.4f}",
+            "span": variant.span, "statistics_tokens": variant.tokens,
+            "recall_2": f"{mean[0]:.4f}", "recall_5": f"{mean[1]:.4f}",
         }  # fmt: skip
 
 
