@@ -25,14 +25,6 @@ class TokenTable:
             self.rows = torch.empty(sequences, heads, 0, width, dtype=dtype, device=device)
         self.lengths = [0] * sequences
 
-    @staticmethod
-    def like(other: TokenTable, sequences: int) -> TokenTable:
-        """An empty table with as much room per sequence as another one."""
-        rows = other.rows
-        made = TokenTable(sequences, rows.shape[1], rows.shape[3], rows.dtype, rows.device)
-        made.reserve(rows.shape[2])
-        return made
-
     @property
     def nbytes(self) -> int:
         """Bytes allocated, spare capacity included."""
