@@ -70,8 +70,9 @@ class RetrievalCache(Cache):
     def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0) -> None:
         """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too.
 
-        observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr can
-        judge keys by them (2,048 serve any); the statistics of its keys are gathered then, for forks under balanced ParisKV.
+        observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr
+        can judge keys by them (2,048 serve any). The statistics of its keys are gathered then too, for forks under balanced
+        ParisKV.
         """
         if not isinstance(method, Method):
             raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
