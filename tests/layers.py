@@ -15,6 +15,7 @@ from kvrecall.methods import Method, get
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
 from tests.attend.dense import dense
+from tests.one_layer import ordinary
 from tests.strategies import MODES, gaussian
 
 DIM = 64
@@ -41,7 +42,8 @@ def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
     observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None,
 ) -> LayerState:  # fmt: skip
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), calibration=calibration)
+    known = calibration or ordinary(kv_heads, dim)
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), known)
     return LayerState(layer, shape, method, observe_queries=observe_queries)
 
 

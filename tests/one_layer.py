@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.index.base import LayerShape
+from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary
 from kvrecall.layer_state import LayerState
 from kvrecall.structs import AttentionParams
 
@@ -103,7 +104,14 @@ def layer(
     method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu"
 ) -> LayerState:
     """An empty layer with 6 query heads and 2 KV heads."""
-    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device(device)), method)
+    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), ordinary(2, dim)), method)
+
+
+def ordinary(kv_heads: int, dim: int) -> LayerCalibration:
+    """Of keys and queries as `normal` makes them. With it, what a sequence stores decides nothing for another one."""
+    ones = torch.eye(dim, dtype=torch.float64).expand(kv_heads, dim, dim).clone()
+    statistics = KeyStatistics(4096, torch.zeros(kv_heads, dim, dtype=torch.float64), ones, ones)
+    return LayerCalibration(NoRotary(dim), statistics)
 
 
 def params(dim: int = 64, **changes: Any) -> AttentionParams:

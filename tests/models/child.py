@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from tqdm import tqdm
 
 NOBODY = 65534
 
@@ -41,6 +44,7 @@ def start(run: Callable[[], object], *, without_rights: bool = False, file_bytes
         return Child(pid, reading)
     try:
         os.close(reading)
+        tqdm.set_lock(threading.RLock())  # the parent's is shared by both: killed with it, the child would leave it locked
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if without_rights and os.getuid() == 0:
             os.setgroups([])

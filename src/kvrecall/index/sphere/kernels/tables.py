@@ -44,7 +44,6 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     p_group = p_queries + i_bh.to(tl.int64) * G * D
-    spans = tl.cdiv(tl.load(p_plan + i_bh // HEADS * FIELDS), SPAN)
     if i_p < PIECES:
         o_r = i_p * ROWS + tl.arange(0, ROWS)
         m_r = (o_r < D)[:, None] & m_d[None, :]
@@ -58,6 +57,7 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
                 tl.store(p_rotated + (i_bh * LANES + lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
     else:
         begin(PDL)
+        spans = tl.cdiv(tl.load(p_plan + i_bh // HEADS * FIELDS), SPAN)
         i_block = i_p - PIECES
         if (tl.load(p_fire + i_bh // HEADS) != 0) & (i_block * BR < spans):
             o_span = i_block * BR + tl.arange(0, BR)
