@@ -12,6 +12,7 @@ import kvrecall
 from kvrecall.index.base import LayerShape
 from kvrecall.layer_state import LayerState
 from kvrecall.structs import AttentionParams
+from tests.index.sphere.calibrated import usual
 
 GQA_MODES = ("mean_q", "mean_softmax", "max", "max_softmax", "per_head")
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
@@ -100,10 +101,12 @@ def index_keys(state: LayerState, sequence: int, keys: Tensor) -> None:
 
 
 def layer(
-    method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu"
-) -> LayerState:
-    """An empty layer with 6 query heads and 2 KV heads."""
-    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device(device)), method)
+    method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu",
+    turned: bool = True,
+) -> LayerState:  # fmt: skip
+    """An empty layer with 6 query heads and 2 KV heads, which knows its model's statistics. turned: by a rotary embedding."""
+    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), calibration=usual(2, 3, dim, turned))
+    return LayerState(0, shape, method)
 
 
 def params(dim: int = 64, **changes: Any) -> AttentionParams:

@@ -33,7 +33,7 @@ def assert_indexed_keys_are_the_tokens(layer: LayerState, history: History) -> N
         zones = layer.store.zones(b)
         zone = history.keys[b][:, 4 : 4 + zones.retrieval]
         assert layer.index.lengths[b] == zones.retrieval
-        expected = layer.index._encode(b, zone)
+        expected = layer.index._encode(zone, 0)
         ours = layer.index.codes(b)
         assert (ours.weights > 0).all()
         assert (ours.signs != expected.signs).float().mean() < 1e-3
