@@ -15,7 +15,7 @@ from kvrecall.methods import Method, get
 from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.structs import AttentionParams
 from tests.attend.dense import dense
-from tests.one_layer import ordinary
+from tests.index.sphere.calibrated import usual
 from tests.strategies import MODES, gaussian
 
 DIM = 64
@@ -40,10 +40,11 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
 
 def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
-    observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None,
+    observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None, told: bool = True,
 ) -> LayerState:  # fmt: skip
-    known = calibration or ordinary(kv_heads, dim)
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), known)
+    """told: whether the layer knows its model's statistics, by default the usual ones."""
+    known = (calibration or usual(kv_heads, group, dim)) if told else None
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), calibration=known)
     return LayerState(layer, shape, method, observe_queries=observe_queries)
 
 

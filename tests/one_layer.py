@@ -10,9 +10,9 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary
 from kvrecall.layer_state import LayerState
 from kvrecall.structs import AttentionParams
+from tests.index.sphere.calibrated import usual
 
 GQA_MODES = ("mean_q", "mean_softmax", "max", "max_softmax", "per_head")
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
@@ -101,17 +101,12 @@ def index_keys(state: LayerState, sequence: int, keys: Tensor) -> None:
 
 
 def layer(
-    method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu"
-) -> LayerState:
-    """An empty layer with 6 query heads and 2 KV heads."""
-    return LayerState(0, LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), ordinary(2, dim)), method)
-
-
-def ordinary(kv_heads: int, dim: int) -> LayerCalibration:
-    """Of keys and queries as `normal` makes them. With it, what a sequence stores decides nothing for another one."""
-    ones = torch.eye(dim, dtype=torch.float64).expand(kv_heads, dim, dim).clone()
-    statistics = KeyStatistics(4096, torch.zeros(kv_heads, dim, dtype=torch.float64), ones, ones)
-    return LayerCalibration(NoRotary(dim), statistics)
+    method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu",
+    turned: bool = True,
+) -> LayerState:  # fmt: skip
+    """An empty layer with 6 query heads and 2 KV heads, which knows its model's statistics. turned: by a rotary embedding."""
+    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), calibration=usual(2, 3, dim, turned))
+    return LayerState(0, shape, method)
 
 
 def params(dim: int = 64, **changes: Any) -> AttentionParams:

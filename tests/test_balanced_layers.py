@@ -122,7 +122,7 @@ def test_a_zone_that_was_empty_at_the_end_of_the_prompt(calibration: LayerCalibr
 
 
 def test_a_layer_that_nobody_told_of_its_model_keeps_the_maps_of_its_first_prompt() -> None:
-    layer, other = state(BALANCED, 2), state(BALANCED, 2)
+    layer, other = state(BALANCED, 2, told=False), state(BALANCED, 2, told=False)
     history = start(layer, LENGTHS)
     maps, before = sphere(layer).maps, sphere(layer).maps.keys.clone()
     step(layer, history, 1)

@@ -111,6 +111,10 @@ def _check_means(
     torch.testing.assert_close(rows[2].exp(), left.expand(GROUP, -1), **CLOSE)
 
 
+_SHARED = ("counters", "made", "_turns")
+"""Of one generation, which sequences in another order go on; and what copies make together and never change, but for more."""
+
+
 def memory_of(state: LayerState) -> dict[str, int]:
     """A checksum of every tensor that a layer can reach: what others do must change none of them."""
     found: dict[str, int] = {}
@@ -134,5 +138,5 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int]) -> None:
             _walk(part, f"{path}[{number}]", found, seen)
     elif type(thing).__module__.startswith("kvrecall."):
         for name, part in vars(thing).items():
-            if name != "counters":  # of one generation, which sequences in another order go on
+            if name not in _SHARED:
                 _walk(part, f"{path}.{name}", found, seen)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import LayerCalibration, Rotary, turn
+from kvrecall.index.calibration import LayerCalibration, NoRotary, Rotary, turn
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from tests.index.sphere.build import shape
 from tests.strategies import gaussian
@@ -76,3 +77,14 @@ def filled(layer: LayerShape, keys: list[Tensor], compiled: bool = True, **confi
     for b, sequence in enumerate(keys):
         index.append(b, sequence)
     return index
+
+
+@cache
+def usual(kv_heads: int, group: int, dim: int, turned: bool = True) -> LayerCalibration:
+    """Of a layer whose keys and queries have no structure but a small mean. turned: by a rotary embedding."""
+    rotary, tokens = Halves(dim) if turned else NoRotary(dim), 2048
+    made = LayerCalibration(rotary)
+    keys = gaussian(1, kv_heads, tokens, dim) + 0.3 * gaussian(2, kv_heads, 1, dim)
+    made.see(turn(keys, *rotary.turns(0, tokens), rotary.partner), gaussian(3, kv_heads * group, tokens, dim), 0)
+    made.settle(kv_heads, dim)
+    return made

@@ -251,6 +251,19 @@ def test_an_index_that_nobody_told_of_its_model_takes_its_first_keys() -> None:
     assert index_of([keys], 2).maps.means is None and index_of([keys], 2)._calibration.settle(2, 64).tokens == 0
 
 
+def test_copies_that_nobody_told_take_their_own_first_keys() -> None:
+    """Until the first one: then all of them keep its maps."""
+    empty = index_of([gaussian(1, 2, 0, 64)], 2, **OWN)
+    copies = [empty.select([0]) for _ in range(2)]
+    for number, copy in enumerate(copies):
+        copy.append(0, gaussian(number, 2, 100, 64) + number)
+    means = [copy.maps.means[0] for copy in copies]  # type: ignore[index]
+    assert (means[0] - means[1]).abs().min() > 0.5
+    later = copies[0].select([0, 0])
+    later.append(1, gaussian(5, 2, 100, 64))
+    assert later.maps is copies[0].maps is not copies[1].maps
+
+
 @pytest.mark.parametrize(("center", "balance"), [(False, False), (False, True), (True, True)])
 def test_bytes_of_maps_are_counted(center: bool, balance: bool) -> None:
     """Once for a layer, and nothing of it per sequence."""

@@ -122,6 +122,8 @@ class SphereIndex(Index):
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
+        if self._maps is None and self._shape.calibration is None:
+            chosen._calibration = own_calibration(self._shape)  # the first keys may differ
         for name in ("_signs", "_magnitudes", "_weights", "_norms"):
             table = getattr(self, name)
             setattr(chosen, name, None if table is None else table.select(sequences))
