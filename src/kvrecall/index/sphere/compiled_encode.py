@@ -45,11 +45,14 @@ def encode(
 
 @njit(cache=True)
 def turn(key, across, out):
-    """out += key times a transposed map `[D, D]`, coordinate after coordinate, four of them (D is a multiple) in one pass."""
-    for k in range(0, key.shape[0], 4):
-        a, b, c, d = key[k], key[k + 1], key[k + 2], key[k + 3]
+    """out += key times a transposed map `[D, D]`: block after block of coordinates, whose products are added up in pairs."""
+    for k in range(0, key.shape[0], 8):
+        k0, k1, k2, k3 = key[k], key[k + 1], key[k + 2], key[k + 3]
+        k4, k5, k6, k7 = key[k + 4], key[k + 5], key[k + 6], key[k + 7]
         for j in range(out.shape[0]):
-            out[j] = (((out[j] + a * across[k, j]) + b * across[k + 1, j]) + c * across[k + 2, j]) + d * across[k + 3, j]
+            first = (k0 * across[k, j] + k1 * across[k + 1, j]) + (k2 * across[k + 2, j] + k3 * across[k + 3, j])
+            second = (k4 * across[k + 4, j] + k5 * across[k + 5, j]) + (k6 * across[k + 6, j] + k7 * across[k + 7, j])
+            out[j] += first + second
 
 
 @njit(cache=True, parallel=True, nogil=True)
