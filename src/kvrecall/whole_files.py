@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import isinf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrecall.errors import OutputFileError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says when there is no more room."""
@@ -64,6 +67,21 @@ def write_text(path: str | Path, text: str) -> None:
         file.flush()
         if draft.is_file():
             os.fsync(file.fileno())
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, in whole or not at all. Raises OutputFileError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save, save_file
+
+    with whole_file(path) as draft:
+        if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
+            draft.write_bytes(save(tensors, metadata))
+            return
+        try:
+            save_file(tensors, draft, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{error}") from error
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +22,7 @@ from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.integrations.transformers.calibration import calibration_of
 from kvrecall.methods.full import Full
 from kvrecall.methods.settings import first_mistake
-from kvrecall.whole_files import parse_json, whole_file
+from kvrecall.whole_files import parse_json, write_tensors
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = ("keys", "values", "queries", "prompt_queries")
@@ -101,14 +100,7 @@ class Trace:
         more, told = to_tensors(known, self.info.prompt_tokens + self.info.steps)
         tensors |= more
         metadata = {"kvrecall": json.dumps(asdict(self.info) | ({"calibration": told} if known else {}))}
-        with whole_file(path) as draft:
-            if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
-                draft.write_bytes(save(tensors, metadata))
-                return
-            try:
-                save_file(tensors, draft, metadata=metadata)
-            except SafetensorError as error:
-                raise OSError(f"{error}") from error
+        write_tensors(path, tensors, metadata)
 
     @staticmethod
     def load(path: Path) -> Trace:

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.index.calibration import KeyStatistics, LayerCalibration, Rotary
-
-_STATISTICS = {"key_mean": 1, "key_covariance": 2, "query_second": 2}
-"""Name -> how many dimensions of D."""
+from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics, LayerCalibration, Rotary
 
 
 class TableRotary(Rotary):
@@ -68,7 +65,7 @@ def to_tensors(calibrations: Mapping[int, LayerCalibration], positions: int) -> 
                 f"rotary.{table}.partner": partner,
             }
         statistics = calibration.settle(0, 0)  # settled before
-        for name in _STATISTICS:
+        for name in KEPT_TENSORS:
             tensors[f"layer.{number}.{name}"] = getattr(statistics, name).float().contiguous()
         told["layers"].append(number)
         told["rotaries"].append(table)
@@ -95,7 +92,7 @@ def from_file(
             tables[table, dim] = _table(file, f"rotary.{table}", positions, dim)
         parts = [
             _tensor(file, f"layer.{number}.{name}", torch.float32, (heads, *[dim] * dims)).double()
-            for name, dims in _STATISTICS.items()
+            for name, dims in KEPT_TENSORS.items()
         ]
         made[number] = LayerCalibration(tables[table, dim], KeyStatistics(tokens, *parts))
     return made

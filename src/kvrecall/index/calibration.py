@@ -96,6 +96,9 @@ class KeyStatistics:
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64), square, square)
 
 
+KEPT_TENSORS = {"key_mean": 1, "key_covariance": 2, "query_second": 2}
+"""What files keep of `KeyStatistics`, each `[H_kv, D]` or `[H_kv, D, D]`: name -> how many dimensions of D."""
+
 Mark = tuple[int, tuple[Tensor, ...] | None]
 """Tokens, and sums over them; neither is changed in place."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class SphereIndex(Index):
         """compiled: None picks the compiled path on a CPU where numba can be imported."""
         blocks = shape.head_dim // BLOCK
         self.config, self._kv_heads = config, shape.kv_heads
-        self._shape, self._maps = shape, cast("Maps | None", None)
+        self._shape = shape
+        self._maps: Maps | None = None
         self._calibration = own_calibration(shape) if shape.calibration is None else shape.calibration
 
         def table(width: int, dtype: torch.dtype) -> TokenTable:

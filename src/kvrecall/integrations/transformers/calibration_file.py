@@ -14,21 +14,18 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from kvrecall.errors import CalibrationError
-from kvrecall.index.calibration import KeyStatistics
+from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics
 from kvrecall.integrations.transformers.fingerprint import Fingerprint
 from kvrecall.methods.settings import first_mistake
 from kvrecall.models.store import models_dir
-from kvrecall.whole_files import parse_json, whole_file, written_to
+from kvrecall.whole_files import parse_json, write_tensors, written_to
 
 VERSION = 1
 _KEY = "kvrecall-calibration"
-_TENSORS = {"key_mean": 1, "key_covariance": 2, "query_second": 2}
-"""Name -> how many dimensions of D."""
 _LARGEST_METADATA = 1 << 20
 
 
@@ -95,19 +92,11 @@ def write(path: Path, held: CalibrationFile) -> None:
     tensors = {
         f"layer.{number}.{name}": getattr(statistics, name).float().contiguous().clone()
         for number, statistics in held.statistics.items()
-        for name in _TENSORS
+        for name in KEPT_TENSORS
     }
     with written_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {_KEY: json.dumps(told)}
-    with whole_file(path) as draft:
-        if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
-            draft.write_bytes(save(tensors, metadata))
-            return
-        try:
-            save_file(tensors, draft, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(f"{error}") from error
+    write_tensors(path, tensors, {_KEY: json.dumps(told)})
 
 
 def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, int]]) -> CalibrationFile:
@@ -152,7 +141,7 @@ def _check_shapes(file: Any, layers: Mapping[int, tuple[int, int]]) -> None:
     expected = {
         f"layer.{number}.{name}": [heads, *[dim] * dims]
         for number, (heads, dim) in layers.items()
-        for name, dims in _TENSORS.items()
+        for name, dims in KEPT_TENSORS.items()
     }
     if there != set(expected):
         raise ValueError(f"expected tensors of layers {', '.join(map(str, layers))}, got {len(there)} others or fewer")
@@ -163,8 +152,8 @@ def _check_shapes(file: Any, layers: Mapping[int, tuple[int, int]]) -> None:
 
 
 def _statistics(file: Any, number: int, tokens: int) -> KeyStatistics:
-    mean, key, query = (file.get_tensor(f"layer.{number}.{name}").double() for name in _TENSORS)
-    for name, tensor in zip(_TENSORS, (mean, key, query), strict=True):
+    mean, key, query = (file.get_tensor(f"layer.{number}.{name}").double() for name in KEPT_TENSORS)
+    for name, tensor in zip(KEPT_TENSORS, (mean, key, query), strict=True):
         if not tensor.isfinite().all():
             raise ValueError(f"layer {number}: {name} contains NaN or infinity")
     for name, second in (("key_covariance", key), ("query_second", query)):
