@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,6 @@ class Zone(Protocol):
     def segments(self) -> list[tuple[int, Tensor]]:
         """(first id, whole segment `[H_kv, held, 2, D]`) in order, for a GPU; the last may have room behind its rows."""
         ...
-
-
-def keys_of(rows: Tensor) -> Tensor:
-    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, in a place of their own."""
-    return rows[:, :, 0].contiguous()
 
 
 def zone_rows(source: Zone, start: int, stop: int) -> Tensor:
@@ -76,10 +71,10 @@ def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Te
 
 @contextmanager
 def pieces_ahead(
-    source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken] = keys_of
+    source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken]
 ) -> Iterator[Iterator[Taken]]:
-    """Keys `[H_kv, <= size, D]` of a stretch of the zone, in order, on the device; start < stop. Or what `take` makes of the
-    rows `[H_kv, n, 2, D]`, which are gone afterwards.
+    """What `take` makes of the rows `[H_kv, <= size, 2, D]` of a stretch of the zone, in order, on the device; start < stop.
+    The rows are gone afterwards.
 
     A GPU copies on a stream of its own, the first piece from the moment the context is entered. Nobody waits but its streams.
     """
@@ -99,17 +94,14 @@ _PLACES_BYTES = 128 << 20
 
 
 class _Pieces(Generic[Taken]):
-    """Places on a GPU that are filled in turn, two at least: with keys, by a kernel that reads them where they lie, or with
-    whole rows, head by head, where values are wanted too or no kernel can read the host. Copies of half a row are slow without
-    a kernel."""
+    """Places on a GPU that are filled with rows in turn, two at least."""
 
     def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
         rows = [segment for _, segment in source.segments()]
-        self._keys_only = take is keys_of and all(readable(segment, device) for segment in rows)
-        self._take: Callable[[Tensor], Any] = torch.clone if self._keys_only else take
+        self._take = take
         self._sent: list[torch.cuda.Event] = []
-        shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[3 if self._keys_only else 2 :]
+        shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[2:]
         places = min(max(2, _PLACES_BYTES // (prod(shape) * rows[0].dtype.itemsize)), len(starts))
         self._near = torch.empty(places, *shape, dtype=rows[0].dtype, device=device)
         for number in range(places):
@@ -127,7 +119,7 @@ class _Pieces(Generic[Taken]):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _place(self, number: int) -> Tensor:
-        """Keys `[H_kv, n, D]` or rows `[H_kv, n, 2, D]` of a piece."""
+        """Rows `[H_kv, n, 2, D]` of a piece."""
         return self._near[number % len(self._near)][:, : min(self._starts.step, self._starts.stop - self._starts[number])]
 
     def _send(self, number: int) -> None:
@@ -136,17 +128,11 @@ class _Pieces(Generic[Taken]):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for who still reads what was there
         with torch.cuda.stream(self._stream):
             for rows, place in _parts(self._source, self._starts[number], self._place(number)):
-                self._copy(rows, place)
+                for head, own in zip(place, rows, strict=True):  # a head's rows are one run of bytes
+                    head.copy_(own, non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
             self._sent.append(sent)
-
-    def _copy(self, rows: Tensor, place: Tensor) -> None:
-        if self._keys_only:
-            copy_keys(rows, place)
-            return
-        for head, own in zip(place, rows, strict=True):  # a head's rows are one run of bytes
-            head.copy_(own, non_blocking=True)
 
 
 @cache
