@@ -6,6 +6,9 @@ OTHER is a trace of another text that keeps all its prompt's queries (`kvrecall 
 itself, asked by the traces' decode queries; truth is its own top-100 of the retrieval zone. Scores are stage I's: five-bit
 queries, signs, 8-bit norms, whole-number shifts. Rotary embeddings are those that the traces keep, or `--base` of one whose
 halves turn together.
+
+`--late N`: the last N tokens of a prompt count as decoded after it. Maps are fitted to what is before them, and `late_5` is the
+recall of those true keys among them that come 1,000 positions or more after what was before.
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, product_s
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.small_floats import pack, unpack
 
-COLUMNS = ("model", "text", "tokens", "layers", "maps", "span", "statistics_tokens", "recall_2", "recall_5")
+COLUMNS = ("model", "text", "tokens", "layers", "maps", "span", "statistics_tokens", "recall_2", "recall_5", "late_tokens",
+           "late_5")  # fmt: skip
 _TRUTH, _SINK, _LOCAL, _PROMPT_QUERIES = 100, 64, 256, 256
+_AFTER = 1000
+"""Positions after a prompt from which on its keys are late."""
 
 
 class Variant(NamedTuple):
@@ -43,7 +49,7 @@ class Variant(NamedTuple):
 VARIANTS = (
     Variant("fitted to the prompt", 0, 0),
     *(Variant("of the model", span, 4096) for span in (16, 64, 256, 1024)),
-    *(Variant("of the model", 64, tokens) for tokens in (256, 512, 1024, 16_384)),
+    *(Variant("of the model", 64, tokens) for tokens in (256, 512, 1024, 16_384, 32_768)),
     Variant("of the model, S of the keys alone", 64, 4096),
     Variant("of the model, no centre", 0, 4096),
 )
@@ -74,8 +80,11 @@ def statistics(layer: LayerTrace, rotary: Rotary, tokens: int) -> KeyStatistics:
     return KeyStatistics(tokens, mean, second - mean.unsqueeze(-1) * mean.unsqueeze(-2), queries)
 
 
-def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int) -> Iterator[float]:
-    """Shares of the true top-100 among 2 % and 5 % of the zone. centres: fp32 `[H_kv, n, D]`, or `[H_kv, 1, D]`."""
+def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int, late: int) -> Iterator[float]:
+    """Shares of the true top-100 among 2 % and 5 % of the zone, then of the late ones of them among 5 %.
+
+    centres: fp32 `[H_kv, n, D]`, or `[H_kv, 1, D]`. late: tokens that count as decoded.
+    """
     heads, _, dim = layer.keys.shape
     turn = rotation_matrix(dim, 42)
     zone = layer.keys[:, _SINK : prompt - _LOCAL].float()
@@ -94,14 +103,18 @@ def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int) -> It
     for share in (0.02, 0.05):
         found = torch.zeros_like(scores, dtype=torch.bool)
         found.scatter_(-1, scores.topk(max(_TRUTH, ceil(share * zone.shape[1])), -1).indices, True)
-        yield found.gather(-1, truth).float().mean().item()
+        hits = found.gather(-1, truth)
+        yield hits.float().mean().item()
+    yield hits[truth >= zone.shape[1] - late + _AFTER].float().mean().item() if late else 0.0
 
 
-def maps_of(variant: Variant, layer: LayerTrace, other: LayerTrace, rotary: Rotary, prompt: int) -> tuple[Tensor, Fitted]:
+def maps_of(
+    variant: Variant, layer: LayerTrace, other: LayerTrace, rotary: Rotary, prompt: int, late: int
+) -> tuple[Tensor, Fitted]:
     """(centres, transform)."""
     heads, _, dim = layer.keys.shape
     if not variant.tokens:
-        keys = layer.keys[:, _SINK : prompt - _LOCAL].double()
+        keys = layer.keys[:, _SINK : prompt - _LOCAL - late].double()
         mean = keys.mean(1, keepdim=True)
         second = (keys - mean).mT @ (keys - mean) / keys.shape[1]
         return mean.float(), fit(second, keys.shape[1], Asked.of(layer.prompt_queries[:, -_PROMPT_QUERIES:], heads))
@@ -124,42 +137,41 @@ def main() -> None:
     parser.add_argument("--statistics", required=True, type=Path)
     parser.add_argument("--more-statistics", type=Path, help="a longer text, for variants of more than 4,096 tokens")
     parser.add_argument("--base", type=float, help="of the rotary embedding, for traces that do not keep it")
+    parser.add_argument("--late", type=int, default=0, help="last tokens of a prompt that count as decoded after it")
     parser.add_argument("--every", type=int, default=2, help="of the traced layers, one in so many")
     parser.add_argument("--out", required=True, type=Path)
     given = parser.parse_args()
-    others = {4096: Trace.load(given.statistics)} | (
-        {16_384: Trace.load(given.more_statistics)} if given.more_statistics else {}
-    )
+    texts = [Trace.load(path) for path in (given.statistics, given.more_statistics) if path]
     fresh = not given.out.exists()
     with given.out.open("a", newline="") as file, torch.inference_mode():
         writer = csv.DictWriter(file, COLUMNS)
         if fresh:
             writer.writeheader()
         for path in given.traces:
-            for row in rows(Trace.load(path), others, given.base, given.every):
+            for row in rows(Trace.load(path), texts, given.base, given.every, given.late):
                 writer.writerow({**row, "text": path.stem})
                 file.flush()
 
 
-def rows(trace: Trace, others: dict[int, Trace], base: float | None, every: int) -> Iterator[dict[str, object]]:
-    """A row per variant."""
-    numbers = trace.info.layers[::every]
+def rows(trace: Trace, texts: list[Trace], base: float | None, every: int, late: int) -> Iterator[dict[str, object]]:
+    """A row per variant that the texts are long enough for."""
+    numbers, prompt = trace.info.layers[::every], trace.info.prompt_tokens
     for variant in VARIANTS:
-        length = 16_384 if variant.tokens > 4096 else 4096
-        if length not in others:
+        text = next((t for t in texts if t.info.prompt_tokens >= variant.tokens), None)
+        if text is None:
             continue
         found = []
         for number in numbers:
             layer = trace.layers[number]
             kept = layer.calibration
             rotary = kept.rotary if kept is not None and base is None else Halves(layer.keys.shape[2], base or 10_000.0)
-            centres, maps = maps_of(variant, layer, others[length].layers[number], rotary, trace.info.prompt_tokens)
-            found.append(list(recalls(layer, centres, maps, trace.info.prompt_tokens)))
-        mean = torch.tensor(found).mean(0).tolist()
+            centres, maps = maps_of(variant, layer, text.layers[number], rotary, prompt, late)
+            found.append(list(recalls(layer, centres, maps, prompt, late)))
+        mean = torch.tensor(found).nanmean(0).tolist()
         yield {
-            "model": trace.info.model, "tokens": trace.info.prompt_tokens, "layers": len(numbers), "maps": variant.name,
-            "span": variant.span, "statistics_tokens": variant.tokens,
-            "recall_2": f"{mean[0]:.4f}", "recall_5": f"{mean[1]:.4f}",
+            "model": trace.info.model, "tokens": prompt, "layers": len(numbers), "maps": variant.name,
+            "span": variant.span, "statistics_tokens": variant.tokens, "recall_2": f"{mean[0]:.4f}",
+            "recall_5": f"{mean[1]:.4f}", "late_tokens": late, "late_5": f"{mean[2]:.4f}" if late else "",
         }  # fmt: skip
 
 

@@ -106,7 +106,9 @@ class Rows:
             named = [r for r in records if r["condition"] in names]
             found = {_key(a): a for a in (_answer(key, r, names) for r in named if "windows" not in r)}
             drifted = {_key(w): w for r in named if "windows" in r for w in _windows(key, r, names)}
-            self.answers = [a for a in self.answers if _key(a) not in found] + list(found.values())
+            same = {_condition(a) for a in found.values() if a.method != FULL_NAME} if stage.get("replaces") else set()
+            kept = [a for a in self.answers if _key(a) not in found and (a.run == run or _condition(a) not in same)]
+            self.answers = kept + list(found.values())
             self.windows = [w for w in self.windows if _key(w) not in drifted] + list(drifted.values())
             told.append(f"{config['model']} {run}: {len(records)} samples{said}")
         self.answers.sort(key=self._place)
@@ -181,6 +183,10 @@ def _packed(file: Path) -> Iterator[tuple[str, dict[str, Any], list[dict[str, An
 def _key(row: Answer | Window) -> tuple[Any, ...]:
     own = (row.task, row.sample, row.depth) if isinstance(row, Answer) else (row.first_step,)
     return row.model, row.run, row.context, *own, row.method, row.budget
+
+
+def _condition(answer: Answer) -> tuple[Any, ...]:
+    return answer.model, answer.context, answer.task, answer.method, answer.budget
 
 
 def _index(listed: list[str], name: str) -> int:
