@@ -22,7 +22,8 @@ SMALL["rest"] = kvrecall.Exact(top_k=20, rest="page-means:page_tokens=8", **ZONE
 @pytest.mark.parametrize("name", SMALL)
 def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
     states = [LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d)), SMALL[name]) for d in ("cpu", "cuda")]
-    prompt = [normal(2, h, 150, 64, seed=i) for i, h in enumerate((6, 2, 2))]
+    # With other keys a weight of a code lies between two bf16 numbers, and with it two keys that are as good as each other.
+    prompt = [normal(2, h, 150, 64, seed=10 + i) for i, h in enumerate((6, 2, 2))]
     for state in states:
         prefill_layer(state, *(x.to(state.shape.device) for x in prompt), None, params())
     for step in range(30):

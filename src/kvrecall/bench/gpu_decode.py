@@ -51,6 +51,8 @@ from kvrecall.layer_state import LayerState
 SIDES = ("both", "retrieval", "full")
 _SPARE_STEPS = 64
 """Steps to make room for beyond those that are timed."""
+_KNOWN = 512
+"""Tokens that the statistics of a layer's keys are taken from, as from a prompt's first chunk."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def retrieval(
     cache = RetrievalCache(model.config, CONFIGS[name](context))
     room = steps + _SPARE_STEPS
     source = source or Gaussian(cache.signature)
+    cache.calibrate(model)
     fill(cache, context, batch, room, source)
     first = torch.randint(0, model.config.vocab_size, (1, 1), device="cuda").expand(batch, 1)
     if compiled:
@@ -222,9 +225,12 @@ def fill(cache: RetrievalCache, tokens: int, batch: int, room: int, source: Gaus
 def _add(layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussian) -> None:
     """One sequence; a function of its own, so that its keys are gone before the next one's are made."""
     keys, values = source.rows(layer.number, b, tokens)
+    queries = source.asked(layer.number, b, min(tokens, _KNOWN))
     if layer.state is None:
-        layer.lazy_initialization(keys[None, :, :1].expand(batch, -1, -1, -1), values[None, :, :1])
+        layer._begin(*(x[None, :, :1].expand(batch, -1, -1, -1) for x in (queries, keys)))
     assert layer.state is not None
+    if layer.state.shape.calibration is not None:
+        layer.state.shape.calibration.see(keys[:, : queries.shape[1]], queries, 0)
     layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
     _observe(layer.state, b, tokens, source)
 

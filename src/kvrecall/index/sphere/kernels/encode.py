@@ -22,8 +22,9 @@ from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN
 from kvrecall.launch import cdiv, next_power_of_2
 
-_NUMBERS, _WARPS = 8192, 8
-"""Rotated coordinates per program, and its warps: as many as fit in registers."""
+_NUMBERS, _WARPS = 4096, 4
+"""Rotated coordinates per program, and its warps: as many as fit in registers. Two small programs on a multiprocessor take two
+thirds of the time of one of twice the size, since one computes while the other waits."""
 _SUMMED = 32
 """Coordinates of a key that tensor cores sum up."""
 _SHIFT = tl.constexpr(small_floats.SHIFT)
@@ -90,18 +91,28 @@ def less_centre(b_keys, b_centre):
 
 
 @triton.jit
-def centres(p_means, MEANS, p_cos, p_sin, o_span, m_span, D: tl.constexpr, o_d):
-    """Centres fp32 `[T, ·]`, coordinates `o_d`, of keys in the spans `o_span` `[T]`.
+def centre_at(p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d):
+    """Coordinates `o_d` of the centre of a span, fp32. Products are fused in one way, whoever calls.
 
-    means `[D]`, their partners MEANS numbers behind; cos, sin `[R, D]`. Products are fused in one way, whoever calls.
+    means `[D]`, their partners MEANS numbers behind; cos, sin `[R, D]`.
     """
     m_d = o_d < D
-    m = m_span[:, None] & m_d[None, :]
-    b_mean = tl.load(p_means + o_d, mask=m_d, other=0.0)[None, :]
-    b_partner = tl.load(p_means + MEANS + o_d, mask=m_d, other=0.0)[None, :]
-    b_cos = tl.load(p_cos + o_span[:, None] * D + o_d[None, :], mask=m, other=0.0)
-    b_sin = tl.load(p_sin + o_span[:, None] * D + o_d[None, :], mask=m, other=0.0)
-    return tl.fma(b_cos, b_mean + tl.zeros_like(b_cos), b_sin * b_partner)
+    b_mean, b_partner = tl.load(p_means + o_d, mask=m_d, other=0.0), tl.load(p_means + MEANS + o_d, mask=m_d, other=0.0)
+    b_cos, b_sin = tl.load(p_cos + span * D + o_d, mask=m_d, other=0.0), tl.load(p_sin + span * D + o_d, mask=m_d, other=0.0)
+    return tl.fma(b_cos, b_mean, b_sin * b_partner)
+
+
+@triton.jit
+def less_centres(b_keys, p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d, SPANS: tl.constexpr, SPAN: tl.constexpr):
+    """Keys `[T, ·]`, coordinates `o_d`, of SPANS whole spans from `span` on, or of a part of one, less their centres."""
+    b_centre = centre_at(p_means, MEANS, p_cos, p_sin, span, D, o_d)[None, :]
+    if SPANS > 1:
+        o_t = tl.arange(0, b_keys.shape[0])
+        b_centre += tl.zeros_like(b_keys)
+        for i in tl.static_range(1, SPANS):
+            b_next = centre_at(p_means, MEANS, p_cos, p_sin, span + i, D, o_d)[None, :]
+            b_centre = tl.where((o_t >= i * SPAN)[:, None], b_next, b_centre)
+    return less_centre(b_keys, b_centre)
 
 
 @triton.jit
@@ -127,22 +138,26 @@ def encode_kernel(
 ):  # fmt: skip
     """Program (T tokens, KV head): codes of keys of any float dtype, which lie HEAD and TOKEN numbers apart.
 
-    number: that of the first token in its zone. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two
+    number: that of the first token in its zone. CENTRED: programs begin at whole multiples of T in the zone, so that each has
+    whole spans, or a part of one. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two
     heads ROOM tokens. CENTRED: there are means `[2, H, D]` and turns of SPAN tokens each (`centres`). NORMS: writes norms too.
     ZEROS: sets zero_norms `[H]` to 1 where the weights of a key are all 0. Not compiled anew for where in their tables the
     codes go.
     """
     i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
     o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
-    m_t = o_t < tokens - first
+    if CENTRED:
+        first -= number % T
+    m_t = (o_t >= -first) & (o_t < tokens - first)
     p_rows, p_mean, p_map = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, p_means + i_h * D, p_maps + i_h * MAP
-    o_span = (number + first + o_t) // SPAN
+    SPANS: tl.constexpr = T // SPAN if T > SPAN else 1
+    span = (number + first) // SPAN
 
     # [T, BD]
     b_keys = tl.load(p_rows[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
     m_zero = tl.max(tl.abs(b_keys), 1) == 0.0
     if CENTRED:
-        b_keys = less_centre(b_keys, centres(p_mean, MEANS, p_cos, p_sin, o_span, m_t, D, o_d))
+        b_keys = less_centres(b_keys, p_mean, MEANS, p_cos, p_sin, span, D, o_d, SPANS, SPAN)
     b_scale, b_inverse = power_of_two(tl.max(tl.abs(b_keys), 1))
     if CENTRED:
         b_scale = tl.where(m_zero, 0.0, b_scale)
@@ -154,7 +169,7 @@ def encode_kernel(
         # [T, BK]: once more from memory, or rather its cache, as no part of a tile can be had from registers
         b_x = tl.load(p_rows[:, None] + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0).to(tl.float32)
         if CENTRED:
-            b_x = less_centre(b_x, centres(p_mean, MEANS, p_cos, p_sin, o_span, m_t, D, o_k))
+            b_x = less_centres(b_x, p_mean, MEANS, p_cos, p_sin, span, D, o_k, SPANS, SPAN)
         b_x *= b_inverse[:, None]
         # [BK, BD]
         b_map = tl.load(p_map + o_d[None, :] * D + o_k[:, None], mask=m_k[:, None] & (o_d < D)[None, :], other=0.0)
@@ -193,12 +208,9 @@ def count_kernel(p_signs, p_counts, tokens, ROOM, STEP, S: tl.constexpr, BS: tl.
 @triton.jit
 def one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr):
     """One key fp32 `[BD]`, less its centre (CENTRED), divided by a power of two; that number `[1]`; whether it is zero."""
-    o_d = tl.arange(0, BD)
     m_zero = tl.max(tl.abs(b_key), 0) == 0.0
     if CENTRED:
-        o_one = tl.arange(0, 1)
-        b_centre = centres(p_mean, MEANS, p_cos, p_sin, span + o_one, o_one == 0, D, o_d)
-        b_key = less_centre(b_key, tl.reshape(b_centre, [BD]))
+        b_key = less_centre(b_key, centre_at(p_mean, MEANS, p_cos, p_sin, span, D, tl.arange(0, BD)))
     scale, inverse = power_of_two(tl.max(tl.abs(b_key), 0))
     b_scale = tl.full([1], 1.0, tl.float32) * scale
     if CENTRED:
@@ -290,7 +302,8 @@ def encode(
     centring, centred = Centring.of(maps, number + tokens), maps.means is not None
     least, most = weight_range(made.weights.dtype, centred)
     per_program = _NUMBERS // padded
-    encode_kernel[(cdiv(tokens, per_program), heads)](
+    ahead = number % per_program if centred else 0  # tokens of the first program that are not ours
+    encode_kernel[(cdiv(ahead + tokens, per_program), heads)](
         keys, maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(keys.device),
         magnitude_thresholds(keys.device), made.signs, made.magnitudes, made.weights,
         made.signs if made.norms is None else made.norms, made.signs if zero_norms is None else zero_norms, number, tokens,

@@ -44,17 +44,29 @@ def upper(b_codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def shift_spread(p_sums, blocks, o_lane, m_lane, spans, BLOCKS, BB: tl.constexpr):
-    """Mean and variance of the shifts of lanes `o_lane`, of which `blocks` blocks have sums `[LANES, BLOCKS, 2]`."""
-    b_sum = tl.zeros([o_lane.shape[0]], tl.float32)
-    b_square = tl.zeros([o_lane.shape[0]], tl.float32)
-    for first in range(0, blocks, BB):
-        o_b = first + tl.arange(0, BB)
-        p_own = p_sums + (o_lane[:, None] * BLOCKS + o_b[None, :]) * 2
-        m_own = m_lane[:, None] & (o_b < blocks)[None, :]
-        b_sum += tl.sum(tl.load(p_own, mask=m_own, other=0.0), 1)
-        b_square += tl.sum(tl.load(p_own + 1, mask=m_own, other=0.0), 1)
-    b_mean = b_sum / spans
-    return b_mean, tl.maximum(b_square / spans - b_mean * b_mean, 0.0)
+    """Mean and variance of the shifts of lanes `o_lane`, of which `blocks` <= BB blocks have sums `[LANES, BLOCKS, 2]`."""
+    o_b = tl.arange(0, BB)
+    p_own = p_sums + (o_lane[:, None] * BLOCKS + o_b[None, :]) * 2
+    m_own = m_lane[:, None] & (o_b < blocks)[None, :]
+    b_mean = tl.sum(tl.load(p_own, mask=m_own, other=0.0), 1) / spans
+    b_square = tl.sum(tl.load(p_own + 1, mask=m_own, other=0.0), 1) / spans
+    return b_mean, tl.maximum(b_square - b_mean * b_mean, 0.0)
+
+
+@triton.jit
+def of_columns(b_lanes, KEYS: tl.constexpr, BL: tl.constexpr):
+    """Numbers of lanes `[BL]` -> `[KEYS * BL]`, where the lanes of each key of a row stand."""
+    return tl.reshape(tl.broadcast_to(b_lanes[None, :], [KEYS, BL]), [KEYS * BL])
+
+
+@triton.constexpr_function
+def exponent_of(UNIT, SHIFT):
+    """What makes of a norm's code, moved to an fp32 number's upper bits, the norm in scores per quarter of a product."""
+    return (127 + 4 - UNIT - 2 - SHIFT) << 23
+
+
+_EXACT = tl.constexpr(0x4B400000)
+"""The bits of 1.5 x 2^23 in fp32. Whole numbers of 22 bits that are added to these bits make that many more of the number."""
 
 
 @triton.jit(do_not_specialize=["START"])
@@ -64,15 +76,15 @@ def product_kernel(
     D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
     SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
     BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, NORMS: tl.constexpr,
-    UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once.
 
     scale: length of a rotated query `[BH, LANES, D]` in whole numbers, which are cut off at PEAK. NORMS: products are
     multiplied by the keys' norms, small floats in units of 2^-UNIT. CENTRED: what the products of each SPAN tokens lack is
     added, shifts fp32 `[BH, LANES, SPANS]` less their mean, MOST at most, in units of products (units: of a query of length 1);
-    sums of BR shifts each are in `sums`. SPAN divides T.
+    sums of BR shifts each are in `sums`, BB of them at most. SPAN divides T.
     """
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
@@ -90,22 +102,18 @@ def product_kernel(
             b_x = tl.load(p_query + j, mask=m_query, other=0.0)
             b_square += b_x * b_x
             b_exact = b_exact + (b_x,)
-        b_length = tl.sum(b_square, 0)
+        b_norm = tl.sqrt(tl.sum(b_square, 0))
+        o_l = tl.arange(0, BL)
         if CENTRED:
             spans = tl.cdiv(tokens, SPAN)
-            blocks, BLOCKS = tl.cdiv(spans, BR), tl.cdiv(SPANS, BR)
-            p_sum = p_sums + i_bh * LANES * BLOCKS * 2
-            # The sums over a lane's coordinates are spread over the columns of its keys; each column has them all.
-            _, b_spread = shift_spread(p_sum, blocks, o_lane, o_lane < LANES, spans, BLOCKS, 64)
-            b_length += D * b_spread
-            o_l = tl.arange(0, BL)
-            b_mean, b_varied = shift_spread(p_sum, blocks, o_l, o_l < LANES, spans, BLOCKS, 64)
+            p_sum = p_sums + i_bh.to(tl.int64) * LANES * tl.cdiv(SPANS, BR) * 2
+            b_mean, b_varied = shift_spread(p_sum, tl.cdiv(spans, BR), o_l, o_l < LANES, spans, tl.cdiv(SPANS, BR), BB)
             o_x = tl.arange(0, 8 * BS)
             m_x = (o_l < LANES)[:, None] & (o_x < D)[None, :]
             b_x = tl.load(p_rotated + (i_bh * LANES + o_l)[:, None] * D + o_x[None, :], mask=m_x, other=0.0)
             b_long = tl.sqrt(tl.sum(b_x * b_x, 1) + D * b_varied)
             b_unit = tl.where(b_long > 0, units / b_long, 0.0)
-        b_norm = tl.sqrt(b_length)
+            b_norm = of_columns(b_long, KEYS, BL)
         b_factor = tl.where(b_norm > 0, scale / b_norm, 0.0)[None, :]
         b_all = tl.zeros([32, KEYS * BL], tl.int32)
         b_queries = ()
@@ -114,7 +122,10 @@ def product_kernel(
             b_all += b_q
             b_queries = b_queries + ((b_q * (8 >> (j % 4))).to(tl.int8),)
         # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
-        b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
+        if CENTRED:
+            b_start = (-(tl.sum(b_all, 0) << 2) + _EXACT)[None, :]
+        else:
+            b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
         o_row = i_bh.to(tl.int64) * CAPACITY
         p_sign, p_score = p_signs + o_row * S, p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
         for i_sub in tl.range(0, SUB, num_stages=STAGES):
@@ -131,22 +142,26 @@ def product_kernel(
             GROUPED: tl.constexpr = SPAN if CENTRED else KEYS
             o_group = tl.arange(0, T // GROUPED)
             o_t = (first + i_sub * T + o_group * GROUPED)[:, None] + tl.arange(0, GROUPED)[None, :]
-            b_each = tl.reshape(b_product, [T // GROUPED, GROUPED, BL])
             if NORMS:
                 b_code = tl.load(p_norms + o_row + o_t, mask=o_t < tokens, other=0).to(tl.int32)
-            if CENTRED:  # what is added differs between the lanes
+            if CENTRED:
+                # What is added differs between the lanes. In fp32, exact for all sums that lie between the ends.
                 o_s = (first + i_sub * T) // SPAN + o_group
                 p_shift = p_shifts + (i_bh.to(tl.int64) * LANES + o_l[None, :]) * SPANS + o_s[:, None]
                 m_shift = (o_l < LANES)[None, :] & (o_s < spans)[:, None]
                 b_shift = (tl.load(p_shift, mask=m_shift, other=0.0) - b_mean[None, :]) * b_unit[None, :]
-                b_whole = tl.minimum(tl.maximum(tl.floor(b_shift + 0.5), -MOST), MOST).to(tl.int32)
-                b_each = (((b_each >> 2) - OFFSET) * (16 + (b_code & 15))[:, :, None] << (b_code >> 4)[:, :, None]) >> UNIT
-                b_best = tl.max(tl.where((o_l < LANES)[None, None, :], b_each + b_whole[:, None, :], -MOST), 2) + OFFSET
+                b_whole = tl.minimum(tl.maximum(tl.floor(b_shift + 0.5), -MOST), MOST) + OFFSET
+                b_whole = tl.where((o_l < LANES)[None, :], b_whole * (1.0 / (1 << SHIFT)), -1e30)
+                b_each = b_product.to(tl.float32, bitcast=True) - 12582912.0
+                b_each = tl.reshape(b_each, [T // GROUPED, GROUPED, BL])
+                b_scale = ((b_code << 19) + exponent_of(UNIT, SHIFT)).to(tl.float32, bitcast=True)
+                b_best = tl.max(b_each * b_scale[:, :, None] + b_whole[:, None, :], 2)
+                b_score = tl.minimum(tl.maximum(b_best, 0.0), TOP + 0.5).to(tl.int32) + 2
             else:
-                b_best = tl.max(b_each, 2) >> 2
+                b_best = tl.max(tl.reshape(b_product, [T // GROUPED, GROUPED, BL]), 2) >> 2
                 if NORMS:
                     b_best = (((b_best - OFFSET) * (16 + (b_code & 15)) << (b_code >> 4)) >> UNIT) + OFFSET
-            b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
+                b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
             write_scores(p_score, b_score, o_t, tokens)
         tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_tile, CAPACITY, TILES,
               S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS)  # fmt: skip

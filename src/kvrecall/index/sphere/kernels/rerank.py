@@ -60,6 +60,11 @@ def rerank_kernel(
         p_id = p_ids + i_bh.to(tl.int64) * ROOM + o_c
         b_id = tl.load(p_id, mask=m_c, other=0)
         m_u = m_c[:, None] & m_q[None, :]
+        o_l = tl.arange(0, BL)
+        b_shift = tl.zeros([R, BL], tl.float32)
+        if CENTRED:  # asked for early, as it takes long
+            p_shift = p_shifts + (i_bh.to(tl.int64) * LANES + o_l)[None, :] * SPANS + (b_id // SPAN)[:, None]
+            b_shift = tl.load(p_shift, mask=m_c[:, None] & (o_l < LANES)[None, :], other=0.0)
         o_unit = (i_bh.to(tl.int64) * CAPACITY + b_id)[:, None] * UNITS + o_u[None, :]
         b_sign = tl.load(in_rows(p_signs, o_unit), mask=m_u, other=0).to(tl.int32)
         b_low = tl.load(in_rows(p_magnitudes, o_unit * 3), mask=m_u, other=0).to(tl.int32)
@@ -93,13 +98,10 @@ def rerank_kernel(
             b_dots = b_sums
         tl.store(p_id, -1 - b_id, mask=m_c & (tl.sum(b_norm, 1) == 0.0))
         # The lanes side by side, so that all of them take one reduction.
-        o_l = tl.arange(0, BL)
         b_all = tl.full([R, BL], float("-inf"), tl.float32)
         for lane in tl.static_range(LANES):
-            b_estimate = tl.sum(b_dots[lane], 1)
-            if CENTRED:
-                b_estimate += tl.load(p_shifts + (i_bh.to(tl.int64) * LANES + lane) * SPANS + b_id // SPAN, mask=m_c, other=0.0)
-            b_all = tl.where((o_l == lane)[None, :], b_estimate[:, None], b_all)
+            b_all = tl.where((o_l == lane)[None, :], tl.sum(b_dots[lane], 1)[:, None], b_all)
+        b_all += b_shift
         p_estimate = p_estimates + i_bh.to(tl.int64) * (ROOM if LARGEST else LANES * ROOM)
         m_l = o_l < LANES
         if LARGEST:

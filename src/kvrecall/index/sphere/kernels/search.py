@@ -1,8 +1,8 @@
 """The search of the sphere index on a GPU: a chain of kernels, no host synchronisation, scratch memory allocated once.
 
-rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read from device memory (`plan`),
-so a captured graph replays the search while the zone grows, up to the capacity it was made for; `fire` says which sequences
-search at all.
+(shifts of centred keys) -> rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read
+from device memory (`plan`), so a captured graph replays the search while the zone grows, up to the capacity it was made for;
+`fire` says which sequences search at all.
 """
 
 # A launch takes what only Triton knows.
@@ -11,6 +11,7 @@ search at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
-from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
+from kvrecall.index.sphere.kernels.tables import rotate_kernel, shift_kernel, tables_kernel
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
@@ -40,8 +41,13 @@ _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
 _COMPACT_WARPS, _MANY = 4, 2048
 """From so many programs on each has one warp: what they wait for is then hidden by the others."""
-_ROTATED_ROWS, _SHIFT_SPANS = 16, 32
-"""Coordinates, and spans of positions, per program of the queries' rotation."""
+_ROTATED_ROWS = 16
+"""Coordinates per program of the queries' rotation."""
+_SHIFT_BLOCKS, _FEWEST_SPANS, _MOST_SPANS = 128, 16, 64
+"""Programs that make the products with centres, where spans per program lie between the other two. Every program of the scan
+adds up what they have summed; to let the last of them do that took 3 to 6 us longer."""
+_SHIFT_LANES, _SHIFT_NUMBERS = 64, 1024
+"""Lanes whose products with centres one program makes at most, and numbers of a table of turns that it reads at a time."""
 _RERANKED, _FEWEST_RERANKED, _RERANK_SUMS, _RERANK_WARPS = 128, 32, 2048, 4
 """Candidates per program of the rerank at most and at least, and sums that it keeps in registers: rows x units x lanes."""
 _CHUNK, _LONG_CHUNK, _LONG_CHOICE = 1024, 2048, 8192
@@ -112,7 +118,8 @@ class GpuSearch:
         self._centring, self._centred = Centring.of(maps, tokens), maps.means is not None
         self._spans = cdiv(tokens, SPAN) if self._centred else 0
         self._shifts = scratch(pairs, self._lanes, self._spans, dtype=torch.float32)
-        self._sums = scratch(pairs, self._lanes, cdiv(self._spans, _SHIFT_SPANS), 2, dtype=torch.float32)
+        self._block = min(_MOST_SPANS, max(_FEWEST_SPANS, next_power_of_2(cdiv(self._spans, _SHIFT_BLOCKS))))
+        self._sums = scratch(pairs, self._lanes, cdiv(self._spans, self._block), 2, dtype=torch.float32)
         self._tables = scratch(pairs, self._words, self._blocks, 256 if stage1 == "collision" else 0)
         self._scale = product_scale(dim, norms)
         most = self._scale.top if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
@@ -150,14 +157,21 @@ class GpuSearch:
         self.pick(plan, fire, scaling, pairs)
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
-        """Rotated queries and, for collisions, look-up tables; empties the histogram."""
-        maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
-        rotate_kernel[(len(pairs), pieces + cdiv(self._spans, _SHIFT_SPANS))](
-            queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
-            self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans, maps.heads,
-            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, LANES=self._lanes, ROWS=_ROTATED_ROWS, PIECES=pieces,
-            BR=_SHIFT_SPANS, SPAN=SPAN, MEAN=self.mode == "mean_q", BINS=self._bins, FIELDS=self._stride, num_warps=4,
-            **self._options,
+        """Rotated queries and their products with centres and, for collisions, look-up tables; empties the histogram."""
+        maps, pairs, padded = self._maps, pairs or self.pairs, next_power_of_2(self._dim)
+        lanes = {"D": self._dim, "BD": padded, "G": self._group, "LANES": self._lanes, "MEAN": self.mode == "mean_q"}
+        if self._centred:
+            centring, together = self._centring, self._together(pairs)
+            shift_kernel[(len(pairs), cdiv(self._sums.shape[2], together))](
+                queries, centring.means, centring.cos, centring.sin, plan, fire, self._shifts, self._sums, centring.between,
+                self._heads, pairs.start, self._spans, maps.heads,
+                BK=max(32, min(padded, _SHIFT_NUMBERS // self._block)), TOGETHER=together,
+                BN=max(16, next_power_of_2(together * self._lanes)), BR=self._block, SPAN=SPAN, FIELDS=self._stride,
+                num_warps=4, **lanes, **self._options,
+            )  # fmt: skip
+        rotate_kernel[(len(pairs), cdiv(self._dim, _ROTATED_ROWS))](
+            queries, maps.queries, fire, self._rotated, self._total, maps.stride, self._heads, pairs.start, maps.heads,
+            ROWS=_ROTATED_ROWS, BINS=self._bins, num_warps=4, **lanes, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(len(pairs), self._blocks)](
@@ -165,6 +179,12 @@ class GpuSearch:
                 D=self._dim, S=self._blocks, LANES=self._lanes, WORDS=self._words, L=1 if self._lanes == 1 else 4, C=64,
                 FIELDS=self._stride, TARGETS=2, TIERS=len(TIER_PERCENTILES), num_warps=8, **self._options,
             )  # fmt: skip
+
+    def _together(self, pairs: range) -> int:
+        """KV heads of one sequence that a program can take at once, where a launch is for `pairs`."""
+        inside = pairs.start // self._heads == (pairs.stop - 1) // self._heads
+        count = len(pairs) if inside else gcd(self._heads, pairs.start, len(pairs))
+        return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * self._lanes <= _SHIFT_LANES))
 
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Scores of all tokens and their histogram."""
@@ -189,7 +209,8 @@ class GpuSearch:
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=tables.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
-                CENTRED=self._centred, SPAN=SPAN, BR=_SHIFT_SPANS, MOST=MOST_SHIFT, num_warps=warps, **self._options,
+                CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
+                MOST=MOST_SHIFT, num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
