@@ -109,7 +109,7 @@ def test_kernels_of_a_captured_layer(
     } | {
         "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
         "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
-        "balanced": {"product_kernel", "shift_kernel"}, "rest": {"product_kernel", "shift_kernel", "rest_kernel"},
+        "balanced": {"product_kernel"}, "rest": {"product_kernel", "rest_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 
@@ -185,7 +185,7 @@ def test_searches_over_centred_keys(
     tables = Tables(*zeros[:3], none, none, zeros[3])
     search.launch(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, plan, fire, 0.1)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    assert names == {"shift_kernel", "rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel", "top_kernel"}
+    assert names == {"rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel", "top_kernel"}
     compile_all(launches, capability)
 
 

@@ -1,6 +1,6 @@
 """The search of the sphere index on a GPU: a chain of kernels, no host synchronisation, scratch memory allocated once.
 
-(shifts of centred keys) -> rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read
+rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read
 from device memory (`plan`), so a captured graph replays the search while the zone grows, up to the capacity it was made for;
 `fire` says which sequences search at all.
 """
@@ -22,7 +22,7 @@ from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.products import product_kernel
 from kvrecall.index.sphere.kernels.rerank import rerank_kernel
 from kvrecall.index.sphere.kernels.scan import collision_kernel
-from kvrecall.index.sphere.kernels.tables import rotate_kernel, shift_kernel, tables_kernel
+from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
@@ -158,20 +158,15 @@ class GpuSearch:
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Rotated queries and their products with centres and, for collisions, look-up tables; empties the histogram."""
-        maps, pairs, padded = self._maps, pairs or self.pairs, next_power_of_2(self._dim)
-        lanes = {"D": self._dim, "BD": padded, "G": self._group, "LANES": self._lanes, "MEAN": self.mode == "mean_q"}
-        if self._centred:
-            centring, together = self._centring, self._together(pairs)
-            shift_kernel[(len(pairs), cdiv(self._sums.shape[2], together))](
-                queries, centring.means, centring.cos, centring.sin, plan, fire, self._shifts, self._sums, centring.between,
-                self._heads, pairs.start, self._spans, maps.heads,
-                BK=max(32, min(padded, _SHIFT_NUMBERS // self._block)), TOGETHER=together,
-                BN=max(16, next_power_of_2(together * self._lanes)), BR=self._block, SPAN=SPAN, FIELDS=self._stride,
-                num_warps=4, **lanes, **self._options,
-            )  # fmt: skip
-        rotate_kernel[(len(pairs), cdiv(self._dim, _ROTATED_ROWS))](
-            queries, maps.queries, fire, self._rotated, self._total, maps.stride, self._heads, pairs.start, maps.heads,
-            ROWS=_ROTATED_ROWS, BINS=self._bins, num_warps=4, **lanes, **self._options,
+        maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
+        together, padded = self._together(pairs), next_power_of_2(self._dim)
+        rotate_kernel[(len(pairs), pieces + cdiv(self._sums.shape[2], together))](
+            queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
+            self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans, maps.heads,
+            D=self._dim, BD=padded, BK=max(32, min(padded, _SHIFT_NUMBERS // self._block)), G=self._group, LANES=self._lanes,
+            ROWS=_ROTATED_ROWS, PIECES=pieces, TOGETHER=together, BN=max(16, next_power_of_2(together * self._lanes)),
+            BR=self._block, STAGES=3 if self._block < _MOST_SPANS else 1, SPAN=SPAN, MEAN=self.mode == "mean_q",
+            BINS=self._bins, FIELDS=self._stride, num_warps=4, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(len(pairs), self._blocks)](

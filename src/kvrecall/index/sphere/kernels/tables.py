@@ -2,7 +2,7 @@
 
 Collisions score a key by one look-up per block. The entries of up to four query heads lie in the four bytes of an int32, so
 that one look-up and one addition serve them all; no byte overflows, since a key's entries add up to at most 6 S.
-Centred keys also need the queries' products with their centres (`shift_kernel`).
+Centred keys also need the queries' products with their centres (`write_shifts`).
 """
 
 from __future__ import annotations
@@ -26,76 +26,84 @@ def lane_query(p_group, lane, o_d, m_d, D: tl.constexpr, G: tl.constexpr, MEAN: 
     return b_q
 
 
-@triton.jit(do_not_specialize=["START"])
-def shift_kernel(
-    p_queries, p_means, p_cos, p_sin, p_plan, p_fire, p_shifts, p_sums, MEANS, HEADS, START, SPANS, MAPS,
+@triton.jit
+def write_shifts(
+    p_queries, p_means, MEANS, p_cos, p_sin, p_shifts, p_sums, i_first, i_block, spans, SPANS, MAPS,
     D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, TOGETHER: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, block): products of the queries with BR centres, shifts fp32 `[BH, LANES, SPANS]`, and the
-    sums of these and of their squares, `[BH, LANES, ceil(SPANS / BR), 2]`.
+    """Products of queries with the centres of BR spans, and their sums, for TOGETHER heads of a sequence from `i_first` on.
 
-    A centre is cos x mean + sin x partner, coordinate by coordinate, of means fp32 `[2, MAPS, D]` and turns `[SPANS, D]`. So
-    the products of all heads of a sequence are two matrix products with the turns, which are read once: a program serves
-    TOGETHER heads, who take turns with the blocks. BN: lanes of these heads, padded. Other arguments as in `rotate_kernel`.
+    A centre is cos x mean + sin x partner, coordinate by coordinate. So the products of all heads are two matrix products with
+    the turns, which are read once. BN: lanes of these heads, padded. STAGES: how many parts of the turns are read ahead.
     """
-    begin(PDL)
-    i_turn = tl.program_id(0) % TOGETHER
-    i_first, i_block = START + tl.program_id(0) - i_turn, tl.program_id(1) * TOGETHER + i_turn
-    spans = tl.cdiv(tl.load(p_plan + i_first // HEADS * FIELDS), SPAN)
-    if (tl.load(p_fire + i_first // HEADS) != 0) & (i_block * BR < spans):
-        o_n, o_span = tl.arange(0, BN), i_block * BR + tl.arange(0, BR)
-        m_n, m_span = o_n < TOGETHER * LANES, o_span < spans
-        i_row = i_first + o_n // LANES
-        o_lane = i_row.to(tl.int64) * LANES + o_n % LANES
-        p_query = p_queries + (i_row.to(tl.int64) * G + o_n % LANES)[None, :] * D
-        p_mean = p_means + ((i_row % MAPS) * D)[None, :]
-        b_shift = tl.zeros([BR, BN], tl.float32)
-        for i_k in tl.range(0, BD, BK, num_stages=1):  # what is read once needs no places to be read ahead into
-            o_k = i_k + tl.arange(0, BK)
-            m_table, m_query = m_span[:, None] & (o_k < D)[None, :], (o_k < D)[:, None] & m_n[None, :]
-            b_cos = tl.load(p_cos + o_span[:, None] * D + o_k[None, :], mask=m_table, other=0.0)
-            b_sin = tl.load(p_sin + o_span[:, None] * D + o_k[None, :], mask=m_table, other=0.0)
-            b_q = tl.load(p_query + o_k[:, None], mask=m_query, other=0.0).to(tl.float32)
-            if MEAN:
-                for g in tl.static_range(1, G):
-                    b_q += tl.load(p_query + g * D + o_k[:, None], mask=m_query, other=0.0).to(tl.float32)
-                b_q = b_q / G
-            b_mean = tl.load(p_mean + o_k[:, None], mask=m_query, other=0.0)
-            b_partner = tl.load(p_mean + MEANS + o_k[:, None], mask=m_query, other=0.0)
-            b_shift = tl.dot(b_cos, b_q * b_mean, b_shift, input_precision="tf32x3")
-            b_shift = tl.dot(b_sin, b_q * b_partner, b_shift, input_precision="tf32x3")
-        tl.store(p_shifts + (o_lane * SPANS)[None, :] + o_span[:, None], b_shift, mask=m_span[:, None] & m_n[None, :])
-        p_sum = p_sums + (o_lane * tl.cdiv(SPANS, BR) + i_block) * 2
-        tl.store(p_sum, tl.sum(b_shift, 0), mask=m_n)
-        tl.store(p_sum + 1, tl.sum(b_shift * b_shift, 0), mask=m_n)
-    end(PDL)
+    o_n, o_span = tl.arange(0, BN), i_block * BR + tl.arange(0, BR)
+    m_n, m_span = o_n < TOGETHER * LANES, o_span < spans
+    i_row = i_first + o_n // LANES
+    o_lane = i_row.to(tl.int64) * LANES + o_n % LANES
+    p_query = p_queries + (i_row.to(tl.int64) * G + o_n % LANES)[None, :] * D
+    p_mean = p_means + ((i_row % MAPS) * D)[None, :]
+    b_shift = tl.zeros([BR, BN], tl.float32)
+    for i_k in tl.range(0, BD, BK, num_stages=STAGES):
+        o_k = i_k + tl.arange(0, BK)
+        m_table, m_query = m_span[:, None] & (o_k < D)[None, :], (o_k < D)[:, None] & m_n[None, :]
+        b_cos = tl.load(p_cos + o_span[:, None] * D + o_k[None, :], mask=m_table, other=0.0)
+        b_sin = tl.load(p_sin + o_span[:, None] * D + o_k[None, :], mask=m_table, other=0.0)
+        b_q = tl.load(p_query + o_k[:, None], mask=m_query, other=0.0).to(tl.float32)
+        if MEAN:
+            for g in tl.static_range(1, G):
+                b_q += tl.load(p_query + g * D + o_k[:, None], mask=m_query, other=0.0).to(tl.float32)
+            b_q = b_q / G
+        b_mean = tl.load(p_mean + o_k[:, None], mask=m_query, other=0.0)
+        b_partner = tl.load(p_mean + MEANS + o_k[:, None], mask=m_query, other=0.0)
+        b_shift = tl.dot(b_cos, b_q * b_mean, b_shift, input_precision="tf32x3")
+        b_shift = tl.dot(b_sin, b_q * b_partner, b_shift, input_precision="tf32x3")
+    tl.store(p_shifts + (o_lane * SPANS)[None, :] + o_span[:, None], b_shift, mask=m_span[:, None] & m_n[None, :])
+    p_sum = p_sums + (o_lane * tl.cdiv(SPANS, BR) + i_block) * 2
+    tl.store(p_sum, tl.sum(b_shift, 0), mask=m_n)
+    tl.store(p_sum + 1, tl.sum(b_shift * b_shift, 0), mask=m_n)
 
 
 @triton.jit(do_not_specialize=["START"])
-def rotate_kernel(p_queries, p_maps, p_fire, p_rotated, p_total, MAP, HEADS, START, MAPS,
-                  D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-                  MEAN: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total, MAP, MEANS,
+                  HEADS, START, SPANS, MAPS,
+                  D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
+                  ROWS: tl.constexpr, PIECES: tl.constexpr, TOGETHER: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+                  STAGES: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr, FIELDS: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: numbers between the maps of two heads, 0 for one rotation
     of them all. MAPS: heads that have maps; HEADS is less where each is searched as a sequence of its own. One program per head
-    clears the histogram of the scores.
+    clears the histogram of the scores. The programs behind the first PIECES are for centred keys: each writes the products of
+    the queries with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their squares, `[BH, LANES,
+    ceil(SPANS / BR), 2]`, for TOGETHER heads of a sequence, which take turns with the blocks of spans.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
-    i_h = (i_bh % MAPS).to(tl.int64)
-    o_d, o_r = tl.arange(0, BD), i_p * ROWS + tl.arange(0, ROWS)
-    m_d = o_d < D
-    m_r = (o_r < D)[:, None] & m_d[None, :]
-    b_r = tl.load(p_maps + i_h * MAP + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0)
-    begin(PDL)
-    if tl.load(p_fire + i_bh // HEADS) != 0:
-        if i_p == 0:
-            tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-        p_group = p_queries + i_bh.to(tl.int64) * G * D
-        for lane in tl.static_range(LANES):
-            b_q = lane_query(p_group, lane, o_d, m_d, D, G, MEAN)
-            tl.store(p_rotated + (i_bh * LANES + lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
+    if i_p < PIECES:
+        i_h = (i_bh % MAPS).to(tl.int64)
+        o_d, o_r = tl.arange(0, BD), i_p * ROWS + tl.arange(0, ROWS)
+        m_d = o_d < D
+        m_r = (o_r < D)[:, None] & m_d[None, :]
+        b_r = tl.load(p_maps + i_h * MAP + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0)
+        begin(PDL)
+        if tl.load(p_fire + i_bh // HEADS) != 0:
+            if i_p == 0:
+                tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+            p_group = p_queries + i_bh.to(tl.int64) * G * D
+            for lane in tl.static_range(LANES):
+                b_q = lane_query(p_group, lane, o_d, m_d, D, G, MEAN)
+                tl.store(p_rotated + (i_bh * LANES + lane) * D + o_r, tl.sum(b_r * b_q[None, :], 1), mask=o_r < D)
+    else:
+        begin(PDL)
+        i_turn = tl.program_id(0) % TOGETHER
+        i_block = (i_p - PIECES) * TOGETHER + i_turn
+        spans = tl.cdiv(tl.load(p_plan + i_bh // HEADS * FIELDS), SPAN)
+        if (tl.load(p_fire + i_bh // HEADS) != 0) & (i_block * BR < spans):
+            write_shifts(
+                p_queries, p_means, MEANS, p_cos, p_sin, p_shifts, p_sums, i_bh - i_turn, i_block, spans, SPANS, MAPS, D, BD,
+                BK, G, LANES, TOGETHER, BN, BR, STAGES, MEAN,
+            )  # fmt: skip
     end(PDL)
 
 
