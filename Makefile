@@ -35,7 +35,7 @@ test-stateful: $(STAMP) ## Random operations on layers, 10,000 for every method 
 
 test-faults: $(STAMP) ## Memory refused at every allocation, exceptions at 1,000 random moments (MOMENTS=100 for fewer)
 	$(PARALLEL) KVRECALL_REFUSALS=all KVRECALL_INTERRUPTS=$(or $(MOMENTS),1000) $(BIN)/python -m pytest -q -rP $(WORKERS) \
-	  tests/test_refused_memory.py tests/integrations/test_random_interrupts.py $(ARGS)
+	  tests/test_refused_memory.py tests/backends/test_random_interrupts.py $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .

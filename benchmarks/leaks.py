@@ -287,8 +287,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _can_capture(model: Any, method: Any) -> bool:
+    from kvrecall.core.errors import CaptureError
     from kvrecall.engine import generate
-    from kvrecall.errors import CaptureError
 
     prompt = torch.full((1, PROMPT_TOKENS), 5, device=model.device)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kvrecall
 from kvrecall import methods, parts
-from kvrecall.errors import KVRecallError
+from kvrecall.core.errors import KVRecallError
 from kvrecall.methods.compose import PLACES
 from kvrecall.select.gqa import GQA_MODES
 

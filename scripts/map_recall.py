@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvrecall.core.small_floats import pack, unpack
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.calibration import ENOUGH_TOKENS, KeyStatistics, LayerCalibration, Rotary
 from kvrecall.index.sphere import closed_form
 from kvrecall.index.sphere.balance import Asked, Fitted, fit
 from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.rotation import rotation_matrix
-from kvrecall.small_floats import pack, unpack
 
 COLUMNS = ("model", "text", "tokens", "layers", "maps", "span", "statistics_tokens", "recall_2", "recall_5", "late_tokens",
            "late_5")  # fmt: skip

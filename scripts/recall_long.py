@@ -31,15 +31,15 @@ from pathlib import Path
 import torch
 
 from kvrecall import Exact, ParisKV
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.prompts import DocumentPrompt
 from kvrecall.evaluate.recall import prepared, replay
 from kvrecall.evaluate.tasks.base import Room
 from kvrecall.evaluate.tasks.registry import generated
 from kvrecall.evaluate.trace import LayerTrace, Trace, capture
 from kvrecall.index.calibration import KeyStatistics, LayerCalibration
+from kvrecall.layer.pipeline import decode_step
 from kvrecall.methods.base import Method
-from kvrecall.pipeline import decode_step
-from kvrecall.structs import AttentionParams
 
 _TRUTH = 100
 _ROOM = 300

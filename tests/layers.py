@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method, get
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.structs import AttentionParams
 from tests.attend.dense import dense
 from tests.index.sphere.calibrated import usual
 from tests.strategies import MODES, gaussian

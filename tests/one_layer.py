@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams
+from kvrecall.layer.state import LayerState
 from tests.index.sphere.calibrated import usual
 
 GQA_MODES = ("mean_q", "mean_softmax", "max", "max_softmax", "per_head")

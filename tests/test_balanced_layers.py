@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.integrations.transformers.rezone import rezoned
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import prefill_layer
-from kvrecall.undo import all_of_it
+from kvrecall.layer.pipeline import prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import all_of_it
 from tests.index.sphere.calibrated import Model
 from tests.layers import DIM, PARAMS, ZONES, left_padded, start, state, step, tokens
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall import counters
-from kvrecall.counters import Counters
+from kvrecall.layer import counters
+from kvrecall.layer.counters import Counters
 
 
 @dataclass

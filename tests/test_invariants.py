@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvrecall
-from kvrecall.errors import NonFiniteError
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.structs import Budget, Partial
+from kvrecall.core.errors import NonFiniteError
+from kvrecall.core.structs import Budget, Partial
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from tests.methods.baselines import CHOSEN_ONCE, KEEPS_NOTHING, SAMPLES, baselines
 from tests.one_layer import dense, index_keys, layer, methods, normal, params
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvrecall.launch import capability as capability_of
-from kvrecall.launch import kernels_available
+from kvrecall.core.launch import capability as capability_of
+from kvrecall.core.launch import kernels_available
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_by_compute_capability(capability: tuple[int, int], available: bool, mon
 
 def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr("kvrecall.launch.find_spec", lambda _: None)
+    monkeypatch.setattr("kvrecall.core.launch.find_spec", lambda _: None)
     assert not kernels_available(torch.device("cuda", 7))
 
 

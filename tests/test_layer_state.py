@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrecall
-from kvrecall.errors import NonFiniteError
-from kvrecall.layer_state import LayerState
+from kvrecall.core.errors import NonFiniteError
+from kvrecall.core.structs import Selection, stack_rows
+from kvrecall.layer.pipeline import decode_step
+from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
-from kvrecall.pipeline import decode_step
-from kvrecall.structs import Selection, stack_rows
 from tests.layers import PARAMS, ZONES, History, held_ids, methods, start, state, step, tokens
 from tests.strategies import SEEDS, examples, gaussian
 
@@ -70,7 +70,7 @@ def test_cropped_is_as_if_the_rest_had_never_been(method: Method) -> None:
     cropped.crop(0, 55)
     cropped.crop(1, 50)
     queries, keys, values = tokens(0, 2, 80)
-    from kvrecall.pipeline import prefill_layer
+    from kvrecall.layer.pipeline import prefill_layer
 
     valid = torch.arange(80) >= torch.tensor([[0], [30]])
     valid[0, 55:] = False

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall.core.structs import Budget
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, stage_sizes
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.structs import Budget
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from tests.layers import DIM, PARAMS, ZONES, History, held_ids, left_padded, start, state, step, tokens
 from tests.strategies import gaussian
 
@@ -65,13 +65,13 @@ def test_2_short_prompts_lose_no_token_at_an_update(prompt: int) -> None:
         assert_indexed_keys_are_the_tokens(layer, history)
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
 @pytest.mark.parametrize("mode", ["mean_q", "mean_softmax", "max", "per_head"])
-def test_3_every_sequence_of_a_batch_is_reranked_with_its_own_query_and_keys(mode: str, compiled: bool) -> None:
+def test_3_every_sequence_of_a_batch_is_reranked_with_its_own_query_and_keys(mode: str, numba: bool) -> None:
     """Theirs: one wrong grid dimension, so that batch indices from 1 on mix up indices, queries, norms and outputs."""
     batch = 4
     layer = state(kvrecall.ParisKV(top_k=5, gqa=mode, **ZONES), batch)
-    layer.index._compiled = compiled
+    layer.index._numba = numba
     history = start(layer, [120] * batch)
     targets = [10 + 7 * b for b in range(batch)]
     queries = torch.stack([history.keys[b][:, 4 + t] for b, t in enumerate(targets)]).repeat_interleave(2, 1)

@@ -10,7 +10,7 @@ import torch
 
 import kvrecall
 from kvrecall import parts
-from kvrecall.errors import CompositionError, ParameterError, UnknownNameError
+from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.exact import ExactConfig
@@ -20,10 +20,10 @@ from kvrecall.index.pages import PageConfig
 from kvrecall.index.product import ProductConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.select.outliers import OutlierPages
-from kvrecall.select.static import ObservationWindow
+from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.select.top_p import TopP
+from kvrecall.static.choice import ObservationWindow
+from kvrecall.static.outliers import OutlierPages
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary
 from kvrecall.trigger.speculative import Speculative
 from tests.one_layer import ZONES, layer, normal, params

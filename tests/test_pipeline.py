@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrecall
-from kvrecall.layer_state import LayerState
+from kvrecall.core.structs import AttentionParams
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.structs import AttentionParams
 from tests.attend.dense import dense
 from tests.layers import PARAMS, ZONES, History, held_ids, left_padded, methods, start, state, step, tokens
 from tests.strategies import SEEDS, examples

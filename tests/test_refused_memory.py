@@ -14,12 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrecall
-from kvrecall import errors
 from kvrecall.cache import host_pool
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.undo import all_of_it, mend
-from tests.integrations.models import tiny
+from kvrecall.core import errors
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import all_of_it, mend
+from tests.backends.models import tiny
 from tests.one_layer import ZONES, layer, params
 from tests.stateful.checks import check_rows
 from tests.stateful.machine import SEARCHING

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall import rows_ahead
+from kvrecall.cache import rows_ahead
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.rows_ahead import pieces_ahead, read_keys
 from kvrecall.cache.transfer import bring_keys
-from kvrecall.rows_ahead import pieces_ahead, read_keys
 from tests.strategies import gaussian
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.errors import NonFiniteError
-from kvrecall.integrations.transformers.rezone import rezoned
-from kvrecall.layer_state import LayerState
-from kvrecall.undo import all_of_it
+from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.core.errors import NonFiniteError
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import all_of_it
 from tests.layers import ZONES, start, state, step
 from tests.stateful.checks import memory_of
 from tests.test_layer_state import assert_holds

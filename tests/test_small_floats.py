@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvrecall import small_floats
+from kvrecall.core import small_floats
 from tests.strategies import gaussian
 
 CODES = torch.arange(256).to(torch.uint8)

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall import pieces, rows_ahead, static_sets
+from kvrecall.cache import rows_ahead
+from kvrecall.core import pieces
 from kvrecall.index import pages
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.stats import CacheStats
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.stats import CacheStats
+from kvrecall.static import sets as static_sets
 from tests.layers import PARAMS, state, tokens
 
 INTERVAL, LEAD, PIECE = 12, 4, 8

@@ -12,35 +12,21 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMON = {
-    "structs",
-    "errors",
-    "numeric",
-    "small_floats",
-    "parts",
-    "launch",
-    "overlap",
-    "host_keys",
-    "host_keys_kernel",
-    "rows_ahead",
-    "pieces",
-}
+COMMON = {"core", "parts"}
 STAGES = {
     "cache": set(),
-    "index": {"select"},  # the GQA reduction and the deterministic top-k are part of every search
+    "index": {"select", "cache"},  # the GQA reduction and the deterministic top-k are part of every search; some read keys back
     "trigger": set(),
     "select": set(),
+    "static": {"select", "index", "fetch", "cache"},  # a static set is searched for in the background and fetched ahead
     "fetch": set(),
     "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
-
-
-DRIVERS = {
-    "pipeline.py", "layer_state.py", "undo.py", "static_sets.py", "stats.py", "non_finite.py", "methods", "engine",
-    "integrations", "models", "cli", "bench", "evaluate",
-}  # fmt: skip
+DRIVERS = {"layer", "methods", "engine", "backends", "models", "cli", "bench", "evaluate"}
 """What may see several stages."""
+FREE = [*COMMON, *STAGES, "layer", "methods"]
+"""What imports without transformers."""
 
 
 def imports(path: Path) -> set[str]:
@@ -71,33 +57,43 @@ def test_only_the_drivers_see_several_stages() -> None:
         assert not imports(path) & set(STAGES), path.relative_to(PACKAGE)
 
 
-@pytest.mark.parametrize("name", sorted(COMMON))
-def test_what_all_stages_share_imports_none_of_them(name: str) -> None:
-    assert imports(PACKAGE / f"{name}.py") <= COMMON
+def test_what_all_stages_share_imports_none_of_them() -> None:
+    for path in (PACKAGE / "core").rglob("*.py"):
+        assert imports(path) <= {"core"}, path.relative_to(PACKAGE)
+
+
+def test_layers_and_methods_need_no_framework() -> None:
+    modules = [".".join(("kvrecall", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in FILES if _home(p) in FREE]
+    program = f"""
+import importlib, sys
+sys.modules["transformers"] = sys.modules["vllm"] = None
+for name in {modules!r}:
+    importlib.import_module(name.removesuffix(".__init__"))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def _home(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def test_references_import_no_kernel() -> None:
     for path in PACKAGE.rglob("reference.py"):
         text = path.read_text()
-        assert "compiled" not in [
+        assert not {"cpu", "kernels"} & {
             part for line in text.splitlines() if "import" in line for part in line.replace(".", " ").split()
-        ]
+        }
         assert "numba" not in text and "triton" not in text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_the_median_file_is_short() -> None:
     lengths = sorted(len(p.read_text().splitlines()) for p in FILES)
     assert lengths[len(lengths) // 2] <= 120
-
-
-def test_the_pipeline_fits_on_a_screen_or_two() -> None:
-    assert len((PACKAGE / "pipeline.py").read_text().splitlines()) <= 130
 
 
 def test_architecture_page_names_every_file_with_one_line() -> None:

@@ -9,7 +9,7 @@ import kvrecall
 from kvrecall.evaluate.recall import replay_windows
 from kvrecall.evaluate.trace import Trace
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import ObservationWindow, _overlap, window_shares
+from kvrecall.static.choice import ObservationWindow, _overlap, window_shares
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LAYERS = (2, 6, 10, 14, 18, 22)

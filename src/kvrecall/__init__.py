@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvrecall.integrations.transformers import RetrievalCache, attach
+    from kvrecall.backends.transformers import RetrievalCache, attach
     from kvrecall.methods.base import Method
     from kvrecall.methods.ctkvr import CTKVR
     from kvrecall.methods.exact import Exact
@@ -42,8 +42,8 @@ _HOMES = {
     "Method": "kvrecall.methods.base",
     "ParisKV": "kvrecall.methods.pariskv",
     "ParisKVBalanced": "kvrecall.methods.pariskv",
-    "RetrievalCache": "kvrecall.integrations.transformers",
-    "attach": "kvrecall.integrations.transformers",
+    "RetrievalCache": "kvrecall.backends.transformers",
+    "attach": "kvrecall.backends.transformers",
     "methods": None,  # packages that are attributes too
     "engine": None,
     "parts": None,

@@ -12,7 +12,7 @@ from dataclasses import astuple, fields, is_dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 
 _PARTS: dict[str, dict[str, tuple[str, str]]] = {
     "index": {
@@ -36,8 +36,8 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "speculative": ("kvrecall.trigger.speculative", "Speculative"),
     },
     "static": {
-        "observation-window": ("kvrecall.select.static", "ObservationWindow"),
-        "outlier-pages": ("kvrecall.select.outliers", "OutlierPages"),
+        "observation-window": ("kvrecall.static.choice", "ObservationWindow"),
+        "outlier-pages": ("kvrecall.static.outliers", "OutlierPages"),
     },
     "prune": {"top-p": ("kvrecall.select.top_p", "TopP")},
     "rest": {"page-means": ("kvrecall.select.rest", "PageMeans")},

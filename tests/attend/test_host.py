@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.attend import attend_selected, start
+from kvrecall.core.structs import Partial
 from kvrecall.merge import merge
-from kvrecall.structs import Partial
 from tests.attend.dense import dense
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
 

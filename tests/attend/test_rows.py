@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall.attend import attend_rows, compiled, reference
-from kvrecall.structs import Partial, Rows
+from kvrecall.core.structs import Partial, Rows
 from tests.attend.dense import dense
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, poisoned
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrecall.backends.transformers.cache import ModelSignature
 from kvrecall.bench.given import NOISE, Gaussian, Traced, Turning
-from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
-from kvrecall.integrations.transformers.cache import ModelSignature
 
 PROMPT, STEPS, WINDOW = 40, 3, 5
 MADE = ModelSignature("llama", 4, 8, 2, 64)

@@ -21,7 +21,7 @@ from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
 from kvrecall.bench.given import Gaussian, Traced, Turning
 from kvrecall.bench.gpu_decode import Retrieval
 from kvrecall.bench.moved import weight_bytes
-from kvrecall.errors import HostMemoryError, ParameterError
+from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 
 TINY = {

@@ -17,7 +17,7 @@ import torch
 from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import allocate, staging
 from kvrecall.cache.host_pool import HostPool
-from kvrecall.errors import HostMemoryError
+from kvrecall.core.errors import HostMemoryError
 
 
 class Runtime:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from tests.strategies import examples
 
 SIZES = st.builds(ZoneSizes, st.integers(0, 8), st.integers(1, 12), st.integers(1, 9))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvrecall import models
-from kvrecall.integrations.transformers.calibration import calibration_of, load
+from kvrecall.backends.transformers.calibration import calibration_of, load
 from tests.cli.conftest import Cli
 
 

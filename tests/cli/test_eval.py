@@ -12,7 +12,7 @@ import pytest
 import kvrecall
 import kvrecall.engine
 from kvrecall.cli.textfile import writable
-from kvrecall.errors import OutputFileError
+from kvrecall.core.errors import OutputFileError
 from kvrecall.evaluate.runs import read_records
 from kvrecall.evaluate.tasks.registry import KNOWN
 from tests.cli.conftest import Cli

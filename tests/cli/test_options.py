@@ -50,7 +50,7 @@ def test_absurd_values_are_results_or_one_line(
     def missing(*_: object, **__: object) -> None:
         raise models.load_error  # type: ignore[attr-defined]
 
-    from kvrecall.errors import ModelFilesError
+    from kvrecall.core.errors import ModelFilesError
 
     monkeypatch.setattr(models, "load_error", ModelFilesError("m", "missing", "Fetch it."), raising=False)
     monkeypatch.setattr(models, "load", missing)

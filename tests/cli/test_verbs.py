@@ -12,7 +12,7 @@ import torch
 from kvrecall import cli as package
 from kvrecall import engine, models
 from kvrecall.cli.report import seconds, size
-from kvrecall.errors import ModelFilesError, ParameterError
+from kvrecall.core.errors import ModelFilesError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 from tests.cli.conftest import Cli
 

@@ -13,12 +13,12 @@ import transformers
 import kvrecall
 from kvrecall import engine
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.errors import CaptureError
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import prefill_layer
-from kvrecall.structs import AttentionParams
-from tests.integrations.models import SMALL, tiny
+from kvrecall.layer.pipeline import prefill_layer
+from kvrecall.layer.state import LayerState
+from tests.backends.models import SMALL, tiny
 from tests.layers import DIM, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

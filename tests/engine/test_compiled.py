@@ -12,9 +12,9 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.core.errors import CaptureError, ParameterError
 from kvrecall.engine.captured.compiled import ROTARY, compiled_modules, pieces
-from kvrecall.errors import CaptureError, ParameterError
-from tests.integrations.models import tiny
+from tests.backends.models import tiny
 
 IDS = torch.randint(5, 90, (2, 1), generator=torch.Generator().manual_seed(3))
 

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.errors import ParameterError
-from tests.integrations.models import tiny
-from tests.integrations.test_transformers import METHODS, prompt, ragged, run
+from kvrecall.core.errors import ParameterError
+from tests.backends.models import tiny
+from tests.backends.test_transformers import METHODS, prompt, ragged, run
 from tests.tiny import WORDS, tiny_tokenizer
 
 

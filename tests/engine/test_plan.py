@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.errors import ParameterError
-from tests.integrations.models import tiny
-from tests.integrations.test_transformers import ZONES
+from kvrecall.core.errors import ParameterError
+from tests.backends.models import tiny
+from tests.backends.test_transformers import ZONES
 
 LLAMA_8B = LlamaConfig(
     num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, max_position_embeddings=131072

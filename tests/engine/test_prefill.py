@@ -12,8 +12,8 @@ from transformers import DynamicCache
 import kvrecall
 from kvrecall import engine, errors
 from kvrecall.engine.prefill import chunk_size
-from tests.integrations.models import tiny
-from tests.integrations.test_transformers import METHODS, ZONES, prompt, ragged, run
+from tests.backends.models import tiny
+from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
 
 inputs_ = pytest.mark.parametrize("inputs", [prompt(2), ragged(), prompt(1, 1)], ids=["even", "ragged", "one-token"])
 

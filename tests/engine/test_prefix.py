@@ -9,8 +9,8 @@ import torch
 
 import kvrecall
 from kvrecall import engine, errors
-from tests.integrations.models import tiny
-from tests.integrations.test_attach import COVERING, answer, ids
+from tests.backends.models import tiny
+from tests.backends.test_attach import COVERING, answer, ids
 
 
 @pytest.fixture(scope="module")

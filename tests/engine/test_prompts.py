@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, raw_prompt
-from kvrecall.errors import ContextLengthError, ParameterError
 from tests.tiny import WORDS, tiny_tokenizer
 
 ID = {word: i for i, word in enumerate(WORDS)}

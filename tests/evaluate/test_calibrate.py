@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.calibrate import calibrate, searches, watch_answers, watch_queries
 from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.suite import Suite
 from kvrecall.trigger import SemanticBoundary
+from tests.backends.models import tiny
 from tests.evaluate.asked import asker, compared
-from tests.integrations.models import tiny
 from tests.strategies import gaussian
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.drift import measure, prompt_of

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrecall.bench.rows import write_csv
-from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.answers import boxed, final_choice, final_number, same_answer
 from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.errors import InputFileError, KVRecallError
+from kvrecall.core.errors import InputFileError, KVRecallError
 from kvrecall.evaluate.problems import read_problems
 
 AIME = {"id": 1, "problem": "Find n.", "answer": "073"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import InputFileError
+from kvrecall.core.errors import InputFileError
 from kvrecall.evaluate.report.page import write_page
 from kvrecall.evaluate.report.plots import heat
 from kvrecall.evaluate.runs import RunFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
+from kvrecall.core.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
 from kvrecall.evaluate.runs import CONFIG as CONFIG_FILE
 from kvrecall.evaluate.runs import SAMPLES, Record, RunFolder, Shard, key_of, read_config, read_records
 from tests.faults import limited_files
@@ -165,7 +165,7 @@ def test_a_configuration_that_could_not_be_written_is_not_there(tmp_path: Path, 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvrecall.whole_files.os.fsync", full)
+    monkeypatch.setattr("kvrecall.core.whole_files.os.fsync", full)
     with pytest.raises(OutputFileError, match=r"config\.json: cannot be written \(No space left"):
         RunFolder(tmp_path, CONFIG)
     assert list(tmp_path.iterdir()) == []

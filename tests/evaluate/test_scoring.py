@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.answers import boxed, final_choice, final_number, same_answer
 from kvrecall.evaluate.intervals import interval, pass_at_k, wilson
 from kvrecall.evaluate.scoring import copied_share, says, string_match_all

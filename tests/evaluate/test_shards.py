@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import FolderInUseError, ParameterError
+from kvrecall.core.errors import FolderInUseError, ParameterError
 from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.plan import Plan, portions, share
 from kvrecall.evaluate.runs import RunFolder, Shard, key_of, read_records

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall import methods
-from kvrecall.engine.prompts import chat_prompt, next_turn
-from kvrecall.errors import (
+from kvrecall.core.errors import (
     CompositionError,
     ContextLengthError,
     InputFileError,
@@ -16,6 +15,7 @@ from kvrecall.errors import (
     ParameterError,
     UnknownNameError,
 )
+from kvrecall.engine.prompts import chat_prompt, next_turn
 from kvrecall.evaluate.conditions import conditions, described, listed
 from kvrecall.evaluate.plan import Plan, configuration
 from kvrecall.evaluate.problems import read_problems

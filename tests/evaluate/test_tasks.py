@@ -11,7 +11,7 @@ from itertools import islice
 
 import pytest
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate.tasks.base import Room
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 from kvrecall.evaluate.tasks.text import haystack, made_up, sentences, vocabulary

@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
-from kvrecall.errors import InputFileError, ParameterError
+from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.recall import replay, replay_windows
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo, capture
-from tests.integrations.models import tiny
+from tests.backends.models import tiny
 from tests.one_layer import ZONES, normal
 
 

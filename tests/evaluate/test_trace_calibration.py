@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvrecall
-from kvrecall.errors import InputFileError
+from kvrecall.core.errors import InputFileError
 from kvrecall.evaluate.recall import prepared, replay
 from kvrecall.evaluate.trace import Trace, capture
 from kvrecall.evaluate.tune import _shape
 from kvrecall.index.calibration import turn_back
-from tests.integrations.models import tiny
+from tests.backends.models import tiny
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 32, "update_interval": 16}
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import kvrecall
 from kvrecall.attend import attend_block, attend_causal
-from kvrecall.errors import InputFileError, OutputFileError, ShapeError
+from kvrecall.core.errors import InputFileError, OutputFileError, ShapeError
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import Trace
 from tests.faults import limited_files

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 from kvrecall.evaluate.tune import Option, choose, tune

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvrecall
 from kvrecall.cache.host_memory import allocate
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.core.errors import NonFiniteError
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.engine.prefill import prefill
-from kvrecall.errors import NonFiniteError
 from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix

@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.errors import CaptureError
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import encode as reference_encode
 from kvrecall.index.sphere.schedule import RatioStep
-from kvrecall.structs import Budget
+from tests.backends import models
 from tests.index.sphere.calibrated import OWN, Model
-from tests.integrations import models
 from tests.strategies import DTYPES, HEAD_DIMS, some_of_each
 
 pytestmark = pytest.mark.gpu
@@ -371,8 +371,8 @@ def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) 
 
 @pytest.mark.parametrize("name", ["paper", "louiskv"])
 def test_non_finite_keys_are_reported(name: str) -> None:
+    from kvrecall.core.errors import NonFiniteError
     from kvrecall.engine.captured.decoder import CapturedDecoder
-    from kvrecall.errors import NonFiniteError
 
     model = tiny()
     cache = kvrecall.RetrievalCache(model.config, METHODS[name])

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.core.structs import AttentionParams, Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import prefill_layer
-from kvrecall.structs import AttentionParams, Budget
+from kvrecall.layer.pipeline import prefill_layer
+from kvrecall.layer.state import LayerState
 from tests.one_layer import ZONES, dense
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import kvrecall
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.fetch import Direct, Staged, fetch_rows
 from kvrecall.index.base import LayerShape
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from tests.one_layer import ZONES, methods, normal, params
 from tests.strategies import DTYPES, HEAD_DIMS, generator, some_of_each
 

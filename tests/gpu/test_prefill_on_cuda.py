@@ -12,11 +12,11 @@ import kvrecall
 from kvrecall.attend import attend_block, attend_causal, cudnn
 from kvrecall.cache import layer as store
 from kvrecall.cache.layer import LayerStore
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge_in_turn
-from kvrecall.pipeline import prefill_layer
-from kvrecall.structs import AttentionParams
 from tests.attend.dense import dense
 from tests.strategies import DTYPES, gaussian
 

@@ -21,13 +21,13 @@ from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring, bring_keys
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.errors import DeviceMemoryError
+from kvrecall.core.errors import DeviceMemoryError
+from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.fetch.in_place import SegmentTables
 from kvrecall.index.base import LayerShape
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian, generator
 
 pytestmark = pytest.mark.gpu
@@ -356,7 +356,7 @@ def test_device_memory_that_runs_out_is_explained_and_nothing_has_grown() -> Non
         if fail:
             before = torch.cuda.memory_allocated()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("kvrecall.integrations.transformers.cache.available_host_bytes", lambda: 2**62)
+                patch.setattr("kvrecall.backends.transformers.cache.available_host_bytes", lambda: 2**62)
                 with pytest.raises(DeviceMemoryError, match=r"the cache needs .* are free on cuda"):
                     cache.reserve(too_many)
             assert cache.get_seq_length() == 300 and torch.cuda.memory_allocated() == before

@@ -12,15 +12,15 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.pages import PageConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.units import UnitIndex
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Selection
 from tests.one_layer import ZONES, normal, params
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian, some_of_each, whole_numbers
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvrecall
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.structs import Budget
 from kvrecall.index.clusters import ClusterConfig, ClusterIndex
 from kvrecall.index.units import Units
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import Budget
+from kvrecall.layer.state import LayerState
 from tests.index.test_kmeans import naive_cluster
 from tests.one_layer import ZONES, index_keys, layer
 from tests.strategies import SEEDS, examples, gaussian

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.errors import UnknownNameError
+from kvrecall.core.errors import UnknownNameError
+from kvrecall.core.structs import Budget
 from kvrecall.index.exact import ExactConfig, ExactIndex
-from kvrecall.structs import Budget
 from tests.index.sphere.build import check_selection, found_ids, shape
 from tests.strategies import DTYPES, MODES, SEEDS, examples, gaussian, whole_numbers
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvrecall
-from kvrecall import pieces
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core import pieces
+from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.pieces import finished
+from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.pages import PageConfig, PageIndex, volume_scores, volumes
-from kvrecall.layer_state import LayerState
-from kvrecall.pieces import finished
-from kvrecall.structs import Budget
+from kvrecall.layer.state import LayerState
 from tests.one_layer import index_keys, layer
 from tests.strategies import DTYPES, SEEDS, examples, gaussian, generator, whole_numbers
 

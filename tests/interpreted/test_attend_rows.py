@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import reference
+from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.merge import merge
-from kvrecall.structs import HostRows, Partial, Rows
 from tests.strategies import HEAD_DIMS, gaussian, generator, poisoned
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.errors import CaptureError, ParameterError
-from kvrecall.integrations.transformers import attention
-from tests.integrations.models import tiny
+from kvrecall.backends.transformers import attention
+from kvrecall.core.errors import CaptureError, ParameterError
+from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured

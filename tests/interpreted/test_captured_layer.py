@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import weight_values
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.structs import AttentionParams
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from tests.index.sphere.calibrated import Halves, Model
 from tests.layers import DIM, ZONES, left_padded, start, state, tokens
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvrecall.errors import CaptureError
+from kvrecall.core.errors import CaptureError
 from tests.tensor_parallel import check, start
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

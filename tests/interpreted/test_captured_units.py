@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall import pieces, static_sets
+from kvrecall.cache.rows_ahead import Zone, read_keys
+from kvrecall.core import pieces
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index import pages as page_index
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.rows_ahead import Zone, read_keys
-from kvrecall.structs import AttentionParams
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.static import sets as static_sets
 from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.core.small_floats import pack
 from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes, weight_values
 from kvrecall.index.sphere.codes import encode as reference_encode
 from kvrecall.index.sphere.maps import Maps, own_calibration
-from kvrecall.small_floats import pack
 from tests.index.sphere.build import index_of, shape, synthetic_keys
 from tests.index.sphere.calibrated import OWN, Halves, Model
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian
@@ -161,7 +161,7 @@ def test_an_index_that_its_kernels_fill(config: dict[str, Any], monkeypatch: pyt
     keys[0][0, 11], keys[0][1, 95] = 0, 0
 
     def build(encoder: Any) -> SphereIndex:
-        index, calls = index_of([keys[0][:, :90], keys[1][:, :61]], 2, compiled=False, **config), []
+        index, calls = index_of([keys[0][:, :90], keys[1][:, :61]], 2, numba=False, **config), []
         index._kernels = encoder is not None
         monkeypatch.setattr(kernels, "encode", lambda *a, **more: (calls.append(1), encoder(*a, **more)))
         index.append(0, keys[0][:, 90:97])

@@ -15,7 +15,7 @@ from kvrecall.bench import first_step
 from kvrecall.bench.first_step import TOLERANCE, Watched, agree, check_step
 from kvrecall.bench.given import Asking, Turning
 from kvrecall.bench.gpu_layer import COSINE
-from tests.integrations.models import tiny
+from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall import host_keys
-from kvrecall.host_keys import copy_keys
+from kvrecall.cache import host_keys
+from kvrecall.cache.host_keys import copy_keys
 from tests.strategies import gaussian
 
 

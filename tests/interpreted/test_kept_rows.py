@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
-from kvrecall.structs import AttentionParams, Rows
+from kvrecall.core.structs import AttentionParams, Rows
 from tests.strategies import gaussian
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams
+from kvrecall.core.structs import AttentionParams
+from kvrecall.layer.state import LayerState
 from tests.layers import DIM, ZONES, start, state, step
 from tests.methods.baselines import small
 
@@ -31,7 +31,7 @@ BASELINES = {
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a GPU with page-locked memory."""
-    for module in ("attend", "merge", "layer_state", "index.units"):
+    for module in ("attend", "merge", "layer.state", "index.units"):
         monkeypatch.setattr(f"kvrecall.{module}.kernels_available", lambda _: True)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvrecall.core.structs import Budget
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.index.sphere.turns import SPAN
-from kvrecall.structs import Budget
 from tests.index.sphere.build import index_of, synthetic_keys
 from tests.index.sphere.build import search_both as by_numba_and_by_reference
 from tests.index.sphere.calibrated import Halves, Model, filled

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvrecall.core.structs import Partial
 from kvrecall.merge import merge
 from kvrecall.merge.cuda import take_in
-from kvrecall.structs import Partial
 from tests.strategies import gaussian
 
 

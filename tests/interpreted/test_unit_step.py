@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import prefill_layer
-from kvrecall.select.static import StaticSet
+from kvrecall.layer.pipeline import prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.static.choice import StaticSet
 from tests.layers import DIM, PARAMS, ZONES, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.pages import PageConfig
 from kvrecall.index.units import UnitIndex
-from kvrecall.structs import Budget
 from tests.strategies import HEAD_DIMS, gaussian, poisoned, whole_numbers
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.errors import CaptureError, CaptureMismatchError
-from kvrecall.layer_state import LayerState
-from tests.integrations.models import tiny
+from kvrecall.core.errors import CaptureError, CaptureMismatchError
+from kvrecall.layer.state import LayerState
+from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.whole import WholeAttention

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import reference
+from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.merge import merge, sink_logits
-from kvrecall.structs import AttentionParams, Rows
 from tests.strategies import HEAD_DIMS, gaussian, poisoned
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.structs import AttentionParams, HostRows, Partial, Rows
+from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from tests.index.sphere.calibrated import OWN, Model
 from tests.layers import DIM, ZONES, state, tokens
 
@@ -142,7 +142,7 @@ def test_a_captured_layer_of_every_head_size(
 
 @pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.host_keys import copy_keys
+    from kvrecall.cache.host_keys import copy_keys
 
     copy_keys(torch.zeros(2, 150, 2, dim, dtype=torch.bfloat16)[:, 7:], torch.zeros(2, 143, dim, dtype=torch.bfloat16))
     assert [kernel.__name__ for kernel, *_ in launches.values()] == ["keys_kernel"]
@@ -216,7 +216,7 @@ def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: di
 
 def start_in(layer: Any, dtype: torch.dtype) -> None:
     """Prefills without kernels, whatever the dtype."""
-    from kvrecall.pipeline import prefill_layer
+    from kvrecall.layer.pipeline import prefill_layer
 
     shape = layer.shape
     dim, group = shape.head_dim, shape.query_heads // shape.kv_heads

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall.attend.reference import softmax_rows
+from kvrecall.core.structs import Partial
 from kvrecall.merge import merge, sink_logits
-from kvrecall.structs import Partial
 from tests.strategies import SEEDS, examples, gaussian
 
 

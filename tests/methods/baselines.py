@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
+from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.methods import Method
-from kvrecall.pipeline import decode_step, prefill_layer
 from tests.one_layer import ZONES, dense, layer, normal, params
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.index.query_centroids import CentroidIndex
 from kvrecall.index.query_centroids.lists import CentroidLists
-from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.layer.pipeline import decode_step, prefill_layer
 from tests.one_layer import ZONES, dense, layer, normal, params
 
 SINK, LOCAL, SCALING = 4, 16, 0.125

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall.layer.pipeline import decode_step
 from kvrecall.parts import CentroidConfig
-from kvrecall.pipeline import decode_step
 from tests.methods.centroid_course import SCALING, SINK, Course, method
 from tests.one_layer import ZONES, normal, params
 

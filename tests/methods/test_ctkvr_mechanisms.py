@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.structs import Budget
+from kvrecall.core.structs import Budget
 from tests.methods.centroid_course import LOCAL, LONG, SCALING, SINK, Course, direction, method, wanting
 
 

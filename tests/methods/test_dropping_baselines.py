@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.errors import CompositionError, ParameterError
+from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.index.accumulated import AccumulatedIndex
 from kvrecall.index.around import IndexAround
 from kvrecall.index.milestones import MilestoneIndex
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.methods import Full, Method
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.select.static import ObservationWindow
+from kvrecall.static.choice import ObservationWindow
 from tests.methods.baselines import Course, best, small
 from tests.one_layer import layer, normal, params
 
@@ -101,7 +101,7 @@ def test_snapkv_plus_chooses_anew_from_all_tokens() -> None:
 
 
 def test_equal_neighbourhoods_go_to_the_lowest() -> None:
-    from kvrecall.select.static import pooled
+    from kvrecall.static.choice import pooled
 
     scores = torch.tensor([[0.1, 0.7, 0.3] * 40])
     made = pooled(scores, 1)

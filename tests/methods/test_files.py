@@ -13,13 +13,13 @@ import torch
 
 import kvrecall
 from kvrecall import parts
+from kvrecall.core.errors import CaptureError, InputFileError, OutputFileError, ParameterError, UnknownNameError
 from kvrecall.engine import generate, plan
 from kvrecall.engine.captured.check import check_capture
-from kvrecall.errors import CaptureError, InputFileError, OutputFileError, ParameterError, UnknownNameError
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.methods.base import Method
 from kvrecall.methods.files import load_method, save_method
-from tests.integrations.models import tiny
+from tests.backends.models import tiny
 
 METHODS = [
     kvrecall.Full(),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.index.clusters import ClusterConfig, ClusterIndex
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.trigger import SemanticBoundary
 from tests.one_layer import ZONES, dense, layer, normal, params
 

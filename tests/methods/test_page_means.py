@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall import methods
+from kvrecall.core.structs import Budget
 from kvrecall.index import completed
 from kvrecall.index.completed import CompletedIndex, completed_nbytes
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import all_of_it
 from kvrecall.methods import Method
-from kvrecall.pipeline import decode_step, prefill_layer
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget
-from kvrecall.undo import all_of_it
 from tests.one_layer import ZONES, layer, normal, params
 from tests.strategies import DTYPES, SEEDS, examples
 

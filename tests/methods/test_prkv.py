@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Staged
 from kvrecall.index.pages import PageConfig, PageIndex
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.select.static import ObservationWindow
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.static.choice import ObservationWindow
 from tests.one_layer import dense, layer, normal, params
 
 SINK, LOCAL, WINDOW, PAGE = 2, 8, 8, 4

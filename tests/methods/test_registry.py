@@ -13,15 +13,15 @@ import torch
 
 import kvrecall
 from kvrecall import methods
-from kvrecall.errors import UnknownNameError
+from kvrecall.core.errors import UnknownNameError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.schedule import RatioStep
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
 from kvrecall.methods.registry import method_class
-from kvrecall.pipeline import prefill_layer
-from kvrecall.structs import AttentionParams
 from tests.strategies import gaussian
 
 NAMES = methods.names()

@@ -12,10 +12,10 @@ import torch
 import kvrecall
 from kvrecall import methods
 from kvrecall.attend import attend_rows
-from kvrecall.errors import CaptureError, CompositionError, ParameterError
+from kvrecall.core.errors import CaptureError, CompositionError, ParameterError
+from kvrecall.core.structs import Budget
 from kvrecall.index.completed import CompletedIndex
 from kvrecall.methods import Method
-from kvrecall.structs import Budget
 from tests.methods.baselines import Course
 from tests.methods.test_weighing_baselines import weighted
 from tests.one_layer import ZONES, dense, params
@@ -127,7 +127,7 @@ def test_crops_and_copies_forget_and_keep_pages() -> None:
 
 def test_sequences_of_a_batch_do_not_mix() -> None:
     """Two sequences of different lengths estimate as each does alone."""
-    from kvrecall.pipeline import decode_step, prefill_layer
+    from kvrecall.layer.pipeline import decode_step, prefill_layer
     from tests.one_layer import layer, normal
 
     method = Method(index="exact", top_k=6, rest="page-means:page_tokens=8", **ZONES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.errors import CompositionError, ParameterError
+from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.index.hashing.codes import hyperplanes
 from kvrecall.index.hashing.soft import SoftHashIndex
 from kvrecall.index.product import ProductIndex, encode, scores, train
@@ -115,7 +115,7 @@ def test_socket_finds_what_points_the_same_way() -> None:
     rows = torch.stack([keys, torch.ones_like(keys)], 2)
     index.bind([Rows(rows)])
     index.append(0, keys)
-    from kvrecall.structs import Budget
+    from kvrecall.core.structs import Budget
 
     found = index.search(query[None], Budget(300, 0.125), [0]).ids[0]
     for h in range(2):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.errors import CompositionError, ParameterError
+from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.index.clusters.estimation import EstimatingIndex
 from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.hashing.codes import hyperplanes

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvrecall.cli.models import known_models
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import FALLBACK, check, default_model, find, hub, load, models_dir, pull, registry, store, unpack, wheels
 from tests.models import child, hostile
 from tests.models.conftest import NAME, FakeIndex

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrecall.errors import KVRecallError, ModelFilesError, UnknownNameError
+from kvrecall.core.errors import KVRecallError, ModelFilesError, UnknownNameError
 from kvrecall.models import load, load_config, resolve
 from kvrecall.models.gguf_header import HeaderError, check_header
 from tests.models import hostile

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import pull, wheels
 from tests.models.conftest import NAME, FakeIndex
 from tests.models.test_pull import visible

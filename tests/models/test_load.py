@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.errors import ModelFilesError, ParameterError
+from kvrecall.core.errors import ModelFilesError, ParameterError
 from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, hub, load, load_config, unpack
 from tests.tiny import WORDS, save_tiny_model
 

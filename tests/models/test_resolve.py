@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import ModelFilesError, UnknownNameError
+from kvrecall.core.errors import ModelFilesError, UnknownNameError
 from kvrecall.models import KNOWN, resolve
 
 

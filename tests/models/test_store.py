@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import check, find, models_dir, pull, store
 from tests.models.conftest import NAME, FakeIndex
 

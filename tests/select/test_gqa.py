@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.errors import UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 from kvrecall.select.gqa import GQA_MODES, check_mode, reduce_scores, search_queries
 from tests.strategies import DTYPES, MODES, SEEDS, examples, gaussian
 

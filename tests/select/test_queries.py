@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvrecall
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step, prefill_layer
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import QueryLog
 from tests.one_layer import ZONES, layer, normal, params
 from tests.strategies import examples

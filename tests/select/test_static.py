@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall import pieces
-from kvrecall.errors import ParameterError
-from kvrecall.select import static
+from kvrecall.core import pieces
+from kvrecall.core.errors import ParameterError
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import ObservationWindow, Sight, first_age, window_shares
+from kvrecall.static import choice as static
+from kvrecall.static.choice import ObservationWindow, Sight, first_age, window_shares
 from tests.strategies import DTYPES, SEEDS, examples, gaussian
 
 DIM, SCALING = 8, 0.5

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Held
 from kvrecall.index.completed import CompletedIndex
 from kvrecall.index.exact import ExactIndex
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import Held
+from kvrecall.layer.state import LayerState
 from tests.stateful.model import GROUP, HEADS, Inputs, Tokens, attention, best_ids, causal
 
 CLOSE: dict[str, float] = {"atol": 1e-5, "rtol": 1e-5}

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import kvrecall
-from kvrecall.integrations.transformers.rezone import rezoned
-from kvrecall.layer_state import LayerState
+from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import all_of_it, mend
 from kvrecall.methods import Method
-from kvrecall.pipeline import decode_step, prefill_layer
-from kvrecall.undo import all_of_it, mend
 from tests.methods.baselines import baselines
 from tests.one_layer import ZONES, layer, methods, params
 from tests.stateful.checks import check_chunk, check_rows, check_step, memory_of

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger, mean_cosine
 from tests.strategies import SEEDS, examples, gaussian
 

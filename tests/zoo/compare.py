@@ -22,7 +22,7 @@ from transformers import AttentionInterface, LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvrecall
-from kvrecall.errors import InterruptedPassError, KVRecallError
+from kvrecall.core.errors import InterruptedPassError, KVRecallError
 from tests.zoo.tiny import SPECIAL_FROM, Family, tiny_model
 
 PROMPT_TOKENS = (83, 30, 57)

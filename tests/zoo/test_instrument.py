@@ -12,8 +12,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvrecall
-from kvrecall.errors import InterruptedPassError, ShapeError
-from kvrecall.integrations.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.core.errors import InterruptedPassError, ShapeError
 from tests.zoo import compare as zoo
 from tests.zoo import worker
 from tests.zoo.tiny import AUTO, CAUSAL, OWN, RULES, VARIANTS, families, family, tiny_config, tiny_model

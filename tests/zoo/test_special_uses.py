@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.errors import KVRecallError
+from kvrecall.core.errors import KVRecallError
 from tests.zoo.compare import TOLERANCE, ZONES, Turn, answer, difference, holdings, implementations, prompts
 from tests.zoo.tiny import AUTO, family, tiny_model
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kvrecall.attend import reference
 from kvrecall.attend.chunk import attend_block, attend_causal
-from kvrecall.launch import kernels_available
-from kvrecall.structs import HostRows, Partial, Rows
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import HostRows, Partial, Rows
 
 __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "start"]
 
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
-    """See `reference.attend_rows`; picks the compiled path for single queries: kernels on a GPU, which alone take HostRows,
+    """See `reference.attend_rows`; picks the numba path for single queries: kernels on a GPU, which alone take HostRows,
     or numba on a CPU where it is installed. Neither adds a bias: weighed rows are attended in torch."""
     weighed = isinstance(rows, Rows) and rows.bias is not None
     if not weighed and queries.shape[2] == 1 and kernels_available(queries.device):
@@ -32,9 +32,9 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
         return cuda.attend_rows(queries, rows, scaling, softcap)
     assert isinstance(rows, Rows)
     if not weighed and queries.device.type == "cpu" and queries.shape[2] == 1 and _have_numba():
-        from kvrecall.attend import compiled
+        from kvrecall.attend import cpu
 
-        return compiled.attend_rows(queries, rows, scaling, softcap)
+        return cpu.attend_rows(queries, rows, scaling, softcap)
     return reference.attend_rows(queries, rows, scaling, softcap)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvrecall.attend import cudnn
 from kvrecall.attend.reference import softmax_rows
-from kvrecall.errors import ShapeError
-from kvrecall.structs import Partial
+from kvrecall.core.errors import ShapeError
+from kvrecall.core.structs import Partial
 
 _MATH_QUERIES = 256
 """Queries at a time on the fp32 path: bounds its logits to H_q * 256 * N * 4 bytes."""

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import attend_block
-from kvrecall.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.merge.cuda import merge_splits
-from kvrecall.structs import HostRows, Partial, Rows
 
 _PART_ROWS = 16
 """Rows per program."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.reference import softmax_rows
-from kvrecall.launch import capability
-from kvrecall.structs import Partial
+from kvrecall.core.launch import capability
+from kvrecall.core.structs import Partial
 
 _WORK = 1 << 28
 """Queries times rows from which on it pays, 8,192 times 32,768: for a size that is new to the process a kernel is planned for

@@ -12,9 +12,9 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.attend.compiled import attend_head
-from kvrecall.numeric import as_bits
-from kvrecall.structs import Partial
+from kvrecall.attend.cpu import attend_head
+from kvrecall.core.numeric import as_bits
+from kvrecall.core.structs import Partial
 
 
 def attend_selected(

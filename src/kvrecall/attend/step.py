@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import readers_first, step_part
-from kvrecall.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.overlap import begin, end
+from kvrecall.core.structs import AttentionParams
 from kvrecall.merge.cuda import merge_step
-from kvrecall.overlap import begin, end
-from kvrecall.structs import AttentionParams
 
 _CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48
 """Selected rows per program, which spreads reads of the host widely, unless that makes more parts than one program merges."""

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import capped, flag_odd
-from kvrecall.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.overlap import begin, end
+from kvrecall.core.structs import AttentionParams
 from kvrecall.merge.cuda import merge_step
-from kvrecall.overlap import begin, end
-from kvrecall.structs import AttentionParams
 
 _MOST_PARTS = 64
 _ROW_BYTES = 16384

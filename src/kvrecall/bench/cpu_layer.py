@@ -22,19 +22,19 @@ from torch import Tensor
 from kvrecall.attend.reference import attend_rows
 from kvrecall.bench.checks import require
 from kvrecall.bench.rows import Timing, write_csv
+from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidIndex
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.units import UnitIndex
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step
+from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
 from kvrecall.methods.ctkvr import CTKVR
 from kvrecall.methods.exact import Exact
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.pariskv import ParisKV
 from kvrecall.methods.prkv import PRKV
-from kvrecall.pipeline import decode_step
-from kvrecall.structs import AttentionParams, Budget, Rows
 
 SHAPES = {"8b": (32, 8, 128), "smollm2": (9, 3, 64)}
 """Query heads, KV heads, head dim: Llama-3.1-8B and SmolLM2-135M."""
@@ -121,9 +121,9 @@ def _check(state: LayerState, query: Tensor, keys: Tensor, values: Tensor, param
     out = decode_step(state, query, *new, None, params)
     ids = state.attended_ids(0).long()
     if isinstance(state.index, SphereIndex):
-        state.index._compiled = False
+        state.index._numba = False
         slow = state.index.search(query[:, :, 0], Budget(state.top_k, params.scaling), [0]).ids[0]
-        state.index._compiled = True
+        state.index._numba = True
         require(torch.equal(slow.long(), ids), "the search found other ids than its reference")
     every = torch.cat([torch.stack([keys[0], values[0]], 2), torch.stack([new[0][0], new[1][0]], 2)], 1)
     start = zones.sink + zones.retrieval

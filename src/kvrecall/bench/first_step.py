@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.bench.checks import require
 from kvrecall.bench.models import attention_of, let_go
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.compiled import compiled_modules
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.engine.captured.verify import TOLERANCE, Attended
-from kvrecall.integrations.transformers import RetrievalCache, attach
-from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.structs import AttentionParams
 
 COMPILED_TOLERANCE = 0.08
 """The same of logits with compiled modules: what the plain ones round to bf16 in between grows through a random model."""

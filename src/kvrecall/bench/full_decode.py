@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaForCausalLM
 
+from kvrecall.backends.transformers.memory import free_device_bytes
 from kvrecall.bench.first_step import agree, check_compiled
 from kvrecall.bench.gpu_time import Times, percentiles
 from kvrecall.bench.models import attention_of, let_go, model_of
 from kvrecall.engine.captured.compiled import compiled_modules
-from kvrecall.integrations.transformers.memory import free_device_bytes
 
 SPARE_BYTES = 1 << 30
 """Left free beside what is known to be needed: activations, workspaces of the kernels, what a graph keeps for itself."""

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.backends.transformers.cache import ModelSignature
 from kvrecall.bench.gpu_layer import turn
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.decoder import CapturedDecoder
-from kvrecall.errors import ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace
-from kvrecall.integrations.transformers.cache import ModelSignature
-from kvrecall.structs import AttentionParams
 
 NOISE = 0.1
 """Standard deviation of what is added to keys that come again, as a share of the keys' own: no two of them tie."""

@@ -33,20 +33,20 @@ from math import isnan, nan
 import torch
 from transformers import LlamaForCausalLM
 
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache import ModelSignature
+from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.memory import free_device_bytes, layer_bytes
 from kvrecall.bench import moved
 from kvrecall.bench.bandwidth import bandwidths
 from kvrecall.bench.first_step import check_compiled, check_step
 from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
 from kvrecall.bench.given import Gaussian, Traced, Turning
 from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
-from kvrecall.errors import DeviceMemoryError, HostMemoryError
+from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape
-from kvrecall.integrations.transformers import RetrievalCache
-from kvrecall.integrations.transformers.cache import ModelSignature
-from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.integrations.transformers.memory import free_device_bytes, layer_bytes
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 
 SIDES = ("both", "retrieval", "full")
 _SPARE_STEPS = 64

@@ -26,13 +26,13 @@ from kvrecall.bench.bandwidth import bandwidths
 from kvrecall.bench.checks import require
 from kvrecall.bench.gpu_time import Times, timed
 from kvrecall.bench.moved import Heads, Moved, stages, total
+from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import StepPlan, pack
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 from kvrecall.methods.pariskv import ParisKV
-from kvrecall.structs import AttentionParams, Budget, Rows
 
 SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8, 128)}
 """Query heads, KV heads, head dim."""

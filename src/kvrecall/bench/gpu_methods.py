@@ -36,19 +36,19 @@ from kvrecall.bench.gpu_ops import layers_for
 from kvrecall.bench.gpu_time import Times, timed
 from kvrecall.bench.gpu_unit_step import UnitStep
 from kvrecall.bench.moved import NOT_COUNTED, Heads, Moved
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
 from kvrecall.index.units import UnitIndex
-from kvrecall.launch import kernels_available
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step
+from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
 from kvrecall.methods.ctkvr import CTKVR
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.prkv import PRKV
-from kvrecall.pipeline import decode_step
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.static import ObservationWindow, StaticSet
-from kvrecall.structs import AttentionParams, Budget, Rows
+from kvrecall.static.choice import ObservationWindow, StaticSet
 
 _STRIDE = 5
 _STEPS = 50

@@ -38,13 +38,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, LlamaForCausalLM
 
+from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.bench.checks import require
 from kvrecall.bench.gpu_time import percentiles
 from kvrecall.bench.models import CONFIGS, attention_of, model_of
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.engine.prefill import prefill
-from kvrecall.integrations.transformers import RetrievalCache
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 
 TOLERANCE = 0.03
 """Largest relative difference of hidden states. Both sides round to bf16 in other orders, which makes 0.005 to 0.011 of models

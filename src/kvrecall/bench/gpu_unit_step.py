@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
 from kvrecall.bench.checks import require
+from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.units import UnitLayer
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams, Budget, Rows
+from kvrecall.layer.state import LayerState
 from kvrecall.trigger import EveryStep
 
 _ALWAYS, _NEVER = 2.0, -2.0

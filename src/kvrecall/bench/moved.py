@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import nan
 
 from kvrecall.cache.zones import ZoneLengths
+from kvrecall.core.launch import cdiv
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS
 from kvrecall.index.sphere.maps import SPAN
 from kvrecall.index.sphere.schedule import stage_sizes
-from kvrecall.launch import cdiv
 from kvrecall.methods.base import Method
 
 VALUE_BYTES = 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
-from kvrecall.structs import Rows, lasting_tensors
+from kvrecall.core.structs import Rows, lasting_tensors
 
 
 class DevicePool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.structs import lasting_tensors
+from kvrecall.core.structs import lasting_tensors
 
 _PORTABLE_AND_MAPPED = 1 | 2
 """Flags of cudaHostRegister: page-locked for every GPU, also those of other layers, and readable by their kernels."""

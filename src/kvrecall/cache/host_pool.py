@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrecall.cache.host_memory import allocate, available_host_bytes, staging
 from kvrecall.cache.transfer import Pending, send
-from kvrecall.errors import HostMemoryError
+from kvrecall.core.errors import HostMemoryError
 
 
 class PoolMark(NamedTuple):

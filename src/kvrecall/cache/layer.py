@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvrecall.cache.device_pool import DevicePool
 from kvrecall.cache.host_pool import HostPool, PoolMark
+from kvrecall.cache.rows_ahead import Taken, pieces_ahead
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.rows_ahead import Taken, pieces_ahead
-from kvrecall.structs import Rows
+from kvrecall.core.structs import Rows
 
 _PIECE_BYTES = 64 << 20
 """Of rows that a GPU is brought at a time: few enough for a small GPU, and enough that an attention to them takes longer than

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
-from kvrecall.rows_ahead import fill_keys
+from kvrecall.cache.rows_ahead import fill_keys
 
 
 class Pending:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 
 @dataclass(frozen=True)

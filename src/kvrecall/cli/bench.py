@@ -15,7 +15,7 @@ from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
 from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 
 bench = typer.Typer(help="Measure retrieval against full attention. What fails its check is not timed.", no_args_is_help=True)
 

@@ -14,7 +14,7 @@ from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_texts, writable
 from kvrecall.cli.verb import Result, verb
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 if TYPE_CHECKING:
     from kvrecall.evaluate.calibrate import Calibration

@@ -11,7 +11,7 @@ from kvrecall.cli import options
 from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.textfile import read_text, writable
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.errors import ContextLengthError, ParameterError
+from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.index.calibration import ENOUGH_TOKENS
 
 
@@ -40,9 +40,9 @@ def calibrate_maps(
     session = open_session(model, dtype, device, quiet=as_json)
     ids = _ids(session, given, wanted)
 
+    from kvrecall.backends.transformers.calibration import describe, keep
+    from kvrecall.backends.transformers.calibration_file import path_for, write
     from kvrecall.evaluate.key_statistics import PACKAGED, gather
-    from kvrecall.integrations.transformers.calibration import describe, keep
-    from kvrecall.integrations.transformers.calibration_file import path_for, write
 
     with token_bar("reading", as_json) as on_progress:
         found = gather(session.model, session.tensor(ids), chunk_tokens=chunk_tokens, on_progress=on_progress)

@@ -17,7 +17,7 @@ from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session
 from kvrecall.cli.textfile import writable_folder
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 if TYPE_CHECKING:
     from kvrecall.evaluate.summary import Row

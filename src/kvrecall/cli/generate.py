@@ -13,7 +13,7 @@ from kvrecall.cli.report import stats_table
 from kvrecall.cli.session import open_session
 from kvrecall.cli.textfile import non_empty, read_text
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.errors import ContextLengthError, ParameterError
+from kvrecall.core.errors import ContextLengthError, ParameterError
 
 
 @verb

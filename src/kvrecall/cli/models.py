@@ -15,7 +15,7 @@ from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import OnProgress, download_bar
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.errors import KVRecallError
+from kvrecall.core.errors import KVRecallError
 
 models = typer.Typer(help="The small models that kvrecall knows by name.", no_args_is_help=True)
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrecall.errors import KVRecallError, ParameterError
-from kvrecall.whole_files import parse_json
+from kvrecall.core.errors import KVRecallError, ParameterError
+from kvrecall.core.whole_files import parse_json
 
 MODEL_HELP = "Known name, folder, .gguf file or hub repository."
 

@@ -10,7 +10,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.screen import PlainTable, results
 from kvrecall.cli.verb import Result, status, verb
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 _COLUMNS = {
     "coarse_recall": "coarse recall",

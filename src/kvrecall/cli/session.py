@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvrecall.cli.verb import notes, status
-from kvrecall.errors import ContextLengthError
+from kvrecall.core.errors import ContextLengthError
 
 OnProgress = Callable[[int, int], None]
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from kvrecall.errors import InputFileError, OutputFileError, ParameterError
+from kvrecall.core.errors import InputFileError, OutputFileError, ParameterError
 
 
 def read_text(path: Path) -> str:

@@ -11,7 +11,7 @@ from kvrecall.cli import options
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_text, read_texts, writable
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.errors import ContextLengthError, ParameterError
+from kvrecall.core.errors import ContextLengthError, ParameterError
 
 
 @verb

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvrecall.cli import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED
 from kvrecall.cli.screen import discard_stdout, notes, printable
-from kvrecall.errors import KVRecallError
+from kvrecall.core.errors import KVRecallError
 
 __all__ = ["Result", "notes", "status", "verb"]
 

@@ -19,10 +19,10 @@ from transformers import (
     TextStreamer,
 )
 
+from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size, prefill
 from kvrecall.engine.prefix import keep_prefix
-from kvrecall.errors import CaptureError, ContextLengthError, ParameterError
-from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.methods.base import Method
 
 

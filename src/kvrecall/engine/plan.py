@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from kvrecall.backends.transformers.cache import ModelSignature
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
-from kvrecall.integrations.transformers.cache import ModelSignature
 from kvrecall.methods.base import Method
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
 from kvrecall.engine.prefix import keep_prefix
-from kvrecall.errors import ContextLengthError, ParameterError, ShapeError
-from kvrecall.integrations.transformers import RetrievalCache, attach
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in total)."""

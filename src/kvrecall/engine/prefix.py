@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError, ShapeError
-from kvrecall.integrations.transformers import RetrievalCache
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import ParameterError, ShapeError
 
 
 def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int) -> int:

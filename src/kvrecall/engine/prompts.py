@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvrecall.errors import ContextLengthError, ParameterError
+from kvrecall.core.errors import ContextLengthError, ParameterError
 
 _DOCUMENT, _QUESTION = "\x02document\x02", "\x02question\x02"
 _INTRODUCTION = "Here is a text.\n\n"

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrecall import engine
+from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.engine.generate import GenerateResult
 from kvrecall.engine.prompts import next_turn, plain_ids
 from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.tasks.base import Turn
-from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.methods.full import Full
 
 _OBSERVED = 2048

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import ParameterError
 from kvrecall.engine.generate import GenerateResult
 from kvrecall.engine.prefill import prefill
-from kvrecall.errors import ParameterError
 from kvrecall.evaluate.asking import Asker
 from kvrecall.evaluate.conditions import FULL, Condition
 from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.suite import Suite
-from kvrecall.integrations.transformers import RetrievalCache
 from kvrecall.methods.full import Full
 from kvrecall.trigger import SemanticBoundary, mean_cosine
 

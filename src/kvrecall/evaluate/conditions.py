@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall import methods
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.whole_files import parse_json
 from kvrecall.methods.base import Method
 from kvrecall.methods.settings import from_settings, settings_of
-from kvrecall.whole_files import parse_json
 
 FULL = "full"
 ALL = "all"

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.cache.transfer import bring_keys
+from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
-from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate.asking import Asker, costs
 from kvrecall.evaluate.conditions import FULL, Condition
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.tasks.text import haystack
-from kvrecall.integrations.transformers import RetrievalCache, attach
 from kvrecall.methods.full import Full
 
 NAME = "drift"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 LEVEL = 0.95
 RESAMPLES = 10_000

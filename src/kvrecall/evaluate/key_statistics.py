@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.calibration import ModelCalibration, fresh
 from kvrecall.engine.prefill import prefill
-from kvrecall.integrations.transformers import RetrievalCache
-from kvrecall.integrations.transformers.calibration import ModelCalibration, fresh
 from kvrecall.methods.full import Full
 
 PACKAGED = "a harbour log and Python's argparse"

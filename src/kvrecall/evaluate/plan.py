@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.conditions import Condition, described
 from kvrecall.evaluate.problems import FORMATS, problem_text

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrecall.errors import InputFileError, ParameterError, UnknownNameError
+from kvrecall.core.errors import InputFileError, ParameterError, UnknownNameError
+from kvrecall.core.whole_files import parse_json
 from kvrecall.evaluate.answers import final_choice, final_number, same_answer
-from kvrecall.whole_files import parse_json
 
 _BOX = "Please reason step by step, and put your final answer within \\boxed{}."
 _CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.structs import AttentionParams, Budget
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.base import LayerShape
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.pipeline import decode_step
+from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge
 from kvrecall.methods.base import Method
-from kvrecall.pipeline import decode_step
-from kvrecall.structs import AttentionParams, Budget
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrecall.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
+from kvrecall.core.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
+from kvrecall.core.whole_files import parse_json, unwritable, write_text, written_to
 from kvrecall.evaluate.records import first_mistake_of
-from kvrecall.whole_files import parse_json, unwritable, write_text, written_to
 
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
 _KEY = ("task", "context", "sample", "attempt", "condition")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
-from kvrecall.errors import ContextLengthError, ParameterError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
 from kvrecall.evaluate.conditions import Condition
@@ -20,7 +21,6 @@ from kvrecall.evaluate.runs import Record, RunFolder, key_of
 from kvrecall.evaluate.summary import Row
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
-from kvrecall.integrations.transformers import RetrievalCache
 
 _LEAST_TOKENS = 64
 """Of a document; below this there is no haystack."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrecall.errors import InputFileError
+from kvrecall.core.errors import InputFileError
 from kvrecall.evaluate.conditions import FULL
 from kvrecall.evaluate.intervals import interval, pass_at_k
 from kvrecall.evaluate.runs import Record

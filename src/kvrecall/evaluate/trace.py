@@ -14,15 +14,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.calibration import calibration_of
+from kvrecall.core.errors import InputFileError, ParameterError
+from kvrecall.core.whole_files import parse_json, write_tensors
 from kvrecall.engine.prefill import prefill
-from kvrecall.errors import InputFileError, ParameterError
 from kvrecall.evaluate.trace_calibration import from_file, frozen, to_tensors
 from kvrecall.index.calibration import LayerCalibration
-from kvrecall.integrations.transformers import RetrievalCache, attach
-from kvrecall.integrations.transformers.calibration import calibration_of
 from kvrecall.methods.full import Full
 from kvrecall.methods.settings import first_mistake
-from kvrecall.whole_files import parse_json, write_tensors
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = ("keys", "values", "queries", "prompt_queries")

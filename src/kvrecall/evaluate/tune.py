@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.calibrate import calibrate, check_stride
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace

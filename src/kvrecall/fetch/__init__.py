@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kvrecall.launch import kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.parts import Part
 
 

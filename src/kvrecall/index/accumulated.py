@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TokenIndex
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Selection
 
 _SHARES = 2**24
 """Attention shares computed at a time: bounds them to 64 MB in fp32."""

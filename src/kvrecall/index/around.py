@@ -8,11 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from kvrecall.core.pieces import Work
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, RowSource
 from kvrecall.index.table import TokenTable
-from kvrecall.pieces import Work
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Selection
 
 
 class IndexAround(Index):

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.cache.rows_ahead import Zone
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.pieces import Work
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.parts import Part
-from kvrecall.pieces import Work
-from kvrecall.rows_ahead import Zone
 from kvrecall.select.gqa import GQA_MODES, check_mode
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Selection
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.cache.rows_ahead import pieces_ahead
+from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
-from kvrecall.rows_ahead import pieces_ahead
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.rest import PageMeans
-from kvrecall.structs import Budget, Rows, Selection
 
 _PIECE_TOKENS = 8192
 """Rows whose means are taken at a time: bounds what is there in fp32, and what comes from the host at once."""

@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.pages import PageConfig, PageIndex
 from kvrecall.index.units import Units, fill_budget
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import union_rows
-from kvrecall.structs import Budget
 
 
 @dataclass(frozen=True)

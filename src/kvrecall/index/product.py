@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.clusters.kmeans import lloyd
 from kvrecall.index.trained import TrainedIndex

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, stack_selections
 from kvrecall.index.quantised import Quantised, code_bytes, quantise, restore
 from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import search_queries
 from kvrecall.select.top_p import TopP, prune
-from kvrecall.structs import Budget, Selection
 
 
 class PrunedIndex(IndexAround):

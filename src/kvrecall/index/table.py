@@ -7,7 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kvrecall.structs import lasting_tensors
+from kvrecall.core.structs import lasting_tensors
 
 WIDE = 16
 """Tokens in a multiple of which a captured decode lays summaries out, so that they are read in wide loads."""

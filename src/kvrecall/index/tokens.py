@@ -9,10 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import top_k_positions, union_rows
-from kvrecall.structs import Budget, Selection
 
 
 class TokenIndex(Index):

@@ -9,10 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvrecall.cache.rows_ahead import zone_rows
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TokenIndex
-from kvrecall.rows_ahead import zone_rows
 from kvrecall.select.queries import ObservedQueries
 
 

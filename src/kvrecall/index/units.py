@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
-from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import union_rows
-from kvrecall.structs import Budget, Selection, lasting_tensors
 
 if TYPE_CHECKING:
     from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind
@@ -150,9 +150,9 @@ def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
     Summed in float64 and rounded, so that equal units score the same wherever they lie, and on every device.
     """
     if reps.device.type == "cpu" and _have_numba():
-        from kvrecall.index import compiled_units
+        from kvrecall.index import units_cpu
 
-        return compiled_units.inner_products(queries, reps)
+        return units_cpu.inner_products(queries, reps)
     return (queries.double() @ reps.double().transpose(-1, -2)).float()
 
 
@@ -175,9 +175,9 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
 
 def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
     if ranked.device.type == "cpu" and _have_numba():
-        from kvrecall.index import compiled_units
+        from kvrecall.index import units_cpu
 
-        return compiled_units.fill_budget(ranked, units, top_k)
+        return units_cpu.fill_budget(ranked, units, top_k)
     return fill_budget(ranked, units, top_k)
 
 

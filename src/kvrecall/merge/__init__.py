@@ -8,8 +8,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kvrecall.launch import kernels_available
-from kvrecall.structs import Partial
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import Partial
 
 
 def merge(parts: list[Partial]) -> Partial:

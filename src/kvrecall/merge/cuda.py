@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.structs import Partial
 from kvrecall.merge.kernels import merge_kernel, merge_lse_kernel, take_in_kernel
-from kvrecall.structs import Partial
 
 _MOST = 64
 """Parts that one program merges: with D = 256 they fill its registers."""

@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 
 from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.completed import CompletedIndex, completed_nbytes
 from kvrecall.index.pruned import PrunedIndex, pruned_nbytes
 from kvrecall.methods.compose import check
 from kvrecall.select.rest import PageMeans
-from kvrecall.select.static import StaticChoice
 from kvrecall.select.top_p import TopP
+from kvrecall.static.choice import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 from kvrecall.trigger.speculative import Speculative
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvrecall.errors import CompositionError, ParameterError
+from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.parts import names
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvrecall.errors import InputFileError, KVRecallError
+from kvrecall.core.errors import InputFileError, KVRecallError
+from kvrecall.core.whole_files import parse_json, parse_toml, write_text
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import name_of
 from kvrecall.methods.settings import first_mistake, from_settings, settings_of
-from kvrecall.whole_files import parse_json, parse_toml, write_text
 
 _SUFFIXES = (".json", ".toml")
 _REMEDY = "docs/evaluation.md shows the form; `kvrecall tune` writes such files."

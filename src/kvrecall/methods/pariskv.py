@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps
 from kvrecall.methods.base import Method

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Staged
 from kvrecall.index.pages import PageConfig
 from kvrecall.methods.base import Method
-from kvrecall.select.static import ObservationWindow, check_lead
+from kvrecall.static.choice import ObservationWindow, check_lead
 
 
 @dataclass(frozen=True, kw_only=True)

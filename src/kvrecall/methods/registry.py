@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any
 
-from kvrecall.errors import UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 from kvrecall.methods.base import Method
 
 _METHODS = {

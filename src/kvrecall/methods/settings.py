@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, is_dataclass
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
-from kvrecall.errors import InputFileError, KVRecallError, UnknownNameError
+from kvrecall.core.errors import InputFileError, KVRecallError, UnknownNameError
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import method_class
 from kvrecall.parts import Part
@@ -22,7 +22,7 @@ _TYPES = "Types are those of the method's fields."
 
 
 def from_settings(name: str, settings: dict[str, Any]) -> Method:
-    """A method from plain values such as JSON has; types are checked strictly. Raises errors of `kvrecall.errors`.
+    """A method from plain values such as JSON has; types are checked strictly. Raises errors of `kvrecall.core.errors`.
 
     Where pydantic is not installed, the method's own checks are the only ones.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.nothing import NothingConfig
 from kvrecall.methods.base import Method
-from kvrecall.select.static import ObservationWindow
+from kvrecall.static.choice import ObservationWindow
 
 
 @dataclass(frozen=True, kw_only=True)

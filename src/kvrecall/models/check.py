@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import manifest
 from kvrecall.models.store import Progress, check_file, models_dir
 from kvrecall.models.unpack import folders_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import hub, sound
 from kvrecall.models.gguf_header import check_header
 from kvrecall.models.load import first_line, quiet, require_gguf_packages

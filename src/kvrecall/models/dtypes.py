@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import hub, sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
 from kvrecall.models.gguf_header import HeaderError, check_header

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models import hub, wheels
 from kvrecall.models.registry import DEFAULT, FALLBACK, KnownModel, known
 from kvrecall.models.store import Progress, find, models_dir, path_of, sha256_of, write_stamp

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from kvrecall.errors import UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvrecall.errors import ModelFilesError, UnknownNameError
+from kvrecall.core.errors import ModelFilesError, UnknownNameError
 from kvrecall.models.registry import KNOWN, known
 from kvrecall.models.store import path_of
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrecall.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError
 from kvrecall.models.registry import KnownModel, known
 
 Progress = Callable[[int, int], None]

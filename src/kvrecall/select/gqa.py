@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvrecall.errors import UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 
 GQAMode = Literal["mean_q", "mean_softmax", "max", "max_softmax", "per_head"]
 GQA_MODES: tuple[str, ...] = get_args(GQAMode)

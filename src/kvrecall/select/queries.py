@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrecall.structs import lasting_tensors
+from kvrecall.core.structs import lasting_tensors
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.parts import Part
 
 

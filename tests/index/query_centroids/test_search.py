@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, compiled, reference
 from kvrecall.index.query_centroids.rerank import rerank
-from kvrecall.structs import Budget
 from tests.index.query_centroids.zone import KV_HEADS, Zone, prompt, query_of
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
 

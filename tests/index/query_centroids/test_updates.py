@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.query_centroids.lists import CentroidLists
-from kvrecall.structs import Budget
 from tests.index.query_centroids.zone import DIM, KV_HEADS, SCALING, Zone, prompt, query_of
 from tests.strategies import SEEDS, examples, gaussian
 

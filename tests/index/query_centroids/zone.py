@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_pool import HostPool
+from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
 from kvrecall.index.query_centroids.lists import CentroidLists
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget
 from tests.strategies import gaussian
 
 KV_HEADS, DIM, SCALING = 2, 64, 0.125

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
-from kvrecall.structs import Budget, Selection
 from tests.strategies import gaussian, whole_numbers
 
 
@@ -32,9 +32,9 @@ def synthetic_keys(family: str, seed: int, heads: int, tokens: int, dim: int) ->
     return keys
 
 
-def index_of(keys: list[Tensor], group: int, compiled: bool = True, **config: Any) -> SphereIndex:
+def index_of(keys: list[Tensor], group: int, numba: bool = True, **config: Any) -> SphereIndex:
     """One sequence per tensor `[H_kv, n, D]`."""
-    index = SphereIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), SphereConfig(**config), compiled)
+    index = SphereIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), SphereConfig(**config), numba)
     for b, sequence in enumerate(keys):
         if sequence.shape[1]:
             index.append(b, sequence)
@@ -42,16 +42,16 @@ def index_of(keys: list[Tensor], group: int, compiled: bool = True, **config: An
 
 
 def search_both(index: SphereIndex, queries: Tensor, top_k: int, sequences: list[int] | None = None) -> Selection:
-    """Searches compiled and by the reference over the same codes; the two must agree in every id.
+    """Searches numba and by the reference over the same codes; the two must agree in every id.
 
     An index that was built by the reference is searched by the reference alone.
     """
     chosen = list(range(len(index.lengths))) if sequences is None else sequences
-    budget, before = Budget(top_k, queries.shape[-1] ** -0.5), index._compiled
+    budget, before = Budget(top_k, queries.shape[-1] ** -0.5), index._numba
     found = []
-    for index._compiled in (True, False) if before else (False,):
+    for index._numba in (True, False) if before else (False,):
         found.append(index.search(queries, budget, chosen))
-    index._compiled = before
+    index._numba = before
     assert torch.equal(found[0].counts, found[-1].counts)
     assert torch.equal(found[0].ids, found[-1].ids)
     return check_selection(found[0], [index.lengths[b] for b in chosen])

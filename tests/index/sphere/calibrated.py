@@ -71,9 +71,9 @@ class Model:
         return turn(rows, cos, sin, self.rotary.partner)
 
 
-def filled(layer: LayerShape, keys: list[Tensor], compiled: bool = True, **config: Any) -> SphereIndex:
+def filled(layer: LayerShape, keys: list[Tensor], numba: bool = True, **config: Any) -> SphereIndex:
     """A centred index of a layer, with keys `[H_kv, n, D]` of each sequence."""
-    index = SphereIndex(layer, SphereConfig(**OWN | config), compiled)
+    index = SphereIndex(layer, SphereConfig(**OWN | config), numba)
     for b, sequence in enumerate(keys):
         index.append(b, sequence)
     return index

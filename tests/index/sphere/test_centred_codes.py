@@ -19,7 +19,7 @@ from tests.index.sphere.build import search_both, shape
 from tests.index.sphere.calibrated import OWN, Halves, Model, filled
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian
 
-paths = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
+paths = pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
 TOKENS = 330
 
 
@@ -34,12 +34,12 @@ def first(codes: Codes, tokens: int) -> Codes:
 @paths
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 63, 64, 65, 100])
-def test_chunks_make_no_difference(chunk: int, dim: int, compiled: bool) -> None:
+def test_chunks_make_no_difference(chunk: int, dim: int, numba: bool) -> None:
     """Not by a bit: weights have 32 here."""
     model = Model(1, 2, 2, dim)
     layer, keys = model.layer(), model.keys(1, TOKENS)
-    whole = filled(layer, [keys], compiled, weight_dtype="float32")
-    pieces = filled(layer, [keys[:, :0]], compiled, weight_dtype="float32")
+    whole = filled(layer, [keys], numba, weight_dtype="float32")
+    pieces = filled(layer, [keys[:, :0]], numba, weight_dtype="float32")
     for piece in keys.split(chunk, 1):
         pieces.append(0, piece)
     assert same(pieces.codes(0), whole.codes(0)) and torch.equal(pieces._zero_norms, whole._zero_norms)
@@ -48,11 +48,11 @@ def test_chunks_make_no_difference(chunk: int, dim: int, compiled: bool) -> None
 @paths
 @examples(20)
 @given(seed=SEEDS, cuts=st.lists(st.integers(0, TOKENS), max_size=6), dtype=st.sampled_from(list(DTYPES)))
-def test_any_cuts_any_company_and_any_past(compiled: bool, seed: int, cuts: list[int], dtype: str) -> None:
+def test_any_cuts_any_company_and_any_past(numba: bool, seed: int, cuts: list[int], dtype: str) -> None:
     """Of two sequences in an index that held other texts before, against one alone in a fresh index."""
     model = Model(seed, 2, 2, 64)
     layer, keys = model.layer(2, dtype=DTYPES[dtype]), [model.keys(b, TOKENS).to(DTYPES[dtype]) for b in range(3)]
-    index = filled(layer, [keys[2][:, : 1 + seed % TOKENS], keys[0]], compiled, weight_dtype="float32")
+    index = filled(layer, [keys[2][:, : 1 + seed % TOKENS], keys[0]], numba, weight_dtype="float32")
     for b in range(2):
         index.truncate(b, 0)
     edges = sorted({0, TOKENS, *cuts})
@@ -60,27 +60,27 @@ def test_any_cuts_any_company_and_any_past(compiled: bool, seed: int, cuts: list
         for b in range(2):
             index.append(b, keys[b][:, start:end])
     for b in range(2):
-        alone = filled(replace(model.layer(), dtype=DTYPES[dtype]), [keys[b]], compiled, weight_dtype="float32")
+        alone = filled(replace(model.layer(), dtype=DTYPES[dtype]), [keys[b]], numba, weight_dtype="float32")
         assert same(index.codes(b), alone.codes(0))
 
 
 @paths
-def test_a_length_beyond_the_first_encoded_tokens_makes_no_difference(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_beyond_the_first_encoded_tokens_makes_no_difference(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(1, 2, 2, 64)
     layer, keys = model.layer(), model.keys(1, TOKENS)
-    expected = filled(layer, [keys], compiled)
+    expected = filled(layer, [keys], numba)
     monkeypatch.setattr(sphere, "_ENCODE_TOKENS", 50)
-    index = filled(layer, [keys[:, :90]], compiled)
+    index = filled(layer, [keys[:, :90]], numba)
     assert same(index.codes(0), first(expected.codes(0), 90))
     index.append(0, keys[:, 90:])
     assert same(index.codes(0), expected.codes(0))
 
 
 @paths
-def test_forks_and_second_turns(compiled: bool) -> None:
+def test_forks_and_second_turns(numba: bool) -> None:
     model = Model(1, 2, 2, 80)
     keys, others = model.keys(1, TOKENS), model.keys(2, TOKENS)
-    index = filled(model.layer(), [keys[:, :150]], compiled)
+    index = filled(model.layer(), [keys[:, :150]], numba)
     copies = index.select([0, 0])
     index.append(0, keys[:, 150:])
     for b, cut in enumerate((150, 65)):
@@ -88,40 +88,40 @@ def test_forks_and_second_turns(compiled: bool) -> None:
         copies.append(b, others[:, cut:200])
     index.truncate(0, 70)
     index.append(0, keys[:, 70:])
-    assert same(index.codes(0), filled(model.layer(), [keys], compiled).codes(0))
+    assert same(index.codes(0), filled(model.layer(), [keys], numba).codes(0))
     for b, cut in enumerate((150, 65)):
         mixed = torch.cat([keys[:, :cut], others[:, cut:200]], 1)
-        assert same(copies.codes(b), filled(model.layer(), [mixed], compiled).codes(0))
+        assert same(copies.codes(b), filled(model.layer(), [mixed], numba).codes(0))
 
 
 @paths
 @pytest.mark.parametrize("kind", ["centred", "balanced"])
-def test_two_indexes_of_one_calibration_and_one_of_equal_statistics(kind: str, compiled: bool) -> None:
+def test_two_indexes_of_one_calibration_and_one_of_equal_statistics(kind: str, numba: bool) -> None:
     model, keys = Model(1, 2, 2, 64), Model(1, 2, 2, 64).keys(1, TOKENS)
     layer, center = model.layer(), kind == "centred"
-    one, other, third = (filled(x, [keys], compiled, center=center) for x in (layer, layer, Model(1, 2, 2, 64).layer()))
+    one, other, third = (filled(x, [keys], numba, center=center) for x in (layer, layer, Model(1, 2, 2, 64).layer()))
     assert one.maps is other.maps is not third.maps
     assert same(one.codes(0), other.codes(0)) and same(one.codes(0), third.codes(0))
 
 
 @paths
-def test_a_position_makes_the_difference_that_it_should(compiled: bool) -> None:
+def test_a_position_makes_the_difference_that_it_should(numba: bool) -> None:
     """The same keys have other codes where centres are others, and the same ones within a span."""
     model = Model(1, 2, 2, 64)
     keys, layer = model.keys(1, 32), model.layer()
-    codes = filled(layer, [keys.repeat(1, 4, 1)], compiled).codes(0)
+    codes = filled(layer, [keys.repeat(1, 4, 1)], numba).codes(0)
     parts = [Codes(*(x[:, at : at + 32] for x in codes.parts)) for at in (0, 32, 64)]
     assert same(parts[0], parts[1]) and not same(parts[0], parts[2])
-    shifted = filled(replace(layer, zone_start=64), [keys], compiled).codes(0)
+    shifted = filled(replace(layer, zone_start=64), [keys], numba).codes(0)
     assert same(shifted, parts[2])
 
 
 @paths
-def test_first_appends_of_nothing_and_of_one_token(compiled: bool) -> None:
+def test_first_appends_of_nothing_and_of_one_token(numba: bool) -> None:
     model = Model(1, 2, 2, 64)
     keys = model.keys(1, 70)
     for layer in (model.layer(), model.layer(tokens=0), shape(1, 2, 2, 64)):
-        index = filled(layer, [keys[:, :0]], compiled)
+        index = filled(layer, [keys[:, :0]], numba)
         assert index.lengths == [0] and index.codes(0).signs.shape[1] == 0
         index.append(0, keys[:, :1])
         index.append(0, keys[:, 1:])
@@ -144,11 +144,11 @@ def spoiled(name: str, keys: torch.Tensor, layer: LayerShape) -> torch.Tensor:
 @pytest.mark.parametrize("told", [True, False], ids=["model", "first keys"])
 @pytest.mark.parametrize("weight", ["uint8", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["the same", "zero", "huge", "tiny", "all"])
-def test_codes_hold_no_nan(name: str, weight: str, told: bool, compiled: bool) -> None:
+def test_codes_hold_no_nan(name: str, weight: str, told: bool, numba: bool) -> None:
     model = Model(1, 2, 2, 64)
     layer = model.layer() if told else shape(1, 2, 2, 64)
     keys = spoiled(name, model.keys(1, 200), layer)
-    index = filled(layer, [keys], compiled, weight_dtype=weight)
+    index = filled(layer, [keys], numba, weight_dtype=weight)
     codes = index.codes(0)
     assert weight_values(codes.weights).isfinite().all() and (weight_values(codes.weights) >= 0).all()
     assert index.maps.keys.isfinite().all() and index.maps.queries.isfinite().all()
@@ -158,15 +158,15 @@ def test_codes_hold_no_nan(name: str, weight: str, told: bool, compiled: bool) -
 
 
 @paths
-def test_a_layer_without_rotary_has_one_centre(compiled: bool) -> None:
+def test_a_layer_without_rotary_has_one_centre(numba: bool) -> None:
     model = Model(1, 2, 2, 64, NoRotary(64))
     keys = model.keys(1, 100)
-    codes = filled(model.layer(), [torch.cat([keys, keys], 1)], compiled).codes(0)
+    codes = filled(model.layer(), [torch.cat([keys, keys], 1)], numba).codes(0)
     assert same(first(codes, 100), Codes(*(x[:, 100:] for x in codes.parts)))
 
 
 @paths
-def test_a_key_at_its_centre_is_average_and_one_of_zero_norm_is_last(compiled: bool) -> None:
+def test_a_key_at_its_centre_is_average_and_one_of_zero_norm_is_last(numba: bool) -> None:
     """Half of the others are worse matches than the centre itself; a key of zero norm is behind all of them."""
     model = Model(3, 1, 1, 64, Halves(64, base=1e6))
     layer = model.layer(tokens=4096)
@@ -176,7 +176,7 @@ def test_a_key_at_its_centre_is_average_and_one_of_zero_norm_is_last(compiled: b
     half = gaussian(1, 1, 20, 64)
     keys = torch.cat([centre, centre + half, centre - half, torch.zeros(1, 1, 64)], 1)
     for weight in ("uint8", "bfloat16", "float16", "float32"):
-        index = filled(layer, [keys], compiled, weight_dtype=weight, schedule=((None, 1.0, 1.0),))
+        index = filled(layer, [keys], numba, weight_dtype=weight, schedule=((None, 1.0, 1.0),))
         weights = index.codes(0).weights[0]
         assert weights[0].all() and not weights[41].any() and index._zero_norms.tolist() == [[1]]
         query = gaussian(3, 1, 1, 64)

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from kvrecall.core.structs import Budget
 from kvrecall.index.calibration import NoRotary
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.index.sphere.turns import SPAN
-from kvrecall.structs import Budget
 from tests.index.sphere.build import found_ids, search_both
 from tests.index.sphere.calibrated import Halves, Model, filled
 from tests.strategies import HEAD_DIMS, MODES
 
 STEP = (RatioStep(None, 0.2, 0.3),)
 LENGTHS = [(63, 64), (65, 128), (1, 2047), (2048, 2049), (700, 0)]
-"""Around multiples of a span, and of a chunk of the compiled scan."""
+"""Around multiples of a span, and of a chunk of the numba scan."""
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -45,14 +45,14 @@ def test_every_head_size(dim: int) -> None:
     search_both(index, model.queries(3, 2, 300).transpose(0, 1), 20)
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
-def test_a_sequence_finds_in_any_company_what_it_finds_alone(compiled: bool) -> None:
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
+def test_a_sequence_finds_in_any_company_what_it_finds_alone(numba: bool) -> None:
     model = Model(1, 2, 2, 64)
     keys, queries = [model.keys(b, n) for b, n in enumerate((300, 65, 190))], model.queries(9, 3).transpose(0, 1)
-    index = filled(model.layer(3), keys, compiled, schedule=STEP)
+    index = filled(model.layer(3), keys, numba, schedule=STEP)
     found = search_both(index, queries[[2, 0, 1]], 9, [2, 0, 1])
     for at, b in enumerate((2, 0, 1)):
-        alone = search_both(filled(model.layer(), [keys[b]], compiled, schedule=STEP), queries[b : b + 1], 9)
+        alone = search_both(filled(model.layer(), [keys[b]], numba, schedule=STEP), queries[b : b + 1], 9)
         assert [found_ids(found, at, h) for h in range(2)] == [found_ids(alone, 0, h) for h in range(2)]
 
 

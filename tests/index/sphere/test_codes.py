@@ -1,4 +1,4 @@
-"""Key codes: packing, signs, norms out of range, the alpha correction, and the compiled encoder against the reference."""
+"""Key codes: packing, signs, norms out of range, the alpha correction, and the numba encoder against the reference."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, compiled_encode
+from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, cpu_encode
 from kvrecall.index.sphere.codes import Codes, decode
 from kvrecall.index.sphere.levels import lloyd_max
 from kvrecall.index.sphere.reference import estimate_scores
 from kvrecall.index.sphere.rotation import rotation_matrix
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian
 
-ENCODERS = {"reference": codes.encode, "compiled": compiled_encode.encode}
+ENCODERS = {"reference": codes.encode, "numba": cpu_encode.encode}
 encoders = pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
 
 
@@ -134,7 +134,7 @@ def test_compiled_encoder_against_the_reference(
     to the rounding of the key's coordinates, which its norm sets and not the block's."""
     keys = (gaussian(seed, *shape, dim) * scale).to(DTYPES[key])
     rotation = rotation_matrix(dim, 42)
-    ours, oracle = (e(keys, rotation, DTYPES[weight]) for e in (compiled_encode.encode, codes.encode))
+    ours, oracle = (e(keys, rotation, DTYPES[weight]) for e in (cpu_encode.encode, codes.encode))
     signs = (codes.unpack_signs(ours.signs) != codes.unpack_signs(oracle.signs)).flatten(-2)
     levels = (codes.unpack_magnitudes(ours.magnitudes) != codes.unpack_magnitudes(oracle.magnitudes)).flatten(-2)
     assert signs.sum() <= keys.numel() / 10_000 + 1 and levels.sum() <= keys.numel() / 10_000 + 1

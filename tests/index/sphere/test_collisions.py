@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import Codes, encode
-from kvrecall.index.sphere.compiled_stages import bonus_table
+from kvrecall.index.sphere.cpu_stages import bonus_table
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, StageSizes, check_schedule, stage_sizes
 from tests.index.sphere import naive
 from tests.strategies import SEEDS, examples, gaussian, whole_numbers

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv
 from kvrecall.index.calibration import ENOUGH_TOKENS, KeyStatistics, LayerCalibration, NoRotary, turn
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.closed_form import Products, balanced
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN, Turns, turns_of
-from kvrecall.launch import cdiv
 from tests.index.sphere.build import index_of, shape
 from tests.index.sphere.calibrated import OWN, Halves, Model, filled
 from tests.strategies import HEAD_DIMS, gaussian

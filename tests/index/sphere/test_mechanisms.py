@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Budget
 from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, reference, schedule
 from kvrecall.index.sphere.codes import Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep, stage_sizes
 from kvrecall.select.topk import top_k_positions
-from kvrecall.structs import Budget
 from tests.index.sphere.build import shape
 from tests.strategies import gaussian
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall import small_floats
-from kvrecall.errors import ParameterError
-from kvrecall.index.sphere import SphereConfig, compiled_encode
+from kvrecall.core import small_floats
+from kvrecall.core.errors import ParameterError
+from kvrecall.index.sphere import SphereConfig, cpu_encode
 from kvrecall.index.sphere.codes import encode, weight_values
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
@@ -20,7 +20,7 @@ from tests.index.sphere.build import index_of, search_both, shape, synthetic_key
 from tests.strategies import HEAD_DIMS, MODES, SEEDS, examples, gaussian
 
 OWN: dict[str, Any] = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
-ENCODERS = {"reference": encode, "compiled": compiled_encode.encode}
+ENCODERS = {"reference": encode, "numba": cpu_encode.encode}
 encoders = pytest.mark.parametrize("encoder", ENCODERS.values(), ids=ENCODERS)
 
 

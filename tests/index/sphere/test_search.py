@@ -1,4 +1,4 @@
-"""The whole search: compiled ids are the reference's ids, ties, zero norms, repeats, short zones."""
+"""The whole search: numba ids are the reference's ids, ties, zero norms, repeats, short zones."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_a_sequence_finds_in_any_company_what_it_finds_alone(seed: int, mode: st
 
 
 @modes
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
-def test_zero_norms_never_beat_negative_scores(mode: str, compiled: bool) -> None:
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
+def test_zero_norms_never_beat_negative_scores(mode: str, numba: bool) -> None:
     """Every other key points away from the query, so its estimate is negative; a key of norm 0 estimates 0."""
     query = gaussian(0, 1, 1, 64)
     keys = -query + 0.3 * gaussian(1, 1, 111, 64)
     keys[:, ::3] = 0.0
-    index = index_of([keys], 2, compiled, gqa=mode)
+    index = index_of([keys], 2, numba, gqa=mode)
     real = [i for i in range(111) if i % 3]
     assert set(found_ids(search_both(index, query.expand(1, 2, 64), 40))) <= set(real)
     # Only a budget that covers all other keys takes them, lowest position first.
@@ -122,15 +122,15 @@ def test_fewer_tokens_than_the_budget_gives_all_of_them(mode: str, tokens: int) 
 
 
 @modes
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
-def test_an_empty_sequence_in_a_batch_gives_nothing(mode: str, compiled: bool) -> None:
-    index = index_of([torch.empty(2, 0, 64), gaussian(1, 2, 30, 64)], 2, compiled, gqa=mode)
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
+def test_an_empty_sequence_in_a_batch_gives_nothing(mode: str, numba: bool) -> None:
+    index = index_of([torch.empty(2, 0, 64), gaussian(1, 2, 30, 64)], 2, numba, gqa=mode)
     found = search_both(index, gaussian(2, 2, 4, 64), 7)
     assert found.counts[0].tolist() == [0, 0] and found_ids(found, 1)
 
 
 def test_candidates_hold_the_selection_and_have_the_scheduled_size() -> None:
-    from kvrecall.structs import Budget
+    from kvrecall.core.structs import Budget
 
     schedule = (RatioStep(None, 0.1, 0.2),)
     for mode in MODES:

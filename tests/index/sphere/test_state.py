@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.errors import KVRecallError, ParameterError, UnknownNameError
+from kvrecall.core.errors import KVRecallError, ParameterError, UnknownNameError
 from kvrecall.index.base import Index
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.sphere import SphereConfig, SphereIndex
@@ -17,7 +17,7 @@ from kvrecall.index.sphere.schedule import RatioStep
 from tests.index.sphere.build import found_ids, index_of, search_both, shape
 from tests.strategies import MODES, SEEDS, examples, gaussian
 
-paths = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
+paths = pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
 
 
 def same_state(a: SphereIndex, b: SphereIndex) -> bool:
@@ -37,10 +37,10 @@ def counted(index: SphereIndex, sequence: int) -> torch.Tensor:
 @paths
 @examples(15)
 @given(seed=SEEDS, cuts=st.lists(st.integers(0, 200), max_size=4))
-def test_appending_in_pieces_is_appending_at_once(compiled: bool, seed: int, cuts: list[int]) -> None:
+def test_appending_in_pieces_is_appending_at_once(numba: bool, seed: int, cuts: list[int]) -> None:
     keys = gaussian(seed, 2, 200, 64)
-    whole = index_of([keys], 2, compiled)
-    pieces = index_of([keys[:, :0]], 2, compiled)
+    whole = index_of([keys], 2, numba)
+    pieces = index_of([keys[:, :0]], 2, numba)
     edges = sorted({0, 200, *cuts})
     for start, end in pairwise(edges):
         pieces.append(0, keys[:, start:end])
@@ -49,9 +49,9 @@ def test_appending_in_pieces_is_appending_at_once(compiled: bool, seed: int, cut
 
 
 @paths
-def test_one_token_at_a_time(compiled: bool) -> None:
+def test_one_token_at_a_time(numba: bool) -> None:
     keys = gaussian(0, 2, 111, 128)
-    index, whole = index_of([keys[:, :0]], 2, compiled), index_of([keys], 2, compiled)
+    index, whole = index_of([keys[:, :0]], 2, numba), index_of([keys], 2, numba)
     for token in keys.split(1, dim=1):
         index.append(0, token)
     assert index.lengths == [111]
@@ -59,18 +59,18 @@ def test_one_token_at_a_time(compiled: bool) -> None:
 
 
 @paths
-def test_appending_nothing_changes_nothing(compiled: bool) -> None:
-    index, same = (index_of([gaussian(0, 2, 30, 64)], 1, compiled) for _ in range(2))
+def test_appending_nothing_changes_nothing(numba: bool) -> None:
+    index, same = (index_of([gaussian(0, 2, 30, 64)], 1, numba) for _ in range(2))
     index.append(0, torch.empty(2, 0, 64))
     assert same_state(index, same)
 
 
 @paths
 @pytest.mark.parametrize("keep", [0, 1, 63, 110, 111, 500])
-def test_truncated_is_as_if_the_rest_had_never_been(compiled: bool, keep: int) -> None:
+def test_truncated_is_as_if_the_rest_had_never_been(numba: bool, keep: int) -> None:
     keys = gaussian(0, 2, 111, 64)
     keys[:, 80:90] = 0.0
-    index, fresh = index_of([keys, keys], 2, compiled), index_of([keys[:, :keep], keys], 2, compiled)
+    index, fresh = index_of([keys, keys], 2, numba), index_of([keys[:, :keep], keys], 2, numba)
     index.truncate(0, keep)
     assert torch.equal(index.codes(0).weights, fresh.codes(0).weights)
     assert same_state(index, fresh)
@@ -81,10 +81,10 @@ def test_truncated_is_as_if_the_rest_had_never_been(compiled: bool, keep: int) -
 @paths
 @examples(15)
 @given(seed=SEEDS, steps=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=6))
-def test_any_course_of_appends_and_truncations(compiled: bool, seed: int, steps: list[tuple[int, int, int]]) -> None:
+def test_any_course_of_appends_and_truncations(numba: bool, seed: int, steps: list[tuple[int, int, int]]) -> None:
     """Against an index built at once from the keys that are left."""
     pool = gaussian(seed, 2, 1, 64).sign() * torch.arange(1, 101).view(1, -1, 1)
-    index, left = index_of([pool[:, :0]] * 2, 2, compiled), [pool[:, :0]] * 2
+    index, left = index_of([pool[:, :0]] * 2, 2, numba), [pool[:, :0]] * 2
     for b, keep, new in steps:
         index.truncate(b, keep)
         index.append(b, pool[:, :new])
@@ -92,7 +92,7 @@ def test_any_course_of_appends_and_truncations(compiled: bool, seed: int, steps:
     assert index.lengths == [x.shape[1] for x in left]
     for b in range(2):
         assert torch.equal(index._counts[b], counted(index, b).int())
-    fresh = index_of(left, 2, compiled)
+    fresh = index_of(left, 2, numba)
     queries = gaussian(seed + 1, 2, 4, 64)
     assert torch.equal(search_both(index, queries, 7).counts, search_both(fresh, queries, 7).counts)
     assert torch.equal(search_both(index, queries, 7).ids, search_both(fresh, queries, 7).ids)
@@ -100,17 +100,17 @@ def test_any_course_of_appends_and_truncations(compiled: bool, seed: int, steps:
 
 def build(kind: str, keys: list[torch.Tensor], group: int) -> Index:
     if kind != "exact":
-        return index_of(keys, group, kind == "compiled")
+        return index_of(keys, group, kind == "numba")
     index = ExactIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), "max")
     for b, sequence in enumerate(keys):
         index.append(b, sequence)
     return index
 
 
-@pytest.mark.parametrize("kind", ["compiled", "reference", "exact"])
+@pytest.mark.parametrize("kind", ["numba", "reference", "exact"])
 @pytest.mark.parametrize("chosen", [[1, 0], [0, 0, 1], [1, 1, 1, 1], [2]], ids=str)
 def test_selected_copies_share_nothing(kind: str, chosen: list[int]) -> None:
-    from kvrecall.structs import Budget
+    from kvrecall.core.structs import Budget
 
     keys = [gaussian(b, 2, n, 64) for b, n in enumerate((63, 111, 30))]
     index = build(kind, keys, 2)
@@ -133,8 +133,8 @@ def test_selected_copies_share_nothing(kind: str, chosen: list[int]) -> None:
 
 
 @paths
-def test_reserving_changes_nothing_but_capacity(compiled: bool) -> None:
-    index, same = (index_of([gaussian(0, 2, 63, 64)], 1, compiled) for _ in range(2))
+def test_reserving_changes_nothing_but_capacity(numba: bool) -> None:
+    index, same = (index_of([gaussian(0, 2, 63, 64)], 1, numba) for _ in range(2))
     index.reserve(1000)
     index.reserve(10)
     before = index.nbytes
@@ -146,8 +146,8 @@ def test_reserving_changes_nothing_but_capacity(compiled: bool) -> None:
 
 
 @paths
-def test_undefined_capacity_is_never_searched(compiled: bool) -> None:
-    index = index_of([gaussian(0, 2, 63, 64)], 1, compiled)
+def test_undefined_capacity_is_never_searched(numba: bool) -> None:
+    index = index_of([gaussian(0, 2, 63, 64)], 1, numba)
     clean = found_ids(search_both(index, gaussian(1, 1, 2, 64), 20))
     index.reserve(300)
     index._signs.rows[:, :, 63:] = 255

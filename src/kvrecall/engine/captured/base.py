@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from kvrecall.integrations.transformers.memory import free_device_bytes
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams
+from kvrecall.backends.transformers.memory import free_device_bytes
+from kvrecall.core.structs import AttentionParams
+from kvrecall.layer.state import LayerState
 
 
 class CapturedState(ABC):

@@ -8,15 +8,15 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from kvrecall.errors import CaptureError
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.launch import LEAST_CAPABILITY
 from kvrecall.index.base import IndexConfig
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.pages import PageConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
-from kvrecall.integrations.transformers import RetrievalCache
-from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.launch import LEAST_CAPABILITY
 from kvrecall.methods.base import Method
 
 PLAIN = "Decode with model.generate, which needs no capture."

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.core.errors import CaptureError, CaptureMismatchError, NonFiniteError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.check import PLAIN, check_capture, long_enough
 from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.ranks import ranks_of
 from kvrecall.engine.captured.sliding import SlidingWindow
 from kvrecall.engine.captured.verify import Attended, check_attention, check_logits, uncaptured_answer
-from kvrecall.errors import CaptureError, CaptureMismatchError, NonFiniteError
-from kvrecall.integrations.transformers import RetrievalCache, attach
-from kvrecall.integrations.transformers.interrupt import deferred_interrupt
-from kvrecall.integrations.transformers.layer import RetrievalLayer
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams
+from kvrecall.layer.state import LayerState
 
 _CHECKED_STEPS = 64
 """Steps between two looks at the flags of non-finite keys."""

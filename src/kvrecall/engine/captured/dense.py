@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kvrecall.attend.whole import WholeAttention
 from kvrecall.cache.transfer import bring
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import CapturedState, count_steps
-from kvrecall.errors import CaptureError
-from kvrecall.layer_state import LayerState
-from kvrecall.structs import AttentionParams
+from kvrecall.layer.state import LayerState
 
 
 class DenseLayer(CapturedState):

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.kernels import readers_first, step_part
+from kvrecall.core.overlap import begin, end
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
-from kvrecall.overlap import begin, end
 
 
 @triton.jit

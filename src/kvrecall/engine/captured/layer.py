@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.structs import AttentionParams, Held
 from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps, keeps_rows
 from kvrecall.engine.captured.branches import beside, branches, divided
 from kvrecall.engine.captured.kernels import step_kernel
@@ -24,10 +26,8 @@ from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magn
 from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.search import GpuSearch
 from kvrecall.index.sphere.turns import SPAN
-from kvrecall.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 from kvrecall.merge.cuda import merge_step
-from kvrecall.structs import AttentionParams, Held
 
 _CHOSEN_ROWS, _RESIDENT_ROWS, _PART_WARPS = 16, 64, 4
 """Selected rows or resident rows per program of the split attention, and its warps. Reads of the host are spread widely."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from kvrecall.core.launch import cdiv
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer, searched
 from kvrecall.engine.captured.plan import ROW, StepPlan, pack
 from kvrecall.engine.captured.units import UnitLayer
 from kvrecall.index.table import WIDE
-from kvrecall.launch import cdiv
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 
 
 class Layers:

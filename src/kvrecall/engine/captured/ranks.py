@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrecall.errors import CaptureError
+from kvrecall.core.errors import CaptureError
 
 _REMEDY = "Its own message says why; all ranks decode uncaptured, or none (capture=None)."
 

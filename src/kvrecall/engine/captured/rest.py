@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.rest_kernel import rest_kernel
 from kvrecall.index.completed import CompletedIndex
-from kvrecall.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.structs import AttentionParams
 
 _PAGES, _MOST_PARTS = 64, 32
 """Pages that a program attends to at a time, and parts at most: as many as one merge takes beside the others."""

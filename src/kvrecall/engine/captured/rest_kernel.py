@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.kernels import capped
-from kvrecall.overlap import begin, end
+from kvrecall.core.overlap import begin, end
 
 
 @triton.jit

@@ -11,14 +11,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvrecall.attend import attend_rows
 from kvrecall.attend.whole import WholeAttention
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.layer import LAYER_TAG
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.engine.captured.verify import Attended
 from kvrecall.engine.captured.window import places
-from kvrecall.errors import CaptureError
-from kvrecall.integrations.transformers import RetrievalCache
-from kvrecall.integrations.transformers.layer import LAYER_TAG
 from kvrecall.merge import merge, sink_logits
 from kvrecall.methods.base import HEAD_DIMS
-from kvrecall.structs import AttentionParams, Rows
 
 _REMEDY = "Decode uncaptured (capture=None)."
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import next_power_of_2, overlapping
 from kvrecall.engine.captured.trigger_kernels import MISSING, UNKNOWN, trigger_kernel, turned_kernel
-from kvrecall.launch import next_power_of_2, overlapping
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 from kvrecall.trigger import BoundaryTrigger, EveryStep, FixedStride, SemanticBoundary, StrideTrigger
 from kvrecall.trigger.speculative import Speculative, SpeculativeTrigger
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvrecall.attend.step import StepAttention
 from kvrecall.cache.transfer import bring_keys
+from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.engine.captured.window import QueryRing
 from kvrecall.engine.captured.zone_kernels import page_kernel, segment_kernel
 from kvrecall.index.clusters import ClusterIndex
 from kvrecall.index.pages import PageIndex
 from kvrecall.index.unit_kernels.search import FIELDS, plan_row
 from kvrecall.index.units import Units
-from kvrecall.launch import cdiv, next_power_of_2
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 
 _TOKENS = 16
 """Tokens of a segment that are read at once."""

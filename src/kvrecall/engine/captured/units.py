@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.step import StepAttention
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.structs import AttentionParams, Held
 from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps, keeps_rows
 from kvrecall.engine.captured.trigger import DeviceTrigger, Marks
 from kvrecall.engine.captured.unit_tables import UnitTables
 from kvrecall.engine.captured.window import QueryRing, places
 from kvrecall.engine.captured.zone_kernels import ZONE_FIELDS
-from kvrecall.errors import CaptureError
 from kvrecall.index.unit_kernels.search import GpuUnitSearch
 from kvrecall.index.units import UnitIndex
-from kvrecall.layer_state import LayerState
-from kvrecall.static_sets import StaticRefresh
-from kvrecall.structs import AttentionParams, Held
+from kvrecall.layer.state import LayerState
+from kvrecall.static.sets import StaticRefresh
 
 
 class UnitLayer(CapturedState):

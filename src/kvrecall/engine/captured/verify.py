@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrecall.errors import CaptureError, CaptureMismatchError
-from kvrecall.layer_state import LayerState
-from kvrecall.pipeline import decode_step
-from kvrecall.structs import AttentionParams
+from kvrecall.core.errors import CaptureError, CaptureMismatchError
+from kvrecall.core.structs import AttentionParams
+from kvrecall.layer.pipeline import decode_step
+from kvrecall.layer.state import LayerState
 
 TOLERANCE = 0.02
 """Largest relative L2 difference of one attention, see docs/tolerances.md."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.layer_state import LayerState
+from kvrecall.layer.state import LayerState
 
 
 def places(first: int, count: int, ring: int, device: torch.device) -> Tensor:

@@ -6,11 +6,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvrecall.errors import InputFileError, MissingPackageError
+from kvrecall.core.errors import InputFileError, MissingPackageError
+from kvrecall.core.whole_files import write_text
 from kvrecall.evaluate.intervals import RESAMPLES
 from kvrecall.evaluate.runs import Record, read_config, read_records
 from kvrecall.evaluate.summary import Row, groups, layer_recall, rounds, summarise, windows
-from kvrecall.whole_files import write_text
 
 try:
     from jinja2 import Environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate.tasks import needles, ruler, structured
 from kvrecall.evaluate.tasks.base import Task
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import islice, pairwise
 from string import ascii_lowercase, ascii_uppercase
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.scoring import string_match_all
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.text import haystack, made_up, numbers, vocabulary

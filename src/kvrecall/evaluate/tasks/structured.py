@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.scoring import copied_share, string_match_all
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.text import haystack, vocabulary

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 Count = Callable[[str], int]
 """Tokens of a text, without special tokens."""

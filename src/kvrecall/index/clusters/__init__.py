@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.units import UnitIndex, Units, inner_products
-from kvrecall.rows_ahead import zone_rows
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:

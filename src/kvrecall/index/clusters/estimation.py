@@ -12,15 +12,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.base import LayerShape
 from kvrecall.index.clusters import ClusterConfig, ClusterIndex, grouped_units
 from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.units import Units
-from kvrecall.rows_ahead import zone_rows
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Rows, Selection
 
 
 @dataclass(frozen=True)

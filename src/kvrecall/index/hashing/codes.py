@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 _HASHED_TOKENS = 4096
 """Tokens hashed at a time: bounds the fp32 projections to H_kv * 4096 * tables * bits * 4 bytes."""

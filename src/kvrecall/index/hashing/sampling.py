@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.hashing.codes import check_tables, hash_codes, hyperplanes
 from kvrecall.index.trained import TrainedIndex
-from kvrecall.structs import Budget, Selection
 
 _COMPARED_TOKENS = 2048
 """Tokens compared at a time: bounds the comparisons in flight to H_kv * G * 2048 * tables bytes."""

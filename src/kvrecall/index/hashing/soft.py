@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError
+from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.hashing.codes import check_tables, hash_codes, hyperplanes, patterns
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TokenIndex
-from kvrecall.rows_ahead import zone_rows
 
 _SCORED_TOKENS = 2048
 """Tokens scored at a time: bounds the probabilities in flight to H_kv * G * 2048 * tables * 8 bytes."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.cache.rows_ahead import read_keys
+from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.pieces import Work, finished, stretches
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.units import UnitIndex, Units, inner_products
-from kvrecall.pieces import Work, finished, stretches
-from kvrecall.rows_ahead import read_keys
 
 if TYPE_CHECKING:
     from kvrecall.index.unit_kernels.search import UnitKind

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvrecall.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
 from kvrecall.index.query_centroids.lists import CentroidLists
 from kvrecall.index.query_centroids.rerank import Rerank, distinct, have_numba, rerank
-from kvrecall.launch import kernels_available
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.structs import Budget, Selection, lasting_tensors
 
 if TYPE_CHECKING:
     from kvrecall.index.query_centroids.kernels import NearestCentroids

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
-from kvrecall.launch import cdiv, next_power_of_2
 
 _KEYS = 16
 """Keys per program of the exact scores."""
@@ -82,7 +82,7 @@ def score_rows(queries: Tensor, segments: list[tuple[int, Tensor]], ids: Tensor)
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `compiled.distinct` on the device and without asking how many there are: as many columns as there can be."""
+    """As `cpu.distinct` on the device and without asking how many there are: as many columns as there can be."""
     heads, device = lists.shape[0], lists.device
     most = min(tokens, lists[0].numel() + tokens - first_always)
     wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)

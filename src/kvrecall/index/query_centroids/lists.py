@@ -148,7 +148,7 @@ def best_positions(scores: Tensor, k: int) -> Tensor:
 @cache
 def _picker(device: str) -> Callable[[Tensor, int], Tensor]:
     if device == "cpu" and find_spec("numba") is not None:
-        from kvrecall.index.query_centroids.compiled import top_k_rows
+        from kvrecall.index.query_centroids.cpu import top_k_rows
 
         return top_k_rows
     return lambda scores, k: top_k_positions(scores, k).to(torch.int32)

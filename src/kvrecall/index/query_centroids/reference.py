@@ -9,7 +9,7 @@ from kvrecall.index.base import RowSource
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `compiled.distinct`."""
+    """See `cpu.distinct`."""
     heads = lists.shape[0]
     wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=lists.device)
     flat = lists.flatten(1).long()

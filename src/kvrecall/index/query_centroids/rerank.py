@@ -9,13 +9,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
 from kvrecall.index.query_centroids.lists import CentroidLists, best_positions
-from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import union_rows
-from kvrecall.structs import Budget
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`, on the lists' device.
     """
     if lists.device.type == "cpu" and have_numba():
-        from kvrecall.index.query_centroids import compiled
+        from kvrecall.index.query_centroids import cpu
 
-        return compiled.distinct(lists, tokens, first_always, barred)
+        return cpu.distinct(lists, tokens, first_always, barred)
     if kernels_available(lists.device):
         from kvrecall.index.query_centroids import kernels
 
@@ -67,16 +67,16 @@ def rerank(
 ) -> Rerank:  # fmt: skip
     """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`.
 
-    on_host: by the compiled path of the CPU, which needs numba. The softmax of a softmax mode runs over what was recalled.
+    on_host: by the numba path of the CPU, which needs numba. The softmax of a softmax mode runs over what was recalled.
     barred: int `[H_kv, m]`, scored but not kept: a centroid made of this query must know them, as they may be findable again by
     then.
     """
     device = queries.device
     if on_host:
-        from kvrecall.index.query_centroids import compiled
+        from kvrecall.index.query_centroids import cpu
 
         queries, ids, counts = queries.cpu(), ids.cpu(), counts.cpu()
-        scores = compiled.score_rows(queries, list(source.blocks()), ids, counts)
+        scores = cpu.score_rows(queries, list(source.blocks()), ids, counts)
     elif kernels_available(device) and (segments := page_locked(source)):
         from kvrecall.index.query_centroids import kernels
 
@@ -110,5 +110,5 @@ def _among(ids: Tensor, barred: Tensor) -> Tensor:
 
 @cache
 def have_numba() -> bool:
-    """Whether the compiled path of the CPU is there."""
+    """Whether the numba path of the CPU is there."""
     return find_spec("numba") is not None

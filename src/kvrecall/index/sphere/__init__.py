@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, LayerShape, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
@@ -15,9 +17,7 @@ from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
 from kvrecall.index.sphere.maps import Maps, own_calibration
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.table import TokenTable
-from kvrecall.launch import kernels_available
 from kvrecall.select.gqa import search_queries
-from kvrecall.structs import Budget, Selection, lasting_tensors
 
 if TYPE_CHECKING:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
@@ -29,14 +29,14 @@ _ENCODE_TOKENS = 8192
 
 
 class SphereIndex(Index):
-    """Summaries and search of one layer. On the CPU the compiled path runs when numba is there; it returns the same ids.
+    """Summaries and search of one layer. On the CPU the numba path runs when numba is there; it returns the same ids.
 
     A key is coded once, when it is appended, by its position and the layer's maps alone. The maps are made at the first key:
     from the calibration of the layer's model, or from these keys where there is none.
     """
 
-    def __init__(self, shape: LayerShape, config: SphereConfig, compiled: bool | None = None) -> None:
-        """compiled: None picks the compiled path on a CPU where numba can be imported."""
+    def __init__(self, shape: LayerShape, config: SphereConfig, numba: bool | None = None) -> None:
+        """numba: None picks the numba path on a CPU where numba can be imported."""
         blocks = shape.head_dim // BLOCK
         self.config, self._kv_heads = config, shape.kv_heads
         self._shape = shape
@@ -55,7 +55,7 @@ class SphereIndex(Index):
             self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
             self._zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._compiled = _compiled_available(shape.device) if compiled is None else compiled
+        self._numba = _numba_available(shape.device) if numba is None else numba
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
         self._planned: tuple[object, Tensor, Tensor] | None = None  # what it was told, which changes when tokens move
@@ -105,7 +105,7 @@ class SphereIndex(Index):
     def encode_ahead(self, sequence: int, keys: Tensor, at: slice) -> Tensor:
         """Codes of keys `[H_kv, n, D]` into the rows `at`, behind those that count; returns their signs."""
         rows, zero_norms = Codes(*(table.rows[sequence, :, at] for table in self._tables)), self._zero_norms[sequence]
-        if self._kernels and not self._compiled:
+        if self._kernels and not self._numba:
             from kvrecall.index.sphere.kernels import encode as kernels
 
             kernels.encode(keys, self.maps, at.start, into=rows, zero_norms=zero_norms)
@@ -156,8 +156,8 @@ class SphereIndex(Index):
             return self._search_gpu(queries, budget, sequences)
         rotated, shifts, sizes = self._prepare(queries, budget, sequences)
         excluded = [self._excluded[b] for b in sequences]
-        if self._compiled:
-            from kvrecall.index.sphere.compiled import search_batch
+        if self._numba:
+            from kvrecall.index.sphere.cpu import search_batch
 
             tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts)
             lengths = [self.lengths[b] for b in sequences]
@@ -251,8 +251,8 @@ class SphereIndex(Index):
 
     def _encode(self, keys: Tensor, first: int) -> Codes:
         """Codes of keys `[H_kv, n, D]`, of which the first one is the zone's token number `first`."""
-        if self._compiled:
-            from kvrecall.index.sphere.compiled_encode import encode as encoder
+        if self._numba:
+            from kvrecall.index.sphere.cpu_encode import encode as encoder
         else:
             encoder = encode
         centre = self.maps.centres(first, keys.shape[1])
@@ -265,10 +265,10 @@ class SphereIndex(Index):
         """Counts the sign patterns `[H_kv, n, S]` into counts `[H_kv, S, 256]`, where a search looks at counts at all."""
         if self.config.stage1 != "collision":
             return None
-        if self._compiled:
-            from kvrecall.index.sphere import compiled_encode
+        if self._numba:
+            from kvrecall.index.sphere import cpu_encode
 
-            return compiled_encode.count_signs(signs.contiguous(), counts, sign)
+            return cpu_encode.count_signs(signs.contiguous(), counts, sign)
         if self._kernels:
             from kvrecall.index.sphere.kernels import encode as kernels
 
@@ -278,7 +278,7 @@ class SphereIndex(Index):
         counts.scatter_add_(-1, ids, ones)
 
 
-def _compiled_available(device: torch.device) -> bool:
+def _numba_available(device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     from importlib.util import find_spec

@@ -16,9 +16,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvrecall import small_floats
+from kvrecall.core import small_floats
+from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.sphere.levels import lloyd_max
-from kvrecall.structs import lasting_tensors
 
 BLOCK = 8
 """Coordinates per block: the paper's m. Eight sign bits fill one byte."""

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 MAGNITUDE_BITS = 3
 

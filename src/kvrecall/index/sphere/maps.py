@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary, Rotary
 from kvrecall.index.sphere.closed_form import balanced
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.turns import SPAN, spans_of, turns_of
-from kvrecall.launch import cdiv
-from kvrecall.structs import lasting_tensors
 
 if TYPE_CHECKING:
     from kvrecall.index.base import LayerShape

@@ -1,6 +1,6 @@
 """Two-stage search of ParisKV (Appendix B.2) in plain fp32 torch: the oracle of every faster path.
 
-Sums are written in a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that a compiled
+Sums are written in a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that numba's
 path can reproduce the scores bit for bit and therefore the ids exactly.
 """
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvrecall.core.small_floats import UNIT, scaled_products
 from kvrecall.index.sphere.codes import (
     BLOCK,
     CENTROIDS,
@@ -24,7 +25,6 @@ from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.index.sphere.turns import SPAN
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import top_k_positions, union_rows
-from kvrecall.small_floats import UNIT, scaled_products
 
 
 def centroid_proxies(queries: Tensor) -> Tensor:

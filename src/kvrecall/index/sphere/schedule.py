@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvrecall.errors import ParameterError
+from kvrecall.core.errors import ParameterError
 
 
 @dataclass(frozen=True)

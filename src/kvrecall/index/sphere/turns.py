@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.calibration import Rotary
-from kvrecall.launch import cdiv
-from kvrecall.structs import lasting_tensors
 
 SPAN = 64
 """Neighbouring positions that share a centre. A table of 1M positions has 16 MB at D = 128; 16 would find .5 % more in 4 times

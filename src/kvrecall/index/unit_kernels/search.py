@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.index.unit_kernels import UNIT_FIELDS
 from kvrecall.index.unit_kernels.fill import ascend_kernel, expand_kernel, fill_kernel
 from kvrecall.index.unit_kernels.score import score_kernel
-from kvrecall.launch import cdiv, next_power_of_2
 
 FIELDS = len(UNIT_FIELDS)
 _DOT_UNITS, _SUM_UNITS = 64, 32

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.overlap import begin, end
 from kvrecall.index.sphere.kernels.scan import row_of_scores
-from kvrecall.overlap import begin, end
 from kvrecall.select.kernels import add_three
 
 HIGH = tl.constexpr(-0x7F7F7F80)

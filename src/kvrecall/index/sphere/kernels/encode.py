@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall import small_floats
+from kvrecall.core import small_floats
+from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN
-from kvrecall.launch import cdiv, next_power_of_2
 
 _NUMBERS, _WARPS = 4096, 4
 """Rotated coordinates per program, and its warps: as many as fit in registers. Two small programs on a multiprocessor take two
@@ -315,7 +315,7 @@ def encode(
 
 
 def count_signs(signs: Tensor, counts: Tensor, step: int) -> None:
-    """As `compiled_encode.count_signs`, on a GPU: signs uint8 `[H_kv, n, S]` of a table; counts int32 `[H_kv, S, 256]`."""
+    """As `cpu_encode.count_signs`, on a GPU: signs uint8 `[H_kv, n, S]` of a table; counts int32 `[H_kv, S, 256]`."""
     heads, tokens, blocks = signs.shape
     assert signs.stride(1) == blocks and counts.is_contiguous()
     if tokens:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.overlap import begin, end
 from kvrecall.index.sphere.kernels.scan import row_of_scores, tally, write_scores
-from kvrecall.overlap import begin, end
 
 
 @triton.constexpr_function

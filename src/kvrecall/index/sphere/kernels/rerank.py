@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.overlap import begin, end
 from kvrecall.index.sphere.kernels.encode import weight_values
-from kvrecall.overlap import begin, end
 
 
 @triton.jit

@@ -16,6 +16,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
+from kvrecall.core.small_floats import UNIT
 from kvrecall.index.sphere.codes import BLOCK, magnitude_levels
 from kvrecall.index.sphere.kernels.compact import compact_kernel
 from kvrecall.index.sphere.kernels.encode import Centring
@@ -27,9 +29,7 @@ from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.index.sphere.turns import SPAN
-from kvrecall.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.select.kernels import top_kernel
-from kvrecall.small_floats import UNIT
 
 FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""

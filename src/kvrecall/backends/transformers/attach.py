@@ -1,0 +1,161 @@
+"""`attach(model)`: calls of the model with a RetrievalCache retrieve; every other call is what it is outside.
+
+1. `attach` puts a pair of hooks on the model and on the models inside it, and takes them off on exit. It counts per model, so
+   contexts may overlap in any order and in any thread.
+2. A call that is given a RetrievalCache opens a forward pass (`passes`). Only while such a pass runs do the decoder's configs
+   name our attention function, and transformers' models look it up there.
+3. At the end the pass must have gone through every retrieval layer exactly once; else it is undone and refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+
+from kvrecall.backends.transformers import passes
+from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.passes import ForwardPass, Inputs
+from kvrecall.backends.transformers.switch import decoder_configs, switched
+from kvrecall.core.errors import CacheModelError, NotAttachedError, ParameterError, UnsupportedModelError
+
+_lock = threading.RLock()
+_attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
+
+
+@contextmanager
+def attach(model: nn.Module) -> Iterator[nn.Module]:
+    """Routes calls of `model` that are given a RetrievalCache through kvrecall; everything is undone on exit.
+
+    model: a transformers model, or a wrapper that holds one (PEFT). Calls with any other cache, or none, are what they are
+    outside. Contexts may be nested, overlap in any order and be entered from any thread.
+
+    Raises UnsupportedModelError for families whose attention cannot be taken over, ParameterError for what is no model.
+    """
+    inner = transformers_model(model)
+    check_model(inner)
+    context = _Context(inner)
+    try:
+        context.enter()
+        yield model
+    finally:
+        try:
+            context.leave()
+        finally:
+            context.leave()  # where a signal has ended the first call before it began
+
+
+class _Context:
+    """One `with` block: counts itself in once and out once, whatever signals come meanwhile."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._attachment: Attachment | None = None
+
+    def enter(self) -> None:
+        with deferred_interrupt(), _lock:
+            attachment = _attached.get(self._model)
+            if attachment is None:
+                attachment = _attached[self._model] = Attachment(self._model)
+            attachment.enter()
+            self._attachment = attachment
+
+    def leave(self) -> None:
+        with deferred_interrupt(), _lock:
+            if self._attachment is not None:
+                self._attachment.leave()
+                self._attachment = None
+
+
+class Attachment:
+    """The hooks on one model, and how many contexts want them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._contexts = 0
+        self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        self._handles: list[Any] = []
+        self._running: list[ForwardPass] = []
+        self.config: PretrainedConfig = model.config
+        self.configs = decoder_configs(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return self  # so that a copy of the model, which has its hooks, is seen not to be attached
+
+    def enter(self) -> None:
+        """Counts one more context."""
+        if not self._handles:
+            for part in self._parts:
+                self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        self._contexts += 1
+
+    def leave(self) -> None:
+        """Counts one context less. The last one takes the hooks off, as soon as no other thread is in a pass."""
+        self._contexts -= 1
+        for dead in [running for running in self._running if not running.alive()]:
+            dead.finish(failed=bool(dead.missing()))
+        self._clean()
+
+    def _clean(self) -> None:
+        with _lock:
+            self._running = [running for running in self._running if running.open]
+            if not self._contexts and not self._running:
+                while self._handles:
+                    self._handles.pop().remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = _retrieval_cache(args, kwargs)
+        if cache is None:
+            return
+        if torch.compiler.is_compiling():
+            raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
+        if not cache.belongs_to(self.config):
+            raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
+        if self._contexts and not cache.get_seq_length() and (cache.running is None or not cache.running.alive()):
+            cache.calibrate(self._parts[0])  # before anything of the pass begins, as it may fail
+        with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass
+            if not self._contexts or not any(module is part for part in self._parts):
+                raise NotAttachedError
+            opened = passes.enter(cache, module, _inputs(args, kwargs), lambda: switched(self.configs))
+            if opened is not None:
+                self._running.append(opened)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = _retrieval_cache(args, kwargs)
+        if cache is not None:
+            try:
+                passes.leave(cache, module, failed=output is None)
+            finally:
+                self._clean()
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """Reads the arguments of a model's forward."""
+    ids, embeds, mask = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    if ids is None and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+        ids = args[0]
+    shaped = ids if isinstance(ids, Tensor) else embeds
+    if not isinstance(shaped, Tensor) or shaped.ndim < 2:
+        return Inputs(None, None, None, mask)
+    known = {"inputs_embeds", "attention_mask", "labels"}
+    others = any(isinstance(x, Tensor) and x.is_floating_point() for name, x in kwargs.items() if name not in known)
+    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None  # an image is more than its ids
+    return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask)
+
+
+def _retrieval_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | None:
+    """The RetrievalCache among the arguments of a call, whatever the model calls it."""
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, RetrievalCache):
+            return value
+        if isinstance(value, EncoderDecoderCache) and isinstance(value.self_attention_cache, RetrievalCache):
+            raise UnsupportedModelError("EncoderDecoderCache", ENCODER_DECODER)
+    return None

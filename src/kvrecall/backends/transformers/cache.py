@@ -1,0 +1,341 @@
+"""RetrievalCache: a transformers Cache whose full-attention layers live in host memory and are searched, not scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)  # fmt: skip
+
+from kvrecall.backends.transformers import passes
+from kvrecall.backends.transformers.calibration import ModelCalibration, calibration_of
+from kvrecall.backends.transformers.families import Heads, check_config, template
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.memory import as_before, check_device
+from kvrecall.backends.transformers.passes import ForwardPass
+from kvrecall.backends.transformers.token_log import TokenLog
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
+from kvrecall.layer.stats import CacheStats
+from kvrecall.methods.base import Method
+
+_CHECKED_TOKENS = 256
+"""Appends of more tokens than this ask the host for its free memory first; single tokens are not worth the file read."""
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """What a cache must share with the model that uses it."""
+
+    model_type: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> ModelSignature:
+        """Signature of the text decoder of a model's config; heads are those of its first full-attention layer."""
+        text = config.get_text_config(decoder=True)
+        ours = [number for number, layer in enumerate(template(config)) if type(layer) is DynamicLayer]
+        heads = Heads.of(text, ours[0] if ours else 0)
+        return ModelSignature(text.model_type, text.num_hidden_layers, heads.query, heads.kv, heads.dim)
+
+    def __str__(self) -> str:
+        return f"{self.model_type}, {self.layers} layers, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
+
+
+class RetrievalCache(Cache):
+    """Drop-in `past_key_values` for `generate` inside `kvrecall.attach(model)`.
+
+    Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers; a captured decode
+    puts its own in place of sliding ones until it ends.
+    """
+
+    def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0) -> None:
+        """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too.
+
+        observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr
+        can judge keys by them (2,048 serve any). The statistics of its keys are gathered then too, for forks under balanced
+        ParisKV.
+        """
+        if not isinstance(method, Method):
+            raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
+        check_config(config)
+        self.method, self.profile, self.observe_queries = method, profile, observe_queries
+        self.signature = ModelSignature.of(config)
+        for number, _ in method.per_layer:
+            if number >= self.signature.layers:
+                expected = f"layers of the model, 0 to {self.signature.layers - 1}"
+                raise ParameterError("per_layer", expected, number, "The method may have been tuned for another model.")
+        self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
+        self.reserved_tokens = 0
+        self.prefilling = False
+        """While True, a single token too is a chunk of a prompt: attended densely, its zones settled."""
+        self.on_queries: Callable[[int, Tensor], None] | None = None
+        """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
+        self.tokens = TokenLog()
+        """Ids of the tokens that are held."""
+        self.running: ForwardPass | None = None
+        """The forward pass that stores into this cache right now."""
+        self.calibration: ModelCalibration | None = None
+        """What is known of the keys of the model that fills this cache; forks share it."""
+        self._model: ref[PreTrainedModel] | None = None
+        self._torn = False
+        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
+        super().__init__(layers=layers)
+        self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
+        """The layers that store keys: ours and those of transformers."""
+        self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
+        """Sliding layers as they were before the running forward pass: what has slid out of a window cannot be cropped back."""
+
+    @classmethod
+    def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
+        """A cache under the method that a JSON or TOML file names, such as `kvrecall tune` writes.
+
+        options: the other parameters of the class. Raises InputFileError for a file that cannot be read, holds no valid
+        method, or was made for a model with another number of layers.
+        """
+        from kvrecall.methods.files import load_method  # pydantic takes a while to import, and few caches come from files
+
+        return cls(config, load_method(path, ModelSignature.of(config).layers), **options)
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]:
+        """The layers that are ours."""
+        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    @property
+    def sequences(self) -> int:
+        """B, the number of sequences; 0 while nothing is held."""
+        return max((x.state.shape.sequences for x in self.retrieval_layers if x.state is not None), default=0)
+
+    @property
+    def valid(self) -> Tensor | None:
+        """bool `[B, tokens]` on the CPU, False for padding; None while nothing was padding."""
+        return self.retrieval_layers[0]._valid
+
+    @property
+    def wants_calibration(self) -> bool:
+        """Whether the method's indexes use statistics of keys, or those of a fork may."""
+        methods = [self.method, *(self.method.at(number) for number, _ in self.method.per_layer)]
+        configs = [method.index_config() for method in methods]
+        return self.observe_queries > 0 or any(config is not None and config.needs_calibration for config in configs)
+
+    def calibrate(self, model: PreTrainedModel) -> None:
+        """Before the first forward pass: takes what is known of the model's keys, which may call the model.
+
+        Whatever it raises, the cache is unchanged."""
+        self._model = ref(model)
+        if self.calibration is None and self.wants_calibration:
+            self.calibration = calibration_of(model)
+
+    def stats(self) -> CacheStats:
+        """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""
+        return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
+
+    def fork(self, method: Method | None = None) -> RetrievalCache:
+        """A cache with the same tokens, optionally under another method: answers several questions after a single prefill.
+
+        Host rows are shared copy-on-write where the methods' zones are of the same sizes, and copied into the new zones
+        otherwise. Raises HostMemoryError or DeviceMemoryError where there is no room for that; this cache is unchanged.
+        """
+        self._check_idle("fork")
+        method = method or self.method
+        if method.zone_sizes() != self.method.zone_sizes():
+            self._check_host(self.get_seq_length(), self.sequences, None)
+        fork = copy(self)
+        fork.method, fork._windows, fork.on_queries = method, [], None
+        fork.running, fork.tokens = None, self.tokens.copy()
+        model = None if self._model is None else self._model()
+        if fork.calibration is None and model is not None and fork.wants_calibration:
+            fork.calibration = calibration_of(model, gather=False)  # the queries of what is held have gone by
+        fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
+        return fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
+        return self.fork()
+
+    def reserve(self, tokens: int, sequences: int = 1) -> None:
+        """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
+
+        Raises HostMemoryError or DeviceMemoryError, with the bytes, when host or GPU cannot hold it; the cache is unchanged.
+        """
+        present = self.get_seq_length()
+        self._check_host(max(0, tokens - present), sequences, None)
+        check_device([layer.state for layer in self.retrieval_layers if layer.state is not None], tokens)
+        self.reserved_tokens = tokens
+        for layer in self.retrieval_layers:
+            if layer.state is not None:
+                layer._reserve(tokens)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As in transformers; the first layer of a forward pass checks for all of them, before any has stored anything.
+
+        Raises NotAttachedError outside a call of an attached model.
+        """
+        if self.running is None or passes.current() is not self.running:
+            raise NotAttachedError
+        if layer_idx == self._attention_numbers[0]:
+            self._begin_pass(key_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Logical length in tokens; by default what every layer holds, also after an interrupted forward pass."""
+        if layer_idx:
+            return super().get_seq_length(layer_idx)
+        return min(map(self._length, self._attention_numbers))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes tokens from the end; a negative count, as transformers has it.
+
+        Raises ParameterError, and changes nothing, for more tokens than there are and where a sliding window has moved on.
+        """
+        self._check_idle("crop")
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
+        length = self.get_seq_length()
+        if -tokens_to_remove > length:
+            raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
+        windows: list[Any] = [x for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
+        if tokens_to_remove and any(x.get_seq_length() >= x.sliding_window and not x.record_past for x in windows):
+            remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
+            raise ParameterError("crop", "0 tokens, as the sliding windows have moved on", -tokens_to_remove, remedy)
+        keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
+        fixed = [i for i, layer in enumerate(self.layers) if _holds_tokens(layer) and not getattr(layer, "is_croppable", True)]
+        if tokens_to_remove and length and fixed:
+            remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
+            raise ParameterError("crop", f"0 tokens, as layer {fixed[0]} keeps a running state", -tokens_to_remove, remedy)
+        for layer in self.layers:
+            crop: Any = getattr(layer, "crop", None)
+            if isinstance(layer, RetrievalLayer):
+                layer.crop(keep - layer.get_seq_length())
+            elif crop is not None and keep != length:
+                crop(tokens_to_remove)
+        self.tokens.truncate(keep)
+
+    def reset(self) -> None:
+        """Forgets every token and counter; the cache can then hold another batch."""
+        self._check_idle("reset")
+        self._windows, self._torn, self.tokens, self.calibration = [], False, TokenLog(), None
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
+                layer.keys, layer.values, layer.is_initialized = None, None, False
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        with self._rearranging():
+            super().reorder_cache(beam_idx.long())
+            self.tokens.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        with self._rearranging():
+            repeated = [b for b in range(self.sequences) for _ in range(repeats)]
+            super().batch_repeat_interleave(repeats)
+            self.tokens.select(repeated)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        with self._rearranging():
+            super().batch_select_indices(indices)
+            self.tokens.select((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
+
+    @contextmanager
+    def _rearranging(self) -> Iterator[None]:
+        """All layers get the new order of sequences, or none does."""
+        with deferred_interrupt(), as_before(self.layers):
+            yield
+
+    def align(self) -> None:
+        """Ends an interrupted forward pass: all layers hold the same tokens again, those of the shortest one."""
+        torn = [layer.mend() for layer in self.retrieval_layers]
+        if self.running is not None and not self.running.alive():
+            self.running.finish(failed=any(torn) or bool(self.running.missing()))
+        self.undo(self.get_seq_length())
+
+    def undo(self, tokens: int) -> None:
+        """Cuts every layer back to `tokens` tokens, after a forward pass that is not accepted."""
+        for layer in self.retrieval_layers:
+            layer.mend()
+        for layer, before in self._windows:
+            if layer.get_seq_length() > tokens:
+                vars(layer).update(before)
+        self._windows = []
+        for number in self._attention_numbers:
+            layer: Any = self.layers[number]
+            if layer.get_seq_length() > tokens:
+                layer.crop(tokens - layer.get_seq_length())
+        self.tokens.truncate(tokens)
+        running = [layer for layer in self.layers if not isinstance(layer, RetrievalLayer) and _keeps_running_state(layer)]
+        if running and not tokens:
+            for state in running:
+                state.reset()
+        elif running:  # nobody knows which of them have seen the tokens that are gone
+            self._torn = True
+
+    def settle(self) -> None:
+        """Before a forward pass: mends what an interrupted one left, and raises InterruptedPassError if there was anything."""
+        stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
+        if stale is not None:
+            torn = torn or bool(stale.missing())
+            stale.finish(failed=torn)
+        if torn or len(set(map(self._length, self._attention_numbers))) > 1:
+            self.align()
+            raise InterruptedPassError(self.get_seq_length(), self._torn)
+        if self._torn:
+            raise InterruptedPassError(self.get_seq_length(), True)
+
+    def belongs_to(self, config: PretrainedConfig) -> bool:
+        """Whether a layer's config describes the model that this cache was made for."""
+        if id(config) not in self._known_configs:
+            self._known_configs[id(config)] = config, ModelSignature.of(config) == self.signature
+        return self._known_configs[id(config)][1]
+
+    def _check_idle(self, what: str) -> None:
+        if any(layer.captured is not None for layer in self.retrieval_layers):
+            remedy = "Wait until generate has returned; the cache is unchanged."
+            raise ParameterError(what, "a cache that nobody decodes with", "one whose steps are captured", remedy)
+
+    def _length(self, number: int) -> int:
+        layer: Any = self.layers[number]
+        return layer.get_seq_length()
+
+    def _begin_pass(self, keys: Tensor) -> None:
+        if keys.shape[2] > _CHECKED_TOKENS:  # the memory must be there before any layer stores
+            self._check_host(keys.shape[2], keys.shape[0], keys)
+        self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
+
+    def _check_host(self, tokens: int, sequences: int, keys: Tensor | None) -> None:
+        itemsize = keys.element_size() if keys is not None else 2
+        states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
+        if states:
+            itemsize = states[0].shape.dtype.itemsize
+        row = 2 * self.signature.head_dim * itemsize * self.signature.kv_heads
+        need = row * len(self.retrieval_layers) * tokens * sequences
+        available = available_host_bytes()
+        if need > available:
+            raise HostMemoryError(need, available, tokens * sequences)
+
+
+def _keeps_running_state(layer: Any) -> bool:
+    """Whether a layer keeps a state that each token changes, and that no token can be taken out of."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _holds_tokens(layer: Any) -> bool:
+    return isinstance(layer, CacheLayerMixin) or _keeps_running_state(layer)

@@ -1,0 +1,171 @@
+"""Files of key statistics: safetensors, found by the fingerprint of their model.
+
+Metadata `kvrecall-calibration` holds JSON (`_Metadata`). Layer N has `layer.N.key_mean` `[H_kv, D]`, `layer.N.key_covariance`
+and `layer.N.query_second` `[H_kv, D, D]`, all fp32, see `index.calibration.KeyStatistics`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import safe_open
+from torch import Tensor
+
+from kvrecall.backends.transformers.fingerprint import Fingerprint
+from kvrecall.core.errors import CalibrationError
+from kvrecall.core.whole_files import parse_json, write_tensors, written_to
+from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics
+from kvrecall.methods.settings import first_mistake
+from kvrecall.models.store import models_dir
+
+VERSION = 1
+_KEY = "kvrecall-calibration"
+_LARGEST_METADATA = 1 << 20
+
+
+class _Metadata(BaseModel):
+    """What a file tells of itself: anybody may have written it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    version: int
+    config: str = Field(pattern=r"^[0-9a-f]{64}$")
+    weights: str | None = Field(pattern=r"^[0-9a-f]{64}$")
+    model: str
+    tokens: int = Field(ge=1, le=2**53)
+    text: str = ""
+
+
+class _Version(BaseModel):
+    """The one field that every version has."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    version: int = Field(ge=1)
+
+
+@dataclass(frozen=True)
+class CalibrationFile:
+    """What a file holds. statistics: by layer; tokens: how many they were gathered from; text: which these were."""
+
+    fingerprint: Fingerprint
+    model: str
+    tokens: int
+    text: str
+    statistics: dict[int, KeyStatistics]
+
+
+def calibration_dir() -> Path:
+    """The folder of these files, `calibration` beside that of the models. May not exist yet."""
+    return models_dir().parent / "calibration"
+
+
+def path_for(fingerprint: Fingerprint) -> Path:
+    """Where the file of a model with known weights belongs."""
+    return calibration_dir() / f"{fingerprint.config[:16]}-{(fingerprint.weights or '')[:16]}.safetensors"
+
+
+def find(fingerprint: Fingerprint) -> Path | None:
+    """The file of a model in the user's folder; of a model whose weights are not known, the only one that fits its config."""
+    if fingerprint.weights is not None:
+        path = path_for(fingerprint)
+        return path if path.is_file() else None
+    try:
+        fitting = sorted(calibration_dir().glob(f"{fingerprint.config[:16]}-*.safetensors"))
+    except OSError:
+        return None
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def write(path: Path, held: CalibrationFile) -> None:
+    """Writes a file, in whole or not at all; makes its folder. Raises OutputFileError."""
+    told = {
+        "version": VERSION, "config": held.fingerprint.config, "weights": held.fingerprint.weights, "model": held.model,
+        "tokens": held.tokens, "text": held.text,
+    }  # fmt: skip
+    tensors = {
+        f"layer.{number}.{name}": getattr(statistics, name).float().contiguous().clone()
+        for number, statistics in held.statistics.items()
+        for name in KEPT_TENSORS
+    }
+    with written_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_tensors(path, tensors, {_KEY: json.dumps(told)})
+
+
+def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, int]]) -> CalibrationFile:
+    """Reads the statistics of a model's layers. layers: (KV heads of the whole model, D) of each.
+
+    Raises CalibrationError for anything but a whole file of that model, before a tensor is read.
+    """
+    try:
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        with safe_open(path, framework="pt") as file:
+            told = _metadata(path, (file.metadata() or {}).get(_KEY))
+            own = Fingerprint(told.config, told.weights)
+            if not fingerprint.fits(own):
+                remedy = "Give this model's file, or make one with `kvrecall calibrate-maps MODEL`."
+                raise CalibrationError(path, "statistics of this model", f"those of another one ({told.model[:80]})", remedy)
+            _check_shapes(file, layers)
+            statistics = {number: _statistics(file, number, told.tokens) for number in layers}
+    except CalibrationError:
+        raise
+    except Exception as error:  # safetensors raises its own types for a broken file
+        said = first_mistake(error) if isinstance(error, ValidationError) else error
+        raise CalibrationError(path, "a file of key statistics", f"another one ({said})") from None
+    return CalibrationFile(own, told.model, told.tokens, told.text, statistics)
+
+
+def _metadata(path: Path, text: str | None) -> _Metadata:
+    if text is None:
+        raise ValueError("its metadata hold no key statistics")
+    if len(text) > _LARGEST_METADATA:
+        raise ValueError(f"its metadata have {len(text):,} characters")
+    told: Any = parse_json(text)
+    version = _Version.model_validate(told).version
+    if version > VERSION:
+        raise CalibrationError(path, f"version {VERSION} of the format", f"version {version}", "Use a newer kvrecall.")
+    return _Metadata.model_validate(told)
+
+
+def _check_shapes(file: Any, layers: Mapping[int, tuple[int, int]]) -> None:
+    """Reads the header alone."""
+    there = set(file.keys())
+    expected = {
+        f"layer.{number}.{name}": [heads, *[dim] * dims]
+        for number, (heads, dim) in layers.items()
+        for name, dims in KEPT_TENSORS.items()
+    }
+    if there != set(expected):
+        raise ValueError(f"expected tensors of layers {', '.join(map(str, layers))}, got {len(there)} others or fewer")
+    for name, shape in expected.items():
+        held = file.get_slice(name)
+        if list(held.get_shape()) != shape or held.get_dtype() != "F32":
+            raise ValueError(f"{name}: expected F32 of shape {shape}, got {held.get_dtype()} of {list(held.get_shape())}")
+
+
+def _statistics(file: Any, number: int, tokens: int) -> KeyStatistics:
+    mean, key, query = (file.get_tensor(f"layer.{number}.{name}").double() for name in KEPT_TENSORS)
+    for name, tensor in zip(KEPT_TENSORS, (mean, key, query), strict=True):
+        if not tensor.isfinite().all():
+            raise ValueError(f"layer {number}: {name} contains NaN or infinity")
+    for name, second in (("key_covariance", key), ("query_second", query)):
+        if not _is_second_moment(second):
+            raise ValueError(f"layer {number}: {name} is no matrix of second moments")
+    return KeyStatistics(tokens, mean, key, query)
+
+
+def _is_second_moment(x: Tensor) -> bool:
+    """Whether matrices `[H, D, D]` are symmetric, with a diagonal that bounds the rest."""
+    diagonal = x.diagonal(dim1=-2, dim2=-1)
+    if (diagonal < 0).any():
+        return False
+    bound = (diagonal[..., :, None] * diagonal[..., None, :]).sqrt() * (1 + 1e-3) + 1e-30
+    return bool((x.abs() <= bound).all()) and bool(torch.allclose(x, x.mT, rtol=1e-3, atol=1e-6 * float(x.abs().max())))

@@ -1,0 +1,138 @@
+"""Which models a RetrievalCache can serve; everything else is refused by name before anything is stored."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvrecall.core.errors import ParameterError, UnsupportedModelError
+from kvrecall.methods.base import HEAD_DIMS
+
+ENCODER_DECODER = "an encoder-decoder model (cross-attention, two caches)"
+COMPILED = "Use the model as it is; on a GPU, kvrecall captures decode steps as CUDA graphs, with compiled=True also compiled."
+
+_REFUSED = {"doge": "attention that computes with its mask, which has to be of queries by keys"}
+"""Families that would fail with an error of their own."""
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModelError for a config whose decoder kvrecall cannot serve, and ParameterError for no config."""
+    if not isinstance(config, PretrainedConfig):
+        raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
+    family = config.model_type or type(config).__name__
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(family, ENCODER_DECODER)
+    text: Any = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(family, "multi-head latent attention (MLA), whose cache holds one latent for all heads")
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(family, "attention in both directions")
+    if getattr(text, "alibi", False):
+        raise UnsupportedModelError(family, "ALiBi, a bias by position that an index does not see")
+    layers = template(config)
+    if not any(type(layer) is DynamicLayer for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+        raise UnsupportedModelError(family, f"no layer that only attends, and to the whole context (its cache layers: {kinds})")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(family, "layers that attend to the keys of another layer (num_kv_shared_layers)")
+    for number, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            continue
+        if not getattr(layer_config(text, number), "num_attention_heads", None):
+            raise UnsupportedModelError(family, "a config that does not tell the number of attention heads")
+        dim = Heads.of(text, number).dim
+        if dim not in HEAD_DIMS:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            raise UnsupportedModelError(family, f"heads of {dim} numbers (kvrecall has kernels for {sizes})")
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for a model whose attention kvrecall cannot take over."""
+    config = model.config
+    family = config.model_type or type(model).__name__
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(family, ENCODER_DECODER)
+    if family in _REFUSED:
+        raise UnsupportedModelError(family, _REFUSED[family])
+    own = [x for x in vars(sys.modules[type(model).__module__]).values() if isinstance(x, type) and issubclass(x, Cache)]
+    if any(kind.__module__ == type(model).__module__ for kind in own):
+        raise UnsupportedModelError(family, "a model with a cache class of its own")
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
+            raise UnsupportedModelError(
+                part.config.model_type or type(part).__name__,
+                "attention of its own that does not go through transformers' attention interface",
+            )
+
+
+def transformers_model(model: Any) -> PreTrainedModel:
+    """The transformers model that is given, or that a wrapper such as PEFT's holds. Raises ParameterError for anything else."""
+    if isinstance(model, PreTrainedModel):
+        found = [model]
+    elif isinstance(model, nn.Module):
+        found = _outermost(model)
+    else:
+        found = []
+    if len(found) != 1:
+        raise ParameterError(
+            "model", "a transformers PreTrainedModel", type(model).__name__, "Load it with AutoModelForCausalLM."
+        )
+    if any(_compiled(part) for part in model.modules() if _attends(part)):
+        raise ParameterError("model", "a model that is not compiled", "one from torch.compile", COMPILED)
+    return found[0]
+
+
+def _compiled(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
+
+
+def _attends(module: nn.Module) -> bool:
+    return any("Attention" in type(part).__name__ for part in module.modules())
+
+
+def template(config: PretrainedConfig) -> list[Any]:
+    """The cache layers that transformers would use for this model: plain DynamicLayers see the whole context."""
+    return DynamicCache(config=config).layers
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of one layer: query heads, KV heads, numbers per head."""
+
+    query: int
+    kv: int
+    dim: int
+
+    @staticmethod
+    def of(text: Any, number: int) -> Heads:
+        """Heads of layer `number` of a text config."""
+        own = layer_config(text, number)
+        query = own.num_attention_heads
+        return Heads(
+            query,
+            getattr(own, "num_key_value_heads", None) or query,
+            getattr(own, "head_dim", None) or own.hidden_size // query,
+        )
+
+
+def layer_config(text: Any, number: int) -> Any:
+    """The config of one layer, where layers have configs of their own (Gemma 4); else that of all."""
+    own = getattr(text, "per_layer_config", None)
+    return own[number] if own else text
+
+
+def _outermost(module: nn.Module) -> list[PreTrainedModel]:
+    """The transformers models in a wrapper that are in no other one."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child)]

@@ -1,0 +1,310 @@
+"""One full-attention layer of a transformers cache, backed by a LayerState."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.memory import all_or_nothing, check_device, explained
+from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.core.errors import (
+    CacheModelError,
+    DeviceError,
+    ParameterError,
+    ShapeError,
+    UnsupportedModelError,
+)  # fmt: skip
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import AttentionParams
+from kvrecall.index.base import LayerShape, calibrated
+from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.table import WIDE
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import mend
+from kvrecall.methods.base import HEAD_DIMS
+
+if TYPE_CHECKING:
+    from kvrecall.backends.transformers.cache import RetrievalCache
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What the kernels of every device read."""
+
+LAYER_TAG = "_kvrecall_layer"
+"""Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
+
+
+class TaggedLayer(Protocol):
+    """What the attention function asks of the layer that it finds."""
+
+    @property
+    def cache(self) -> RetrievalCache: ...
+
+    is_sliding: bool
+    """Whether it holds no more than a window."""
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
+        ...
+
+
+class RetrievalLayer(CacheLayerMixin):
+    """Implements the cache-layer protocol. `update` only checks and passes on; storing happens in `attend`, which the
+    attention function calls with the queries, because the protocol never shows a cache the query or the mask.
+
+    Lengths that transformers sees are logical: they count padding, which is never stored.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: RetrievalCache, number: int) -> None:
+        super().__init__()
+        self._owner, self.number = ref(cache), number
+        self.state: LayerState | None = None
+        self.captured: Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor] | None = None
+        """Set while a captured decode owns the state: takes (queries, keys, values, parameters) of a step."""
+        self._logical = 0
+        self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None while nothing was padding
+
+    @property
+    def cache(self) -> RetrievalCache:
+        """The cache of this layer, which does not live for it: in a circle, memory of a GPU and page-locked memory would be
+        given back only when Python looks for circles."""
+        cache = self._owner()
+        assert cache is not None, "the layer has outlived its cache"
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: `attend` makes the state, as only the queries tell how many query heads this process has."""
+
+    def _begin(self, queries: Tensor, keys: Tensor) -> None:
+        """Makes an empty state for heads as they are here: under tensor parallelism a process has some of the model's."""
+        b, heads, _, dim = keys.shape
+        cache = self.cache
+        calibration = self._calibration(heads, dim)
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration)
+        with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
+            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries)
+        if cache.reserved_tokens:
+            self._reserve(cache.reserved_tokens)
+        self.is_initialized = True
+
+    def _calibration(self, heads: int, dim: int) -> LayerCalibration | None:
+        """What is known of this layer's keys, if it is of so many heads."""
+        known = self.cache.calibration
+        return None if known is None else known.layer(self.number, heads, dim)
+
+    def _gather(self, queries: Tensor, keys: Tensor, valid: Tensor | None) -> None:
+        """Shows new tokens to statistics that are still gathered, before they are stored."""
+        state = self._ready()
+        calibration = state.shape.calibration
+        if calibration is None or calibration.settled:
+            return
+        for b in range(state.shape.sequences):
+            kept = slice(None) if valid is None else valid[b].nonzero()[:, 0].to(keys.device)
+            calibration.see(keys[b][:, kept], queries[b][:, kept], state.store.zones(b).total)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):  # rotated keys are in fp32 then, and values are not
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        if self.captured is None:
+            self._check(key_states, value_states)
+        for side in (key_states, value_states):
+            setattr(side, LAYER_TAG, self)
+        return key_states, value_states
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        """Raises for tokens that this layer cannot store."""
+        dim = keys.shape[3]
+        if dim not in HEAD_DIMS or values.shape[-1] != dim:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            got = f"{dim} and {values.shape[-1]}"
+            raise ShapeError("head_dim", f"one of {sizes}, the same for K and V", got, "Use another model.")
+        if keys.dtype not in DTYPES:
+            raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), keys.dtype)
+        if not self._logical:  # nothing is stored: take the shape of what comes, whatever an earlier, refused call left
+            self.state = None
+            return
+        state = self._ready()
+        shape = state.shape
+        if keys.shape[0] != shape.sequences:
+            raise ShapeError("batch", f"{shape.sequences} sequences", keys.shape[0], "Use a new cache for another batch.")
+        if (keys.shape[1], dim) != (shape.kv_heads, shape.head_dim):
+            got = f"keys of {keys.shape[1]} heads x {dim}"
+            raise CacheModelError(f"keys of {shape.kv_heads} heads x {shape.head_dim}", got)
+        if (keys.dtype, keys.device) != (shape.dtype, shape.device):
+            raise DeviceError("keys", f"{shape.dtype} on {shape.device}", f"{keys.dtype} on {keys.device}")
+
+    @torch.no_grad()
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """Stores the new tokens and attends: queries `[B, H_q, T, D]` -> `[B, H_q, T, D]`.
+
+        mask: bool `[B, logical length + T]`, False for padding, or None.
+        """
+        running = self.cache.running
+        assert running is not None, "attention outside a forward pass"
+        if self.number in running.attended:
+            raise UnsupportedModelError(self.cache.signature.model_type, "layers that attend twice to the keys of one layer")
+        if self.captured is not None:
+            running.attended.add(self.number)
+            return self.captured(queries, keys, values, params)
+        new = queries.shape[2]
+        valid = self._new_validity(mask, new)
+        if self.cache.on_queries is not None:
+            self.cache.on_queries(self.number, queries)
+        if self.state is None:
+            self._begin(queries, keys)
+        shape = self._ready().shape
+        if queries.shape[1] != shape.query_heads:
+            raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
+        self._ready().guard(keys, values)
+        self._gather(queries, keys, valid)
+        exact = torch.autocast(keys.device.type, enabled=False)  # indexes compute in fp32
+        with exact, deferred_interrupt(), all_or_nothing(self._ready(), new, self):
+            if new == 1 and not self.cache.prefilling:
+                flags = None if valid is None else valid[:, 0].tolist()
+                out = decode_step(self._ready(), queries, keys, values, flags, params)
+            else:
+                out = prefill_layer(self._ready(), queries, keys, values, valid, params)
+            self._advance(valid, new)
+        running.attended.add(self.number)
+        return out
+
+    def count_captured(self) -> None:
+        """Counts a token that a captured decode has added."""
+        self._logical += 1
+
+    def give_back(self) -> None:
+        """A captured decode has ended; what it added was no padding."""
+        self.captured = None
+        if self._valid is not None:
+            self._valid = torch.nn.functional.pad(self._valid, (0, self._logical - self._valid.shape[1]), value=True)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._logical + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self._logical
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        """Nothing to do: the retrieval zone is on the host already."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: rows are fetched when they are selected."""
+
+    def reset(self) -> None:
+        self.state, self._valid, self._logical, self.is_initialized = None, None, 0, False
+
+    def crop(self, tokens: int) -> None:
+        """Negative: removes that many tokens from the end. Positive: keeps that many (logical) tokens."""
+        keep = int(self._logical + tokens if tokens <= 0 else min(tokens, self._logical))
+        if self.state is None or keep == self._logical:
+            return
+        if keep < 0:
+            raise ParameterError("crop", f"at most {self._logical} tokens to remove", -tokens, "The cache is unchanged.")
+        with deferred_interrupt(), all_or_nothing(self.state, 0, self):
+            for b in range(self.state.shape.sequences):
+                real = keep if self._valid is None else int(self._valid[b, :keep].sum())
+                self.state.crop(b, real)
+            self._logical, self._valid = keep, None if self._valid is None else self._valid[:, :keep]
+
+    def mend(self) -> bool:
+        """Undoes a change that was left in its middle; returns whether there was one."""
+        return self.state is not None and mend(self.state)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self._select([b for b in range(self.state.shape.sequences) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero().squeeze(1)
+            self._select(indices.tolist())
+
+    def fork(self, cache: RetrievalCache) -> RetrievalLayer:
+        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write where the
+        zones are of the same sizes."""
+        copy = RetrievalLayer(cache, self.number)
+        if self.state is not None:
+            shape = self.state.shape
+            shape = calibrated(shape, copy._calibration(shape.kv_heads, shape.head_dim))
+            if cache.method.zone_sizes() == self.state.store.sizes:
+                copy.state = self.state.fork(cache.method, shape)
+            else:
+                tokens = max(cache.reserved_tokens, self._logical)
+                with explained(self.number, self.state.shape, cache.method, tokens):
+                    copy.state = rezoned(
+                        self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
+                        shape=shape,
+                    )  # fmt: skip
+            copy.is_initialized = True
+        copy._logical, copy._valid = self._logical, self._valid
+        return copy
+
+    def _ready(self) -> LayerState:
+        assert self.state is not None
+        return self.state
+
+    def _reserve(self, tokens: int) -> None:
+        state = self._ready()
+        check_device([state], tokens)
+        sizes = state.store.sizes
+        retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
+        # A captured decode writes rows that are still in the window; pools and tables that are too short for it are copied.
+        captured = state.shape.device.type == "cuda"
+        ahead = sizes.local_tokens + 2 * sizes.update_interval + WIDE if captured else 0
+        for pool in state.store.host:
+            pool.reserve(retrieved + ahead)
+        if state.index is not None:
+            with explained(self.number, state.shape, state.method, tokens):
+                state.index.reserve(WIDE * cdiv(retrieved + ahead, WIDE) if captured else retrieved)
+
+    def _select(self, sequences: list[int]) -> None:
+        if self.state is None or sequences == list(range(self.state.shape.sequences)):
+            return
+        state, valid = self.state.select(sequences), None if self._valid is None else self._valid[sequences]
+        self.state, self._valid = state, valid
+
+    def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
+        """bool `[B, T]` on the CPU for the new tokens, None when all are valid."""
+        if mask is None:
+            return None
+        if mask.ndim != 2 or mask.shape[1] < self._logical + new:
+            expected = f"a 2-D padding mask [batch, {self._logical + new}]"
+            raise ShapeError("attention_mask", expected, list(mask.shape), "Pass the tokenizer's attention_mask or none.")
+        mask = mask[:, : self._logical + new].bool().cpu()
+        past = torch.ones_like(mask[:, : self._logical]) if self._valid is None else self._valid
+        if not torch.equal(mask[:, : self._logical], past):
+            raise ShapeError(
+                "attention_mask", "the same padding as before for stored tokens", "another one", "Use a new cache."
+            )
+        fresh = mask[:, self._logical :]
+        return None if fresh.all() else fresh
+
+    def _advance(self, valid: Tensor | None, new: int) -> None:
+        if valid is not None or self._valid is not None:
+            b = self._ready().shape.sequences
+            past = torch.ones(b, self._logical, dtype=torch.bool) if self._valid is None else self._valid
+            fresh = torch.ones(b, new, dtype=torch.bool) if valid is None else valid
+            self._valid = torch.cat([past, fresh], 1)
+        self._logical += new

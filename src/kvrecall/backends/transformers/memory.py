@@ -1,0 +1,95 @@
+"""What happens when memory runs out: the layer is as it was before, and the error says how much was needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.errors import DeviceMemoryError
+from kvrecall.index.base import LayerShape
+from kvrecall.layer.state import LayerState
+from kvrecall.layer.undo import all_of_it, mend
+from kvrecall.methods.base import Method
+
+
+class Counting(Protocol):
+    """A cache layer as far as it counts tokens itself, padding included."""
+
+    _logical: int
+    _valid: Tensor | None
+
+
+@contextmanager
+def all_or_nothing(state: LayerState, new: int, layer: Counting | None = None) -> Iterator[None]:
+    """Inside, a layer changes, and gets at most `new` tokens per sequence; after an error it holds what it held before, and
+    `layer` counts as it did.
+
+    Raises DeviceMemoryError for torch.OutOfMemoryError.
+    """
+    mend(state)
+    counted = None if layer is None else (layer._logical, layer._valid)
+
+    def rewind() -> None:
+        if layer is not None and counted is not None:
+            layer._logical, layer._valid = counted
+
+    tokens = max(state.store.zones(b).total for b in range(state.store.sequences)) + new
+    with explained(state.layer, state.shape, state.method, tokens), all_of_it(state, rewind):
+        yield
+
+
+@contextmanager
+def as_before(layers: Iterable[object]) -> Iterator[None]:
+    """After an error inside, every attribute of these layers is what it was: for changes that replace what a layer holds and
+    write to none of it."""
+    before = [(layer, dict(vars(layer))) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, held in before:
+            vars(layer).update(held)
+        raise
+
+
+@contextmanager
+def explained(layer: int, shape: LayerShape, method: Method, tokens: int) -> Iterator[None]:
+    """Turns torch.OutOfMemoryError into DeviceMemoryError, with what a layer of `tokens` tokens per sequence takes."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        need = shape.sequences * layer_bytes(layer, shape, method, tokens)
+        raise DeviceMemoryError(layer, need, free_device_bytes(shape.device), tokens, shape.device) from error
+
+
+def check_device(states: list[LayerState], tokens: int) -> None:
+    """Raises DeviceMemoryError if summaries of `tokens` tokens per sequence are more than a GPU can give; grows nothing."""
+    states = [state for state in states if state.index is not None and state.shape.device.type == "cuda"]
+    if not states:
+        return
+    first = states[0]
+    needs = [s.shape.sequences * layer_bytes(s.layer, s.shape, s.method, tokens) for s in states]
+    have = sum(s.store.resident.nbytes + (0 if s.index is None else s.index.nbytes) for s in states)
+    free = free_device_bytes(first.shape.device)
+    if sum(needs) - have > free:
+        raise DeviceMemoryError(first.layer if len(states) == 1 else None, sum(needs), free, tokens, first.shape.device)
+
+
+def layer_bytes(layer: int, shape: LayerShape, method: Method, tokens: int) -> int:
+    """Device bytes of one sequence of one layer: its window, and its summaries if it is searched."""
+    sizes = method.zone_sizes()
+    window = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * sizes.resident_capacity
+    retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
+    return window + (0 if layer in method.dense_layers else method.summary_bytes(shape, retrieved))
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes that the device can still give, those included that torch keeps for itself."""
+    if device.type != "cuda":
+        return available_host_bytes()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept

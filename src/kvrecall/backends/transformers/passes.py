@@ -1,0 +1,180 @@
+"""One forward pass of an attached model over a RetrievalCache: all retrieval layers attend once, or nothing is kept.
+
+A pass belongs to one cache, one thread and one call. Layers refuse to store outside a pass. A pass is accepted when every
+retrieval layer's attention ran exactly once; after anything else the cache holds what it held before.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvrecall.backends.transformers.cache import RetrievalCache
+
+
+_local = threading.local()
+
+
+def current() -> ForwardPass | None:
+    """The pass that runs in this thread, if one does."""
+    running: ForwardPass | None = getattr(_local, "running", None)
+    return running if running is not None and running.open and running.alive() else None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a call was given. ids: int64 `[B, T]`, None where tokens are not told by ids alone. mask: as it was given."""
+
+    sequences: int | None
+    tokens: int | None
+    ids: Tensor | None
+    mask: Any
+
+
+class ForwardPass:
+    """State of one pass."""
+
+    def __init__(self, cache: RetrievalCache, inputs: Inputs) -> None:
+        self.cache, self.inputs = cache, inputs
+        self.thread = threading.get_ident()
+        self.before = cache.get_seq_length()
+        self.attended: set[int] = set()
+        """Numbers of the retrieval layers whose attention has run."""
+        self.own_causal_mask: Callable[[], Any] | None = None
+        """Makes the causal mask that the model's own attention function would have been given."""
+        self._seen = {} if cache.calibration is None else cache.calibration.mark()
+        self._undo = ExitStack()
+        self._outer: ForwardPass | None = None
+        self._calls: list[tuple[nn.Module, FrameType]] = []
+
+    def begin(self, switch: AbstractContextManager[None]) -> None:
+        """From now on layers of the cache may store, and the model calls our attention function."""
+        self._undo.enter_context(switch)
+        self._outer = getattr(_local, "running", None)
+        self.cache.running = _local.running = self
+
+    def add(self, module: nn.Module, frame: FrameType) -> None:
+        """A call of `module` has begun inside this pass."""
+        self._calls.append((module, frame))
+
+    def remove(self, module: nn.Module) -> bool:
+        """A call of `module` has ended; True if the pass began with it. Calls inside it that told of no end have ended too."""
+        begun = [number for number, (called, _) in enumerate(self._calls) if called is module]
+        if begun:
+            del self._calls[begun[-1] :]
+        return bool(begun) and not self._calls
+
+    @property
+    def open(self) -> bool:
+        """Whether it has neither been accepted nor undone."""
+        return self.cache.running is self
+
+    def alive(self) -> bool:
+        """Whether the call that began the pass still runs. An exception that is no `Exception`, such as KeyboardInterrupt, ends
+        a call without telling the hooks."""
+        first = self._calls[0][1] if self._calls else None
+        own = self.thread == threading.get_ident()
+        frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(self.thread)
+        while frame is not None and first is not None:
+            if frame is first:
+                return True
+            frame = frame.f_back
+        return False
+
+    def missing(self) -> list[int]:
+        """Retrieval layers whose attention has not run."""
+        return [layer.number for layer in self.cache.retrieval_layers if layer.number not in self.attended]
+
+    def finish(self, failed: bool) -> None:
+        """Accepts the pass, or undoes it. Raises UnsupportedModelError where the model went past a layer without an error."""
+        missing = self.missing()
+        with deferred_interrupt():
+            self._undo.close()
+            self._calls = []
+            self.cache.running = None
+            if getattr(_local, "running", None) is self:  # a dead pass may be ended by another thread
+                _local.running = self._outer
+        calibration = self.cache.calibration
+        if not failed and not missing:
+            if calibration is not None:
+                calibration.accept()
+            self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
+            return
+        if calibration is not None:
+            calibration.rewind(self._seen)
+        self.cache.undo(self.before)
+        if not failed:
+            layers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+            raise UnsupportedModelError(
+                self.cache.signature.model_type,
+                f"a forward pass in which the attention of layers {layers} did not go through that interface",
+            )
+
+
+def enter(
+    cache: RetrievalCache, module: nn.Module, inputs: Inputs, switch: Callable[[], AbstractContextManager[None]]
+) -> ForwardPass | None:
+    """A call of `module` with `cache` begins: opens a pass and returns it, or goes on with the one that is open.
+
+    switch: a context in which the model calls our attention function. Raises ShapeError and ParameterError for inputs that do
+    not go with what the cache holds; nothing is changed then.
+    """
+    running, frame = cache.running, _call_frame()
+    if running is not None and running.alive():
+        if running.thread != threading.get_ident():
+            raise ParameterError(
+                "cache", "one forward pass at a time", "a pass in another thread", "Give each thread a fork()."
+            )
+        running.add(module, frame)
+        return None
+    cache.settle()
+    _check(cache, inputs)
+    running = ForwardPass(cache, inputs)
+    running.add(module, frame)
+    with deferred_interrupt():
+        running.begin(switch())
+    return running
+
+
+def leave(cache: RetrievalCache, module: nn.Module, failed: bool) -> None:
+    """A call of `module` with `cache` has ended."""
+    running = cache.running
+    if running is not None and running.thread == threading.get_ident() and running.remove(module):
+        running.finish(failed)
+
+
+def _check(cache: RetrievalCache, inputs: Inputs) -> None:
+    held, sequences = cache.get_seq_length(), cache.sequences
+    if inputs.tokens == 0:
+        raise ShapeError(
+            "input_ids", f"the {held:,} tokens that the cache holds and at least one more", f"no token beyond the {held:,}",
+            "Pass the whole conversation to generate, not only what is new.",
+        )  # fmt: skip
+    if held and inputs.sequences is not None and inputs.sequences != sequences:
+        raise ShapeError("batch", f"{sequences} sequences", inputs.sequences, "Use a new cache for another batch.")
+    mask, new = inputs.mask, inputs.tokens
+    if mask is None or new is None:
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new or mask.shape[0] != inputs.sequences:
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        expected = f"a 2-D padding mask [{inputs.sequences}, {held + new}] for {held:,} cached tokens and {new:,} new ones"
+        raise ShapeError("attention_mask", expected, got, "Pass the tokenizer's attention_mask, or none.")
+
+
+def _call_frame() -> FrameType:
+    """The frame of the `Module.__call__` that runs the hook, which lives as long as the call does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame or sys._getframe(1)

@@ -1,0 +1,88 @@
+"""Scalar building blocks of the compiled CPU kernels (numba): reading 16-bit floats, ordering floats.
+
+Import this module only from compiled kernels: it imports numba.
+"""
+
+# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kvrecall.core.small_floats import OFFSET, SHIFT
+
+FLOAT32, BFLOAT16, FLOAT16, SMALL = 0, 1, 2, 3
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: SMALL}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
+    """A CPU float tensor (uint8: small floats) as unsigned integers, not copied, and the kind that `load_float` needs."""
+    return tensor.detach().view(_UNSIGNED[tensor.itemsize]).numpy(), _KINDS[tensor.dtype]
+
+
+@intrinsic
+def bits_to_float(typingctx, bits):
+    """uint32 -> float32 with the same bits."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), build
+
+
+@intrinsic
+def float_to_bits(typingctx, value):
+    """float32 -> uint32 with the same bits."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), build
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Asks for the cache line at an integer address, to be read soon; never faults."""
+
+    def build(context, builder, signature, args):
+        integer, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name=name)
+        flags = [integer(0), integer(3), integer(1)]  # for reading, keep in all caches, data
+        builder.call(function, [builder.inttoptr(args[0], pointer), *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), build
+
+
+@njit(inline="always")
+def load_float(bits, kind):
+    """Finite fp32, bf16, fp16 or small-float bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""
+    wide = np.uint32(bits)
+    if kind == SMALL:
+        return bits_to_float(np.uint32((wide + np.uint32(OFFSET)) << np.uint32(SHIFT))) if wide else np.float32(0.0)
+    if kind == FLOAT32:
+        return bits_to_float(wide)
+    if kind == BFLOAT16:
+        return bits_to_float(np.uint32(wide << np.uint32(16)))
+    sign = np.uint32((wide & np.uint32(0x8000)) << np.uint32(16))
+    magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
+    scaled = bits_to_float(magnitude) * np.float32(2.0**112)
+    return bits_to_float(np.uint32(float_to_bits(scaled) | sign))
+
+
+@njit(inline="always")
+def sort_key(value):
+    """uint32 whose order is the order of non-NaN floats; -0.0 and 0.0 share a key."""
+    bits = float_to_bits(np.float32(value + np.float32(0.0)))
+    if bits & np.uint32(0x80000000):
+        return np.uint32(~bits)
+    return np.uint32(bits | np.uint32(0x80000000))

@@ -1,0 +1,112 @@
+"""Files that are there in whole or not at all, and JSON and TOML from anybody: what is wrong with them is a `ValueError`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import isinf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrecall.core.errors import OutputFileError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when there is no more room."""
+
+
+def parse_json(text: str, *, finite: bool = True) -> Any:
+    """The value of a JSON text; raises ValueError, also for brackets nested too deeply and, if finite, for NaN and infinity."""
+    try:
+        return json.loads(text, parse_constant=_constant, parse_float=_float) if finite else json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text; raises ValueError, also for brackets nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Gives the name of a draft; when the block ends the draft takes the file's place, and after an error it is removed.
+
+    A device or a pipe, and a file in a folder that takes no new one, are written to directly. Raises OutputFileError.
+    """
+    target = Path(os.path.realpath(path))
+    there = target.exists()
+    direct = there and (not target.is_file() or not os.access(target.parent, os.W_OK | os.X_OK))
+    draft = target if direct else target.with_name(f".{os.getpid()}-{os.urandom(4).hex()}.draft")
+    with written_to(path):
+        try:
+            yield draft
+            if not direct:
+                if there:
+                    draft.chmod(target.stat().st_mode & 0o7777)
+                os.replace(draft, target)
+        finally:
+            if not direct:
+                with suppress(OSError):
+                    draft.unlink()
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a UTF-8 text file, in whole or not at all. Raises OutputFileError."""
+    with whole_file(path) as draft, draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        if draft.is_file():
+            os.fsync(file.fileno())
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, in whole or not at all. Raises OutputFileError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save, save_file
+
+    with whole_file(path) as draft:
+        if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
+            draft.write_bytes(save(tensors, metadata))
+            return
+        try:
+            save_file(tensors, draft, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{error}") from error
+
+
+@contextmanager
+def written_to(path: object) -> Iterator[None]:
+    """Tells what the system says against writing a file as OutputFileError."""
+    try:
+        yield
+    except OutputFileError:
+        raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: object, error: OSError) -> OutputFileError:
+    """The error for a file that cannot be written, with the remedy that fits."""
+    remedy = "Free some space, or give a name on another disk." if error.errno in _FULL else None
+    return OutputFileError(path, f"cannot be written ({error.strerror or error})", *([remedy] if remedy else []))
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value

@@ -1,0 +1,265 @@
+"""The two-stage search for the CPU, by numba; returns exactly the ids of `reference.py`.
+
+Work is cut into (sequence, KV head, chunk of tokens) so that few heads still fill all cores:
+1. tables: per query and block, 256 scores of sign patterns and 4 x 256 products of coordinate pairs;
+2. scan: coarse score of every token by table look-up, and a histogram per chunk (bytes: S per token);
+3. threshold: the score at which the wanted number of candidates is reached, and how many equal ones each chunk may take;
+4. rerank: candidates in ascending position, 4 look-ups per block (bytes: 5 to 7 S per candidate);
+5. final top-k by radix selection on the float bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from kvrecall.core.launch import cdiv
+from kvrecall.core.numeric import as_bits
+from kvrecall.core.structs import Budget, Selection
+from kvrecall.index.sphere.codes import magnitude_levels
+from kvrecall.index.sphere.cpu_stages import (
+    bar_ids,
+    bar_zero_norms,
+    bonus_table,
+    compact,
+    drop_ids,
+    pair_tables,
+    rerank,
+    scan,
+    threshold,
+)
+from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
+from kvrecall.index.sphere.schedule import StageSizes
+from kvrecall.index.sphere.turns import SPAN
+from kvrecall.select.cpu import max_softmax, mean_softmax, top_k_of, union
+
+_CHUNK = 2048
+_MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
+_MODES = {
+    "mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q, "max_softmax": _MAX_SOFTMAX,
+}  # fmt: skip
+
+
+def search_batch(
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    lengths: list[int],
+    zero_norms: list[bool],
+    sequences: list[int],
+    queries: Tensor,
+    sizes: list[StageSizes],
+    budget: Budget,
+    mode: str,
+    excluded: list[Tensor | None],
+    stage1: str,
+    shifts: list[Tensor | None],
+    norms: Tensor | None = None,
+) -> Selection:
+    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. norms: uint8 `[B, H_kv, cap, 1]`.
+
+    queries: rotated `[b, H_kv, G', D]`.
+
+    lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
+    need not look at weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that may not be found.
+    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own. shifts: per sequence
+    fp32 `[H_kv, G', R]`, what products with centred keys lack, by spans of tokens; None: nothing.
+    """
+    signs, magnitudes, weights, counts = tables
+    weight_bits, kind = as_bits(weights)
+    barred_counts = np.array([0 if e is None else e.shape[1] for e in excluded], np.int64)
+    barred = np.zeros((len(excluded), signs.shape[1], int(barred_counts.max())), np.int32)
+    for b, e in enumerate(excluded):
+        if e is not None:
+            barred[b, :, : e.shape[1]] = e.numpy()
+    products, offset, shift, most = np.empty((0, 0, 0, 0, 0), np.uint8), 0, 0, 254
+    if stage1 == "product":
+        offset, shift, most = product_scale(queries.shape[-1], norms is not None)
+        products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
+    spans = cdiv(max(lengths), SPAN)
+    whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64)
+    added = torch.full(whole.shape, -0.0)  # -0 leaves every number as it is
+    for b, own in enumerate(shifts):
+        if own is not None:
+            added[b, ..., : own.shape[-1]] = own
+            whole[b, ..., : own.shape[-1]] = whole_shifts(queries[b], own)
+    ids, found = _search(
+        signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
+        np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
+        np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
+        magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
+        barred, barred_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
+        np.empty((*signs.shape[:2], 0, 1), np.uint8) if norms is None else norms.numpy(),
+    )  # fmt: skip
+    return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
+
+
+@njit(cache=True, parallel=True, nogil=True)
+def _search(
+    signs,
+    magnitudes,
+    weights,
+    kind,
+    counts,
+    lengths,
+    zero_norms,
+    sequences,
+    queries,
+    wanted,
+    targets,
+    levels,
+    top_k,
+    scaling,
+    mode,
+    barred,
+    barred_counts,
+    products,
+    score_offset,
+    score_shift,
+    most_score,
+    added,
+    whole,
+    norms,
+):
+    b_n, heads, group, dim = queries.shape
+    blocks = dim // 8
+    sets = group if mode == _PER_HEAD else 1
+    longest = lengths.max()
+    chunks = (longest + _CHUNK - 1) // _CHUNK
+    most = wanted.max()
+
+    given = products.size > 0
+    bonus = np.empty((b_n, heads, group, blocks, 256), products.dtype)
+    pairs = np.empty((b_n, heads, group, blocks, 4, 256), np.float32)
+    for task in prange(b_n * heads * group * blocks):
+        s = task % blocks
+        g = task // blocks % group
+        h = task // (blocks * group) % heads
+        b = task // (blocks * group * heads)
+        block = queries[b, h, g, 8 * s : 8 * s + 8]
+        if given:
+            bonus[b, h, g, s] = products[b, h, g, s]
+        else:
+            bonus_table(block, counts[sequences[b], h, s], targets[b], bonus[b, h, g, s])
+        pair_tables(block, levels, pairs[b, h, g, s])
+
+    coarse = np.empty((b_n, heads, sets, longest), np.uint8)
+    histogram = np.zeros((b_n, heads, sets, chunks, 256), np.int32)
+    for task in prange(b_n * heads * chunks):
+        c = task % chunks
+        h = task // chunks % heads
+        b = task // (chunks * heads)
+        start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
+        if start < end:
+            row = sequences[b]
+            scan(
+                signs[row, h],
+                bonus[b, h],
+                start,
+                end,
+                coarse[b, h],
+                histogram[b, h, :, c],
+                score_offset,
+                score_shift,
+                most_score,
+                norms[row, h],
+                whole[b, h],
+                SPAN,
+            )
+            if zero_norms[b]:
+                bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            if barred_counts[b] > 0:
+                bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
+
+    # Per chunk: how many tokens pass the threshold, how many ties it may take, where its candidates start.
+    cut = np.empty((b_n, heads, sets), np.int64)
+    quota = np.empty((b_n, heads, sets, chunks), np.int64)
+    offset = np.empty((b_n, heads, sets, chunks), np.int64)
+    candidates = np.empty((b_n, heads, sets, most), np.int32)
+    scores = np.empty((b_n, heads, group if mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX) else sets, most), np.float32)
+    for b in range(b_n):
+        for h in range(heads):
+            for j in range(sets):
+                cut[b, h, j] = threshold(histogram[b, h, j], wanted[b], quota[b, h, j], offset[b, h, j])
+
+    for task in prange(b_n * heads * sets * chunks):
+        c = task % chunks
+        j = task // chunks % sets
+        h = task // (chunks * sets) % heads
+        b = task // (chunks * sets * heads)
+        start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
+        if start < end:
+            row = sequences[b]
+            first = offset[b, h, j, c]
+            taken = compact(coarse[b, h, j], start, end, cut[b, h, j], quota[b, h, j, c], candidates[b, h, j], first)
+            chosen = candidates[b, h, j, first:taken]
+            if mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX):
+                for g in range(group):
+                    rerank(
+                        signs[row, h],
+                        magnitudes[row, h],
+                        weights[row, h],
+                        kind,
+                        pairs[b, h, g],
+                        chosen,
+                        scores[b, h, g, first:taken],
+                        False,
+                        added[b, h, g],
+                        SPAN,
+                    )
+            elif mode == _PER_HEAD:
+                rerank(
+                    signs[row, h],
+                    magnitudes[row, h],
+                    weights[row, h],
+                    kind,
+                    pairs[b, h, j],
+                    chosen,
+                    scores[b, h, j, first:taken],
+                    False,
+                    added[b, h, j],
+                    SPAN,
+                )
+            else:
+                for g in range(group):
+                    rerank(
+                        signs[row, h],
+                        magnitudes[row, h],
+                        weights[row, h],
+                        kind,
+                        pairs[b, h, g],
+                        chosen,
+                        scores[b, h, 0, first:taken],
+                        g > 0,
+                        added[b, h, g],
+                        SPAN,
+                    )
+
+    best = np.empty((b_n, heads, sets, top_k), np.int32)
+    kept = np.empty((b_n, heads, sets), np.int64)
+    for task in prange(b_n * heads * sets):
+        j = task % sets
+        h = task // sets % heads
+        b = task // (sets * heads)
+        n = wanted[b]
+        softmax = mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX)
+        if barred_counts[b] > 0:
+            rows = scores[b, h, :, :n] if softmax else scores[b, h, j : j + 1, :n]
+            n = drop_ids(barred[b, h, : barred_counts[b]], candidates[b, h, j, :n], rows)
+        if mode == _MEAN_SOFTMAX:
+            mean_softmax(scores[b, h, :, :n], scaling)
+        elif mode == _MAX_SOFTMAX:
+            max_softmax(scores[b, h, :, :n], scaling)
+        row_scores = scores[b, h, j, :n]
+        for i in range(n):
+            if coarse[b, h, j, candidates[b, h, j, i]] == 0:  # a key of zero norm ranks behind everything
+                row_scores[i] = -np.inf
+        kept[b, h, j] = top_k_of(row_scores, candidates[b, h, j], top_k, best[b, h, j])
+
+    ids = np.full((b_n, heads, sets * top_k), -1, np.int32)
+    found = np.empty((b_n, heads), np.int32)
+    for task in prange(b_n * heads):
+        h = task % heads
+        b = task // heads
+        found[b, h] = union(best[b, h], kept[b, h], ids[b, h])
+    return ids, found

@@ -1,0 +1,236 @@
+"""The stages of the search by numba, each over one chunk of one KV head; `cpu.py` runs them in parallel."""
+
+# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kvrecall.core.numeric import load_float, prefetch
+from kvrecall.core.small_floats import UNIT
+
+_AHEAD = 16
+"""Candidates between asking for a cache line and using it."""
+
+
+@njit(cache=True)
+def bonus_table(block, counts, targets, out):
+    """Collision bonus of the 256 sign patterns. Sorting is a merge of two sorted halves per added coordinate."""
+    proxy = np.empty(256, np.float32)
+    order = np.empty(256, np.int32)
+    scratch = np.empty(256, np.int32)
+    proxy[0], proxy[1] = -block[0], block[0]
+    if block[0] > 0:
+        order[0], order[1] = 1, 0
+    else:
+        order[0], order[1] = 0, 1
+    size = 2
+    for j in range(1, 8):
+        value = block[j]
+        for i in range(size):
+            proxy[size + i] = proxy[i] + value
+            proxy[i] = proxy[i] - value
+        # order[:size] sorts both halves: adding a constant keeps the order up to ties, which are mended at the end.
+        low, high, out_at = 0, 0, 0
+        while low < size and high < size:
+            if proxy[order[low]] >= proxy[size + order[high]]:
+                scratch[out_at] = order[low]
+                low += 1
+            else:
+                scratch[out_at] = size + order[high]
+                high += 1
+            out_at += 1
+        while low < size:
+            scratch[out_at] = order[low]
+            low += 1
+            out_at += 1
+        while high < size:
+            scratch[out_at] = size + order[high]
+            high += 1
+            out_at += 1
+        size *= 2
+        for i in range(size):
+            order[i] = scratch[i]
+    for i in range(1, 256):  # insertion sort by (proxy descending, id ascending); nearly sorted already
+        item = order[i]
+        at = i
+        while at > 0 and (proxy[order[at - 1]] < proxy[item] or (proxy[order[at - 1]] == proxy[item] and order[at - 1] > item)):
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = item
+    better = 0
+    for i in range(256):
+        tiers = 0
+        for t in range(targets.shape[0]):
+            if better < targets[t]:
+                tiers += 1
+        out[order[i]] = tiers
+        better += counts[order[i]]
+
+
+@njit(cache=True)
+def pair_tables(block, levels, out):
+    """out[p, code]: v0 q0 + v1 q1 for pair p; code = 6 bits of magnitudes | 2 sign bits << 6."""
+    for p in range(4):
+        q0, q1 = block[2 * p], block[2 * p + 1]
+        for code in range(256):
+            v0 = levels[code & 7]
+            v1 = levels[(code >> 3) & 7]
+            if not code & 64:
+                v0 = -v0
+            if not code & 128:
+                v1 = -v1
+            a = np.float32(v0 * q0)
+            b = np.float32(v1 * q1)
+            out[p, code] = np.float32(a + b)
+
+
+@njit(cache=True)
+def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms, added, span):
+    """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set.
+
+    norms: uint8 codes `[n, 1]` of factors of the sums, in units of 2^-UNIT; empty: none. added: int64 `[G, R]`, added to the
+    sums of each `span` tokens.
+    """
+    group, blocks = bonus.shape[0], bonus.shape[1]
+    sets = coarse.shape[0]
+    weighed = norms.size > 0
+    factor, power = 1, 0
+    for i in range(start, end):
+        best = 0
+        if weighed:
+            factor, power = 16 + np.int64(norms[i, 0] & 15), np.int64(norms[i, 0] >> 4)
+        for g in range(group):
+            total = 0
+            for s in range(blocks):
+                total += bonus[g, s, signs[i, s]]
+            if weighed:
+                total = ((total * factor) << power) >> UNIT
+            total += added[g, i // span] + offset
+            score = 1 + min(max(total >> shift, 0), most)
+            if sets == 1:
+                best = max(best, score)
+            else:
+                coarse[g, i] = score
+                histogram[g, score] += 1
+        if sets == 1:
+            coarse[0, i] = best
+            histogram[0, best] += 1
+
+
+@njit(cache=True)
+def bar_zero_norms(weights, start, end, coarse, histogram):
+    """Moves keys of zero norm to coarse score 0, behind everything."""
+    for i in range(start, end):
+        zero = True
+        for s in range(weights.shape[1]):
+            if weights[i, s] != 0:
+                zero = False
+                break
+        if zero:
+            for j in range(coarse.shape[0]):
+                histogram[j, coarse[j, i]] -= 1
+                histogram[j, 0] += 1
+                coarse[j, i] = 0
+
+
+@njit(cache=True)
+def bar_ids(barred, start, end, coarse, histogram):
+    """Moves the tokens of an ascending id list to coarse score 0, so that they take no candidate's place."""
+    for i in barred[np.searchsorted(barred, start) : np.searchsorted(barred, end)]:
+        for j in range(coarse.shape[0]):
+            histogram[j, coarse[j, i]] -= 1
+            histogram[j, 0] += 1
+            coarse[j, i] = 0
+
+
+@njit(cache=True)
+def drop_ids(barred, ids, scores):
+    """Removes the ids of one ascending list from another, with their columns of scores; returns how many are left."""
+    left, at = 0, 0
+    for i in range(ids.shape[0]):
+        while at < barred.shape[0] and barred[at] < ids[i]:
+            at += 1
+        if at == barred.shape[0] or barred[at] != ids[i]:
+            ids[left] = ids[i]
+            for g in range(scores.shape[0]):
+                scores[g, left] = scores[g, i]
+            left += 1
+    return left
+
+
+@njit(cache=True)
+def threshold(histogram, wanted, quota, offset):
+    """Smallest score of which some tokens are taken; lower positions take the ties first."""
+    chunks = histogram.shape[0]
+    above = 0
+    score = 256
+    while score > 0:
+        here = 0
+        for c in range(chunks):
+            here += histogram[c, score - 1]
+        score -= 1
+        if above + here >= wanted:
+            break
+        above += here
+    left = wanted - above
+    at = 0
+    for c in range(chunks):
+        offset[c] = at
+        quota[c] = min(left, histogram[c, score])
+        left -= quota[c]
+        at += quota[c]
+        for higher in range(score + 1, 256):
+            at += histogram[c, higher]
+    return score
+
+
+@njit(cache=True)
+def compact(coarse, start, end, threshold, quota, out, at):
+    for i in range(start, end):
+        score = coarse[i]
+        if score > threshold:
+            out[at] = i
+            at += 1
+        elif score == threshold and quota > 0:
+            out[at] = i
+            at += 1
+            quota -= 1
+    return at
+
+
+@njit(cache=True)
+def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, added, span):
+    """Estimated inner products (Eq. 24) of the chosen tokens, plus `added` fp32 `[R]` of their spans of tokens.
+
+    The sums are ordered as in the reference.
+    Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
+    """
+    blocks = pairs.shape[0]
+    sign_base, magnitude_base, weight_base = signs.ctypes.data, magnitudes.ctypes.data, weights.ctypes.data
+    for c in range(chosen.shape[0]):
+        if c + _AHEAD < chosen.shape[0]:
+            later = np.int64(chosen[c + _AHEAD])
+            prefetch(sign_base + later * signs.strides[0])
+            prefetch(magnitude_base + later * magnitudes.strides[0])
+            prefetch(magnitude_base + (later + 1) * magnitudes.strides[0] - 1)
+            prefetch(weight_base + later * weights.strides[0])
+        i = chosen[c]
+        total = np.float32(0.0)
+        for s in range(blocks):
+            word = (
+                np.uint32(magnitudes[i, 3 * s])
+                | (np.uint32(magnitudes[i, 3 * s + 1]) << np.uint32(8))
+                | (np.uint32(magnitudes[i, 3 * s + 2]) << np.uint32(16))
+            )
+            sign = np.uint32(signs[i, s])
+            dot = pairs[s, 0, (word & 63) | ((sign & 3) << 6)]
+            dot = np.float32(dot + pairs[s, 1, ((word >> 6) & 63) | (((sign >> 2) & 3) << 6)])
+            dot = np.float32(dot + pairs[s, 2, ((word >> 12) & 63) | (((sign >> 4) & 3) << 6)])
+            dot = np.float32(dot + pairs[s, 3, ((word >> 18) & 63) | (((sign >> 6) & 3) << 6)])
+            term = np.float32(load_float(weights[i, s], kind) * dot)
+            total = np.float32(total + term) if s > 0 else term
+        total = np.float32(total + added[i // span])
+        out[c] = max(out[c], total) if keep_larger else total

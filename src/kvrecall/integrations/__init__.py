@@ -1,1 +1,0 @@
-"""Frameworks that kvrecall plugs into."""

@@ -1,0 +1,130 @@
+"""What a layer counts about its steps. On a GPU, numbers that only the device knows are added up there until somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.structs import StepStats
+
+_MOST_SPANS = 1024
+"""Times of a GPU that are kept before some are added up."""
+
+
+class Counters:
+    """Counters of one layer. `row_bytes`: K and V of one token and KV head. timed: take times."""
+
+    def __init__(self, device: torch.device, row_bytes: int, timed: bool) -> None:
+        self._device, self._row_bytes, self.timed = device, row_bytes, timed
+        self._stats = StepStats()
+        self._selected: Tensor | int = 0  # not in the statistics yet
+        self._read: Tensor | int = 0
+        self._estimated: Tensor | int = 0
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def stats(self) -> StepStats:
+        """The counters so far; synchronises if some are still on a GPU."""
+        self._settle()
+        return self._stats
+
+    def fresh(self) -> Counters:
+        """The same at zero."""
+        return Counters(self._device, self._row_bytes, self.timed)
+
+    def step(self, sequences: int, heads: int, resident: int, whole: int) -> None:
+        """One decode step: so many resident tokens, and tokens of zones that were attended whole, over all sequences."""
+        self._stats.steps += 1
+        self._stats.attended_rows += sequences * heads
+        self._stats.attended_tokens += heads * (resident + whole)
+
+    def searched(self, sequences: int) -> None:
+        """One search for each of so many sequences."""
+        self._stats.searches += sequences
+
+    def attended(self, static: int, selected: Tensor, in_place: bool) -> None:
+        """One sequence's static tokens, and those of its selection per KV head, int32 `[H_kv]`; were they read in place?"""
+        self._stats.static_tokens += static
+        self._stats.attended_tokens += static
+        count = _total(selected)
+        self._selected = self._selected + count
+        if in_place:
+            self._read = self._read + count
+        if not selected.is_cuda:
+            self._settle()
+
+    def estimated(self, units: Tensor) -> None:
+        """Groups of tokens whose attention was estimated, int32 of any shape."""
+        self._estimated = self._estimated + _total(units)
+        if not units.is_cuda:
+            self._settle()
+
+    def fetched(self, read: int, reused: int) -> None:
+        """Rows that were read from the host, and those that were still resident."""
+        self._stats.reused_rows += reused
+        self._stats.bytes_saved += reused * self._row_bytes
+        self._fetched(read)
+
+    def sent(self, *rows: Tensor) -> None:
+        """Rows of the host that a GPU was given as they lie."""
+        if self._device.type != "cpu":
+            self._stats.bytes_to_device += sum(block.nbytes for block in rows)
+
+    def offloaded(self, rows: Tensor) -> None:
+        """Rows that left a GPU for the host."""
+        if self._device.type != "cpu":
+            self._stats.bytes_to_host += rows.numel() * rows.element_size()
+
+    @contextmanager
+    def clock(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block to a stage: on the CPU by the wall, on a GPU from when its stream comes to the block's
+        beginning until it has done what was asked of it there, for which nobody waits."""
+        if not self.timed:
+            yield
+        elif self._device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(torch.cuda.current_stream(self._device))
+            try:
+                yield
+            finally:
+                end.record(torch.cuda.current_stream(self._device))
+                self._spans.append((stage, begin, end))
+                if len(self._spans) > _MOST_SPANS:
+                    self._add_spans(_MOST_SPANS // 2)  # which are long past
+        else:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._stats.add_time(stage, time.perf_counter() - start)
+
+    def _settle(self) -> None:
+        """Adds what was counted and timed on a GPU to the statistics."""
+        self._add_spans(len(self._spans))
+        selected, read = int(self._selected), int(self._read)
+        self._stats.estimated_units += int(self._estimated)
+        self._selected = self._read = self._estimated = 0
+        self._stats.retrieved_tokens += selected
+        self._stats.attended_tokens += selected
+        self._fetched(read)
+
+    def _add_spans(self, count: int) -> None:
+        """Adds the first `count` times of a GPU to the statistics."""
+        for stage, begin, end in self._spans[:count]:
+            end.synchronize()
+            self._stats.add_time(stage, begin.elapsed_time(end) / 1e3)
+        del self._spans[:count]
+
+    def _fetched(self, read: int) -> None:
+        self._stats.bytes_fetched += read * self._row_bytes
+        if self._device.type != "cpu":
+            self._stats.bytes_to_device += read * self._row_bytes
+
+
+def _total(counts: Tensor) -> Tensor | int:
+    """The sum, on a GPU for which the host does not wait."""
+    return counts.sum() if counts.is_cuda else int(counts.sum())

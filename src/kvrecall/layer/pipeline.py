@@ -1,0 +1,129 @@
+"""The data path of one layer, top to bottom: prefill a chunk, decode one token.
+
+K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> merge -> out
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
+from kvrecall.cache.transfer import bring
+from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
+from kvrecall.layer.state import LayerState
+from kvrecall.merge import merge, merge_in_turn, sink_logits
+
+
+def prefill_layer(
+    layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """Dense causal attention of a chunk over everything before it and itself; then stores and indexes the chunk.
+
+    queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]`, False for padding (None: all valid).
+    Returns `[B, H_q, T, D]` in the queries' dtype; rows of padding are 0. Mutates the layer.
+    """
+    layer.scaling = params.scaling
+    out = torch.zeros_like(queries) if valid is not None else torch.empty_like(queries)
+    for b in range(queries.shape[0]):
+        real = slice(None) if valid is None else valid[b].nonzero().squeeze(1).to(queries.device)
+        q, k, v = queries[b][:, real], keys[b][:, real], values[b][:, real]
+        if not q.shape[1]:
+            continue
+        with layer.clock("prefill"):
+            layer.counters.sent(*layer.store.host[b].blocks(on_device=True))
+            merged = _attend_chunk(layer, b, q, k, v, params)
+            out[b][:, real] = merged.out[0].to(out.dtype)
+        with layer.clock("update"):
+            moved = layer.store.append_chunk(b, k, v)
+        layer.absorb(b, moved)
+        layer.saw_prompt(b, q, merged.lse[0], layer.store.zones(b).total - q.shape[1])
+    return out
+
+
+def decode_step(
+    layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: list[bool] | None, params: AttentionParams
+) -> Tensor:
+    """One token per sequence: appended, then attended together with the resident zones and what retrieval finds.
+
+    queries: `[B, H_q, 1, D]`; keys, values: `[B, H_kv, 1, D]`; valid: one flag per sequence (None: all valid).
+    Returns `[B, H_q, 1, D]` in the queries' dtype. Mutates the layer.
+    """
+    every = range(layer.store.sequences)
+    active = [b for b in every if valid is None or valid[b]]
+    layer.scaling = params.scaling
+    layer.store.append_step(keys, values, valid)
+    layer.begin_step(_of(active, queries)[:, :, 0], active)
+    whole = [b for b in every if layer.attends_whole_zone(b)]
+    searching = [b for b in every if b not in whole]
+    retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
+    with layer.clock("attend"):
+        parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
+    for b in whole:
+        parts += [_scatter(part, [b], queries) for part in _attend_zone(layer, b, queries[b], params)]
+    parts += retrieved()
+    if params.sink_logits is not None:
+        parts.append(sink_logits(params.sink_logits, parts[0]))
+    with layer.clock("merge"):
+        merged = merge(parts)
+    layer.count_step(whole)
+    layer.end_step(queries, merged.lse, active)
+    for b in every:
+        layer.evict(b)
+    return merged.out.to(queries.dtype)
+
+
+def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:
+    """Attention of a chunk `[H, T, D]` to itself, to everything stored of sequence b, and to learned sinks."""
+    how = params.scaling, params.softcap, layer.store.zones(b).total + q.shape[1]
+    with layer.store.passing(b, lambda rows: attend_block(q, rows, *how)) as past:
+        own = attend_causal(q, k, v, *how)
+        sinks = [] if params.sink_logits is None else [sink_logits(params.sink_logits, own)]
+        return merge_in_turn([own, *sinks], past)
+
+
+def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
+    with layer.clock("attend"):
+        blocks = list(layer.store.host[b].blocks(on_device=True))
+        layer.counters.sent(*blocks)
+        return [attend_block(queries, bring(block, queries.device), params.scaling, params.softcap) for block in blocks]
+
+
+def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
+    """Attention to what retrieval finds: static tokens, and the selection where its rows lie or fetched to the device."""
+    if not searching:
+        return []
+    with layer.clock("search"):
+        layer.search(queries[:, :, 0], searching, params.scaling)
+    layer.count_attended(searching)
+    picked = _of(searching, queries)
+    sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
+    if not layer.method.attends_on_host:
+        with layer.clock("fetch"):
+            sets.append(layer.fetch(searching))
+    sets += layer.estimated_rows(searching)
+    with layer.clock("attend"):
+        parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
+        parts = [_scatter(part, searching, queries) for part in parts]
+        if layer.method.attends_on_host:
+            for b in searching:
+                segments, (ids, counts, *_) = list(layer.store.host[b].blocks()), layer.held[b]
+                found = attend_selected(queries[b, :, 0], segments, ids, counts, params.scaling, params.softcap)
+                parts += [_scatter(part, [b], queries) for part in found]
+    layer.learn(searching)
+    return parts
+
+
+def _of(sequences: list[int], queries: Tensor) -> Tensor:
+    """Those of some sequences; not by a list of numbers, which a GPU would have to be sent."""
+    return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
+
+
+def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
+    """Places the results of some sequences into a Partial of all; the others stay empty."""
+    if len(sequences) == queries.shape[0]:
+        return part
+    full = Partial.empty_like(queries)
+    for i, b in enumerate(sequences):
+        full.out[b], full.lse[b] = part.out[i], part.lse[i]
+    return full

@@ -1,0 +1,400 @@
+"""Everything one attention layer remembers between steps: its store, index, trigger, static and held sets, and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.layer import LayerStore
+from kvrecall.cache.transfer import bring_keys
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import Budget, Held, HostRows, Rows, Selection, StepStats, join_rows, stack_rows
+from kvrecall.fetch import Fetched, fetch_rows
+from kvrecall.fetch.in_place import SegmentTables
+from kvrecall.index.base import LayerShape, stack_selections
+from kvrecall.layer.counters import Counters
+from kvrecall.layer.non_finite import NonFinite
+from kvrecall.layer.undo import Mark, all_of_it, mend
+from kvrecall.methods.base import Method
+from kvrecall.select.queries import ObservedQueries, QueryLog
+from kvrecall.static.choice import Sight, StaticSet
+from kvrecall.static.sets import StaticRefresh, StaticSets
+from kvrecall.trigger.segments import SegmentLog
+
+
+class LayerState:
+    """State of one layer under one method. `layer` is its number in the model."""
+
+    def __init__(self, layer: int, shape: LayerShape, method: Method, profile: bool = False, observe_queries: int = 0) -> None:
+        """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods."""
+        self.layer, self.shape, self._observe = layer, shape, observe_queries
+        self.store = LayerStore(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, method.zone_sizes())
+        # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
+        timed = shape.device.type == "cpu" or profile
+        self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
+        self.scaling = shape.head_dim**-0.5
+        """Factor of the attention logits; the pipeline sets what the model asks for."""
+        self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
+        """Called with (queries, budget, sequences) right before each search; for evaluation."""
+        self._non_finite = NonFinite(layer, shape.sequences, shape.device)
+        self.half_built = False
+        """Whether an error has struck while tables of the index were written."""
+        self.mark: Mark | None = None
+        """While the layer is changed, what to go back to; see `layer/undo.py`."""
+        self._adopt(method)
+
+    def _adopt(self, method: Method) -> None:
+        """Takes the parts of a method, all of them empty."""
+        sequences = self.shape.sequences
+        method = method.at(self.layer)
+        self.method = method
+        self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
+        self.trigger = method.build_trigger(sequences, self.layer)
+        self._marks_segments = method.trigger_config().marks_segments
+        fetch = method.fetch_config()
+        self._fetch = fetch
+        self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
+        # Rows that nobody keeps need not be copied to the device: attention reads them where they lie.
+        in_place = not fetch.staged and not self.keeps_rows and not method.attends_on_host
+        self._in_place = in_place and kernels_available(self.shape.device)
+        self._tables = SegmentTables()
+        self.static_config = None if self.index is None else method.static_config()
+        self.statics = StaticSets(self.static_config, sequences)
+        self.held: dict[int, Held] = {}
+        self.fetched: dict[int, Fetched] = {}
+        self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing was read yet
+        config = None if self.index is None else method.index_config()
+        window = self.static_config.observed_queries if self.static_config else 0
+        self._decode_window = window
+        window = max(window, config.observed_queries if config else 0, self._observe)
+        self.log = QueryLog(sequences, window) if window else None
+        lengths = config.segment_lengths if config else None
+        self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
+        if self.index is not None:
+            self.index.bind(self.store.host)
+
+    @property
+    def static(self) -> list[StaticSet | None]:
+        """The static set of each sequence."""
+        return self.statics.sets
+
+    @property
+    def stats(self) -> StepStats:
+        """The counters so far; on a GPU this synchronises."""
+        return self.counters.stats
+
+    def clock(self, stage: str) -> AbstractContextManager[None]:
+        """Adds the wall time of the block to a stage."""
+        return self.counters.clock(stage)
+
+    @property
+    def top_k(self) -> int:
+        """Retrieval budget in tokens per KV head; only asked for when there is an index."""
+        assert self.method.top_k is not None
+        return self.method.top_k
+
+    def attends_whole_zone(self, sequence: int) -> bool:
+        """True when attention over the whole retrieval zone is asked for, or cheaper than a search."""
+        if self.index is None or self.method.top_k is None:
+            return True
+        zones = self.store.zones(sequence)
+        return zones.retrieval <= self.method.top_k or zones.total < self.method.full_attention_below()
+
+    def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
+        """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
+        self.prompt_from[sequence] = start if (begun := self.prompt_from[sequence]) is None else max(0, begun)
+        self.statics.drop(sequence)
+        self.watch(sequence, ObservedQueries(queries, lse, start))
+        if self.log is not None:
+            self.log.add(sequence, queries, lse, start)
+
+    def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
+        """Looks at the queries `[len(sequences), H_q, D]` of a decode step; their tokens are the last ones stored.
+
+        Ends prompts, works on static sets that are soon due, and drops the held selections of sequences whose trigger fires.
+        """
+        if self.index is None:
+            return
+        self.end_prompts(sequences)
+        for b in sequences:
+            self.begin_static(b)
+        for b, fired in zip(sequences, self.trigger.fires(queries, sequences), strict=True):
+            if self._outgrown(b):
+                self.held.pop(b)
+            if fired:
+                self.held.pop(b, None)
+                if self.segments is not None and self._marks_segments:
+                    self.segments.mark(b, self.store.zones(b).total - 1)
+
+    def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
+        """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
+        for b in sequences:
+            self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
+            if self.log is not None and self._decode_window:
+                self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
+                self.log.shrink(b, self._decode_window)
+
+    def watch(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
+        """Shows the index who attended to what, if it wants to know. step: in a decode step."""
+        if self.index is None or not self.index.watches:
+            return
+        with self.clock("watch"), self.building_index():
+            sink, resident = self.store.zones(sequence).sink, self.store.resident_keys(sequence)
+            attended = None if not step or self.attends_whole_zone(sequence) else self.attended_ids(sequence)
+            self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
+
+    def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
+        """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
+        assert self.index is not None
+        for top_k, due in self._due(sequences).items():
+            if top_k:
+                self.counters.searched(len(due))
+                asked = self.trigger.asks(queries[due], due, self.shape.kv_heads)
+                if self.on_search is not None:
+                    self.on_search(asked, Budget(top_k, scaling), due)
+                with self.building_index():
+                    self.index.prepare(due)
+                found = self.index.search(asked, Budget(top_k, scaling), due)
+            else:  # the static set is the whole budget
+                shape = (len(due), self.shape.kv_heads)
+                none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
+                found = Selection(none.new_empty(*shape, 0), none)
+            for i, b in enumerate(due):
+                self.held[b] = found.of(i, self.store.host[b].length)
+
+    def fetch(self, sequences: list[int]) -> Rows | HostRows:
+        """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
+        held, table = [self.held[b] for b in sequences], self._addresses(sequences)
+        if table is not None:
+            return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table, self.shape.dtype)
+        fetched = []
+        for b, found in zip(sequences, held, strict=True):
+            rows, moved = fetch_rows(found.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
+            if self.keeps_rows:
+                self.fetched[b] = rows
+            self.counters.fetched(moved.read, moved.reused)
+            fetched.append((rows.rows, found.counts))
+        return stack_rows(fetched, [found.bias for found in held])
+
+    def estimated_rows(self, sequences: list[int]) -> list[Rows]:
+        """What stands for tokens that were not selected, as one batch; empty if nothing does."""
+        made = [rows for b in sequences if (rows := self.held[b].estimated) is not None]
+        for rows in made:
+            self.counters.estimated(rows.lengths)
+        return [join_rows(made)] if made else []
+
+    def static_rows(self, sequences: list[int]) -> Rows:
+        """The static sets of the sequences."""
+        return self.statics.rows(sequences, self.shape)
+
+    def learn(self, sequences: list[int]) -> None:
+        """Lets the index take over what the searches of this step found out."""
+        if self.index is not None:
+            with self.clock("learn"), self.building_index():
+                self.index.learn(sequences)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the CPU attends to the selection while the device attends to the resident tokens."""
+        return self.method.attends_on_host and self.shape.device.type != "cpu"
+
+    def _addresses(self, sequences: list[int]) -> Tensor | None:
+        """Where the rows of the sequences lie, if attention is to read their selected ones there: it does not weigh them."""
+        if not self._in_place or any(self.held[b].bias is not None for b in sequences):
+            return None
+        return self._tables.of([self.store.host[b] for b in sequences], self.shape.device)
+
+    def _due(self, sequences: list[int]) -> dict[int, list[int]]:
+        """Sequences without a selection, by the budget that their static sets leave."""
+        groups: dict[int, list[int]] = {}
+        for b in sequences:
+            if b not in self.held:
+                static = self.static[b]
+                groups.setdefault(self.top_k - (0 if static is None else static.ids.shape[1]), []).append(b)
+        return groups
+
+    def _outgrown(self, sequence: int) -> bool:
+        """Whether the held selection was one of everything, and no longer is: a selection of everything must stay one."""
+        held = self.held.get(sequence)
+        if held is None or held.zone == self.store.host[sequence].length:
+            return False
+        return self.attended_ids(sequence).shape[1] >= held.zone
+
+    def attended_ids(self, sequence: int) -> Tensor:
+        """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1."""
+        sets = self.held.get(sequence), self.static[sequence]
+        return torch.cat([found.ids for found in sets if found is not None], 1)
+
+    def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
+        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. A moment at which a GPU's non-finite flags are looked at."""
+        if moved is None:
+            return
+        self.counters.offloaded(moved)
+        self._non_finite.tell_later()
+        if self.index is not None:
+            with self.clock("encode"), self.building_index():
+                self.index.take_rows(sequence, moved)
+                (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
+
+    def evict(self, sequence: int) -> None:
+        """Moves what is due from the window of a decoding sequence to the host, whole segments where there are any."""
+        at_most = None
+        if self.segments is not None:
+            zones = self.store.zones(sequence)
+            at_most = self.segments.oldest(sequence, zones.sink + zones.retrieval, zones.total)
+        with self.clock("update"):
+            moved = self.store.evict(sequence, at_most)
+        self.absorb(sequence, moved, generated=True)
+
+    def guard(self, keys: Tensor, values: Tensor) -> None:
+        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at a later host check on a GPU."""
+        self._non_finite.guard(keys, values)
+
+    def raise_non_finite(self) -> None:
+        """Host check of what `guard` saw on a GPU (synchronises)."""
+        self._non_finite.tell()
+
+    def flagged_as(self, other: LayerState) -> None:
+        """Takes over what another state of the same sequences has not told yet."""
+        self._non_finite = other._non_finite.select(list(range(self.store.sequences)))
+
+    def crop(self, sequence: int, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
+        with all_of_it(self):
+            self.store.crop(sequence, tokens)
+            self.prompt_from[sequence] = None if (begun := self.prompt_from[sequence]) is None else min(begun, tokens)
+            if self.index is not None:
+                with self.building_index():
+                    self.index.truncate(sequence, self.store.host[sequence].length)
+                    if self.static[sequence] is not None:
+                        self.index.exclude(sequence, None)
+            self.forget(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """What was concluded from tokens that a sequence no longer has; what the index knows is another matter."""
+        self.statics.forget(sequence)
+        self.trigger.forget(sequence)
+        for log in (self.log, self.segments):
+            if log is not None:
+                log.truncate(sequence, self.store.zones(sequence).total)
+        self.held.pop(sequence, None)
+        self.fetched.pop(sequence, None)
+
+    @contextmanager
+    def building_index(self) -> Iterator[None]:
+        """Remembers an error inside until it is undone."""
+        before, self.half_built = self.half_built, True
+        yield
+        self.half_built = before
+
+    def select(self, sequences: list[int]) -> LayerState:
+        """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
+        other = self._copy(sequences)
+        other.counters = self.counters
+        return other
+
+    def fork(self, method: Method, shape: LayerShape | None = None) -> LayerState:
+        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from them,
+        for `shape` if given, if the method differs. It knows the prompt's queries as far as this state observed them."""
+        other = self._copy(list(range(self.store.sequences)))
+        other.on_search = None  # who watches this state has not asked for the other one
+        if method.at(self.layer) != self.method:
+            other.shape, log = shape or other.shape, other.log
+            other._adopt(method)
+            other.prompt_from = [0] * self.store.sequences
+            if log is not None and other.log is not None:
+                other.log.take_over(log)
+            other.reindex()
+        return other
+
+    def count_step(self, whole: list[int]) -> None:
+        """Counts one decode step of all sequences: resident tokens, and the whole zone where it was attended."""
+        pools, lengths = self.store.host, self.store.resident.lengths
+        self.counters.step(len(pools), self.shape.kv_heads, sum(lengths), sum(pools[b].length for b in whole))
+
+    def count_attended(self, sequences: list[int]) -> None:
+        """Counts the static and the selected tokens of one step."""
+        in_place = self._addresses(sequences) is not None
+        for b in sequences:
+            static = self.static[b]
+            self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
+
+    def reindex(self) -> None:
+        """Fills an empty index from the rows on the host, and shows it the queries that are remembered."""
+        if self.index is None:
+            return
+        for b, pool in enumerate(self.store.host):
+            self.index.reserve(pool.length)
+            for block in pool.blocks(on_device=True):
+                with self.clock("encode"):
+                    self.index.append(b, bring_keys(block, self.shape.device))
+            seen = None if self.log is None else self.log.seen(b)
+            if seen is not None:
+                self.watch(b, seen)
+
+    def _copy(self, sequences: list[int]) -> LayerState:
+        mend(self)
+        other = copy(self)
+        other.shape = replace(self.shape, sequences=len(sequences))
+        other.store = self.store.select(sequences)
+        other.counters, other._tables = self.counters.fresh(), SegmentTables()
+        other._non_finite = self._non_finite.select(sequences)
+        other.trigger = self.trigger.select(sequences)
+        other.prompt_from = [self.prompt_from[b] for b in sequences]
+        other.held = {i: self.held[b].own() for i, b in enumerate(sequences) if b in self.held}
+        other.fetched = {i: self.fetched[b] for i, b in enumerate(sequences) if b in self.fetched}
+        other.log = None if self.log is None else self.log.select(sequences)
+        other.segments = None if self.segments is None else self.segments.select(sequences)
+        if self.index is not None:
+            other.index = self.index.select(sequences)
+            other.index.bind(other.store.host)
+        other.statics = self.statics.select(sequences, other.store.host, other.index)
+        return other
+
+    def end_prompts(self, sequences: list[int], coming: int = 0) -> None:
+        """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten.
+        coming: tokens of the step that are not stored yet."""
+        for b in sequences:
+            if self.index is not None and (begin := self.prompt_from[b]) not in (None, -1):
+                self._end_prompt(b, begin, self.store.zones(b).total - 1 + coming)
+
+    def _end_prompt(self, sequence: int, begin: int, end: int) -> None:
+        """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
+        assert self.index is not None
+        self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
+        self.held.pop(sequence, None)
+        zones = self.store.zones(sequence)
+        with self.clock("build"), self.building_index():
+            self.index.mark_prompt(sequence, begin - zones.sink, end - zones.sink)
+            self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
+        self.statics.forget(sequence, count=True)  # chosen anew, by this prompt's last queries
+        if self.log is not None:
+            self.log.shrink(sequence, self._decode_window)
+        if self.segments is not None:
+            self.segments.cut(sequence, zones.sink + zones.retrieval, end)
+        self.prompt_from[sequence] = None
+
+    def begin_static(self, sequence: int) -> None:
+        """What a step begins with: its share of the work for the next static set, which takes its place when it is due."""
+        if self.static_config is None:
+            return
+        tokens, resident = self.store.zones(sequence).retrieval, self.store.resident_keys(sequence)
+        with self.clock("static"):
+            if self.statics.begin_step(sequence, self.layer, lambda: self.refresh(sequence, resident, tokens)):
+                self.held.pop(sequence, None)
+
+    def refresh(self, sequence: int, others: list[tuple[Tensor, int]], tokens: int) -> StaticRefresh | None:
+        """A refresh of the static set by the queries that are remembered, over the first `tokens` of the zone; None while
+        nobody can judge, or all is attended. others: keys `[H_kv, n, D]` outside the zone with the position of their first."""
+        config, index, seen = self.static_config, self.index, None if self.log is None else self.log.seen(sequence)
+        assert config is not None and index is not None
+        if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
+            return None
+        offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
+        sight = Sight(seen, others, offset, self.top_k, self.scaling, count).kept()
+        return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)

@@ -1,0 +1,1 @@
+"""Static sets: tokens that stay attended until they are chosen anew, and when that is."""

@@ -1,0 +1,230 @@
+"""Static sets: tokens that stay attended at every step until they are chosen anew.
+
+The observation window of PRKV (section 4.1, Algorithm 1, Appendix G) and of SnapKV, which pools the scores and may choose once.
+
+All keys of a zone are judged, piece by piece: whoever asks may do some of it before each of several steps. The keys come from
+the host once and are seen twice: first for every query's log-sum-exp, then for the shares.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.pieces import Work, finished, stretches
+from kvrecall.core.structs import lasting_tensors
+from kvrecall.parts import Part
+from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.topk import top_k_positions
+
+LOOKED, WEIGHED = 5, 2
+"""What a token's work is worth that is read and looked at, and weighed, where its page's volume is worth 1: about their shares
+of the time on a GPU with 50 GB/s to the host."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the keys of a retrieval zone are judged by, as it was at one moment.
+
+    observed: the last queries; None if nobody looked at them. others: keys `[H_kv, n, D]` outside the zone with the position of
+    their first; they take part in the softmax only. offset: position of the zone's first token. top_k: the whole budget.
+    scaling: factor of the logits. count: how many tokens to choose; None takes the configured share.
+    """
+
+    observed: ObservedQueries | None
+    others: list[tuple[Tensor, int]]
+    offset: int
+    top_k: int
+    scaling: float
+    count: int | None = None
+
+    def kept(self) -> Sight:
+        """The same for later: a copy of the keys, less those that no query has seen, and nothing that remembers gradients."""
+        seen = self.observed
+        if seen is None:
+            return replace(self, others=[])
+        end = seen.start + seen.queries.shape[1]
+        others = [(keys[:, : max(0, end - start)].detach().clone(), start) for keys, start in self.others]
+        return replace(self, observed=replace(seen, queries=seen.queries.detach()), others=others)
+
+
+_LEAD = 8
+"""Steps that share the work for a static set where nothing else is said."""
+
+
+class StaticChoice(Part):
+    """What every static set is made with. observed_queries: how many of the last queries judge the keys; 0: none are needed.
+    interval: decode steps between two choices; None: chosen once after a prompt. lead: by how many steps what judges the keys
+    is older than the set that it chooses, but for the first after a prompt; the work is spread over them."""
+
+    role: ClassVar[str] = "static"
+    interval: int | None = None
+    lead: int = 0
+
+    @property
+    @abstractmethod
+    def observed_queries(self) -> int: ...
+
+    @abstractmethod
+    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+        """Ids int32 `[H_kv, m]` of the static tokens, ascending. zone: keys `[H_kv, n, D]`; arrivals: all of it in order, in
+        pieces that are there from the moment at which they are asked for."""
+
+    def choose(self, zone: Tensor, sight: Sight) -> Tensor:
+        """As `choosing`, at once."""
+        return finished(self.choosing(sight, zone, stretches(zone.shape[1])))
+
+
+@dataclass(frozen=True)
+class ObservationWindow(StaticChoice):
+    """ratio (S): share of `top_k` that is static, in [0, 1], or "online" for the rule of Appendix G.
+
+    window_tokens: last queries that judge the keys. interval (T): decode steps between two choices, None: chosen once. The
+    static share is rounded down to a multiple of `page_tokens`. pool_radius: neighbours on each side with which the score of a
+    token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone). lead_tokens: queries and keys that decide on a set are
+    those of so many steps before it is due, which share the work; 0: of that very step (the paper), which does all of it;
+    None: 8, or as many as the interval has room for.
+    """
+
+    name: ClassVar[str] = "observation-window"
+
+    ratio: float | str = 0.25
+    window_tokens: int = 64
+    interval: int | None = 128
+    page_tokens: int = 32
+    pool_radius: int = 0
+    lead_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
+            raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
+        for name in ("window_tokens", "interval", "page_tokens"):
+            value = getattr(self, name)
+            if (name, value) != ("interval", None) and (not isinstance(value, int) or value < 1):
+                raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
+        if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
+            raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
+        check_lead("lead_tokens", self.lead_tokens, self.interval)
+
+    @property
+    def lead(self) -> int:  # type: ignore[override]
+        """Steps of the lead."""
+        if self.lead_tokens is not None or self.interval is None:
+            return self.lead_tokens or 0
+        return min(_LEAD, self.interval - 1)
+
+    @property
+    def observed_queries(self) -> int:
+        return self.window_tokens
+
+    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+        """Algorithm 1, lines 6-9: scores are per query head, causal, then averaged over window and group."""
+        assert sight.observed is not None
+        observed, offset, scaling = sight.observed.last(self.window_tokens), sight.offset, sight.scaling
+        sums = []
+        for part in arrivals:
+            sums.append(_mass(observed, zone[:, part], offset + part.start, scaling))
+            yield LOOKED * (part.stop - part.start)
+        total = _total(sums, observed, sight.others, scaling)
+        with lasting_tensors():  # steps in between may write to it in another mode
+            scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
+        ends = []
+        for part in stretches(zone.shape[1]):
+            shares = _shares(observed, zone[:, part], offset + part.start, scaling, total)
+            scores[:, part] = shares.mean((1, 2))
+            if sight.count is None and self.ratio == "online":
+                ends.append(shares[:, :, [0, -1]])
+            yield WEIGHED * (part.stop - part.start)
+        count = self.tokens(sight.top_k, _overlap(torch.cat(ends, -1), sight.top_k) if ends else 0.0)
+        count = count if sight.count is None else sight.count
+        return top_k_positions(pooled(scores, self.pool_radius), count).to(torch.int32)
+
+    def tokens(self, top_k: int, overlap: float) -> int:
+        """Static tokens of a budget. overlap: mean size of the intersection that Appendix G measures (Eq. 4)."""
+        share = overlap if self.ratio == "online" else top_k * float(self.ratio)
+        whole = int(round(share, 6))  # a share such as 0.29 * 100 lies a hair below what was meant
+        return min(top_k, whole // self.page_tokens * self.page_tokens)
+
+
+@dataclass(frozen=True)
+class StaticSet:
+    """Chosen tokens of one sequence. Never written to, only replaced.
+
+    ids: int32 `[H_kv, m]`, ascending positions in the retrieval zone. rows: `[H_kv, m, 2, D]` on the device, contiguous.
+    age: decode steps since they were chosen.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    age: int = 0
+
+
+def check_lead(name: str, lead: int | None, interval: int | None) -> None:
+    """Raises ParameterError for a lead that is no count of steps, or reaches back to the choice before."""
+    if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
+        raise ParameterError(name, "an integer >= 0, or None", lead, "0 is the paper's rule.")
+    if lead is not None and interval is not None and lead >= interval:
+        below = f"less than the {interval} steps between two choices"
+        raise ParameterError(name, below, lead, "0 is the paper's rule; or choose more rarely, or leave it out.")
+
+
+def first_age(layer: int, interval: int | None, lead: int = 0) -> int:
+    """Age that a layer's first set begins with: layers whose sets were chosen at the same step, the end of a prompt, choose
+    anew at different ones, none of them sooner than what judges the next set may be seen. Multiples of the golden ratio lie
+    apart however many layers there are."""
+    return 0 if interval is None else int(layer * 0.6180339887 % 1 * (interval - lead))
+
+
+def pooled(scores: Tensor, radius: int) -> Tensor:
+    """Mean of each of scores fp32 `[H_kv, n]` and `radius` neighbours on each side (SnapKV's avg_pool1d); zeros lie outside.
+
+    Summed in float64 and rounded, so that equal neighbourhoods score the same wherever they lie."""
+    if not radius or not scores.shape[-1]:
+        return scores
+    return torch.nn.functional.avg_pool1d(scores.double().unsqueeze(1), 2 * radius + 1, 1, radius).squeeze(1).float()
+
+
+def window_shares(
+    observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, scaling: float
+) -> Tensor:
+    """Attention shares fp32 `[H_kv, G, W, n]` of the keys of a short zone for the observed queries; arguments as in `Sight`."""
+    total = _total([_mass(observed, zone, offset, scaling)], observed, others, scaling)
+    return _shares(observed, zone, offset, scaling, total)
+
+
+def _shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor) -> Tensor:
+    return _logits(observed, keys, start, scaling).sub_(total.unsqueeze(-1)).exp_()
+
+
+def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
+    """Log-sum-exp fp32 `[H_kv, G, W]` of the observed queries' logits over keys `[H_kv, n, D]` from position `start` on."""
+    return _logits(observed, keys, start, scaling).logsumexp(-1)
+
+
+def _total(sums: list[Tensor], observed: ObservedQueries, others: Iterable[tuple[Tensor, int]], scaling: float) -> Tensor:
+    """Log-sum-exp over everything, given those of the zone's pieces."""
+    return reduce(torch.logaddexp, [*sums, *(_mass(observed, keys, at, scaling) for keys, at in others if keys.shape[1])])
+
+
+def _logits(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
+    grouped = observed.queries.float().unflatten(0, (keys.shape[0], -1))
+    logits = torch.einsum("hgwd,hnd->hgwn", grouped, keys.float()).mul_(scaling)
+    if start + keys.shape[1] - 1 <= observed.start:  # everybody sees all of them
+        return logits
+    seen_by = torch.arange(observed.start, observed.start + grouped.shape[2], device=keys.device).unsqueeze(1)
+    return logits.masked_fill_(torch.arange(start, start + keys.shape[1], device=keys.device) > seen_by, float("-inf"))
+
+
+def _overlap(shares: Tensor, top_k: int) -> float:
+    """Mean over query heads of how many of the first observed query's top-k are among the last one's (Eq. 4)."""
+    k = min(top_k, shares.shape[-1])
+    both = (top_k_positions(share, k) for share in (shares[:, :, 0], shares[:, :, -1]))
+    first, last = (torch.zeros_like(shares[:, :, 0], dtype=torch.bool).scatter_(-1, ids, True) for ids in both)
+    return float((first & last).sum(-1).float().mean())

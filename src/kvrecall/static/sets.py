@@ -1,0 +1,202 @@
+"""The static sets of one layer: when they are due, and their refresh, a share of which is done before each of several steps.
+
+A set that is due at some step is judged by the queries and over the zone that there were `lead` steps before. The share
+of the work that belongs before a step depends on nothing but how far off the set is, so that captured and uncaptured steps, and
+steps of both kinds in turn, come to the same set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.rows_ahead import read_keys
+from kvrecall.core.pieces import Work, stretches
+from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
+from kvrecall.fetch import rows_at
+from kvrecall.index.base import Index, LayerShape
+from kvrecall.static.choice import LOOKED, WEIGHED, Sight, StaticChoice, StaticSet, first_age
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a refresh comes to. ids int32 `[H_kv, m]`; rows `[H_kv, m, 2, D]`; pages: what the index made for these ids."""
+
+    ids: Tensor
+    rows: Tensor
+    pages: Any
+
+
+class StaticRefresh:
+    """A static set on its way, chosen by what was to be seen when this was made.
+
+    Keys come from the host once, into device memory of their own, `[H_kv, n, D]`, until all is done.
+    """
+
+    def __init__(
+        self, config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: HostPool, index: Index
+    ) -> None:
+        """tokens: length of the zone now. source: its rows; more may come. Nothing of `sight` may be written to."""
+        self._config, self._sight, self._tokens, self._shape = config, sight, tokens, shape
+        self._source, self._index = source, index
+        self._begin()
+
+    def advance(self, share: float) -> None:
+        """Works until at least this share is done; 1: until `chosen` is there. After an error the work begins anew."""
+        while self.chosen is None and (share >= 1 or self._spent < share * self._tokens * (LOOKED + WEIGHED + 1)):
+            try:
+                self._spent += next(self._work)
+            except StopIteration as end:
+                self.chosen = end.value
+            except BaseException:
+                self._begin()
+                raise
+
+    def put(self, sequence: int) -> Chosen:
+        """Lets the index leave out what was chosen, which is returned."""
+        chosen = self.chosen
+        assert chosen is not None
+        self._index.restructure(sequence, chosen.ids if chosen.ids.shape[1] else None, chosen.pages)
+        return chosen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device that hold the zone's keys now."""
+        shape, held = self._shape, self._tokens if self._spent and self.chosen is None else 0
+        return shape.kv_heads * held * shape.head_dim * shape.dtype.itemsize
+
+    def rest(self) -> None:
+        """Gives memory back; the work begins anew when it is asked for."""
+        if self.chosen is None:
+            self._begin()
+
+    def again(self, source: HostPool, index: Index) -> StaticRefresh:
+        """The same for a copy of the sequence. Unless all is done, it begins anew: memory that is written to is not shared."""
+        other = StaticRefresh(self._config, self._sight, self._tokens, self._shape, source, index)
+        other.chosen = self.chosen
+        return other
+
+    def _begin(self) -> None:
+        self.chosen: Chosen | None = None
+        self._work = _choosing(self._config, self._sight, self._tokens, self._shape, self._source, self._index)
+        self._spent = 0
+
+
+def _choosing(
+    config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: HostPool, index: Index
+) -> Work[Chosen]:
+    """All of a refresh; no method of it, so that one that is dropped gives its memory back at once, for want of a circle."""
+    with lasting_tensors():  # steps in between may write to it in another mode
+        zone = torch.empty(shape.kv_heads, tokens, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    ids = yield from config.choosing(sight, zone, _arrivals(source, zone))
+    pages = yield from index.restructured(ids if ids.shape[1] else None, zone)
+    return Chosen(ids, rows_at(ids, source, shape.device), pages)
+
+
+def _arrivals(source: HostPool, zone: Tensor) -> Iterator[slice]:
+    for part in stretches(zone.shape[1]):
+        read_keys(source, part.start, zone[:, part])
+        yield part
+
+
+class StaticSets:
+    """The static set of every sequence of a layer, and the refreshes under way."""
+
+    def __init__(self, config: StaticChoice | None, sequences: int) -> None:
+        self.config = config
+        self.sets: list[StaticSet | None] = [None] * sequences
+        self._counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
+        self._refreshes: list[StaticRefresh | None] = [None] * sequences
+
+    def due(self, sequence: int, steps: int = 1) -> int | None:
+        """In how many steps the set of a sequence is due, if part of the work belongs before the step that is the `steps`-th
+        since ages were counted; 0: now. None: there is nothing to do."""
+        before, config = self.sets[sequence], self.config
+        if config is None or (before is not None and config.interval is None):
+            return None
+        if before is None or config.interval is None:
+            return 0
+        left = max(0, config.interval - before.age - steps)
+        return left if left <= config.lead else None
+
+    def count(self, sequence: int) -> int | None:
+        """How many tokens the sets of a sequence have, once that is known."""
+        return self._counts[sequence]
+
+    def begin_step(self, sequence: int, layer: int, look: Callable[[], StaticRefresh | None]) -> bool:
+        """Does what belongs before the next step of a sequence: returns whether there is a new set. Otherwise the set that is
+        there ages. layer: its number, which says how old its first set counts as. look: see `work`."""
+        left = self.due(sequence)
+        if left is not None and self.work(sequence, left, look):
+            self._put(sequence, layer)
+            return True
+        if left != 0:
+            self.grow_older(sequence, 1)
+        return False
+
+    def work(self, sequence: int, left: int, look: Callable[[], StaticRefresh | None]) -> bool:
+        """Does what belongs before a step, `left` steps before a set is due; `look` makes a refresh if there is none under way,
+        or says that nobody can judge. Returns whether a set is due and done. Doing it twice changes nothing."""
+        refresh = self._refreshes[sequence] = self._refreshes[sequence] or look()
+        if refresh is None:
+            return False
+        lead = self.config.lead if self.config else 0
+        refresh.advance((lead - left + 1) / lead if left else 1.0)
+        return not left
+
+    def grow_older(self, sequence: int, steps: int) -> None:
+        """Counts decode steps."""
+        known = self.sets[sequence]
+        self.sets[sequence] = None if known is None else replace(known, age=known.age + steps)
+
+    def rows(self, sequences: list[int], shape: LayerShape) -> Rows:
+        """The rows of several sequences as one batch."""
+        nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        rows = [nothing if (chosen := self.sets[b]) is None else chosen.rows for b in sequences]
+        counts = [torch.full((r.shape[0],), r.shape[1], dtype=torch.int32, device=r.device) for r in rows]
+        return stack_rows(list(zip(rows, counts, strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device of the sets and of what is under way."""
+        sets = sum(known.rows.nbytes + known.ids.nbytes for known in self.sets if known is not None)
+        return sets + sum(refresh.nbytes for refresh in self._refreshes if refresh is not None)
+
+    def rest(self) -> None:
+        """Nobody decodes for a while: gives memory back for which only a refresh has a use."""
+        for refresh in self._refreshes:
+            if refresh is not None:
+                refresh.rest()
+
+    def drop(self, sequence: int) -> None:
+        """The refresh of a sequence comes to nothing: a new prompt has begun."""
+        self._refreshes[sequence] = None
+
+    def forget(self, sequence: int, count: bool = False) -> None:
+        """The set of a sequence is chosen anew at once. count: its size is measured anew, too."""
+        self.sets[sequence] = self._refreshes[sequence] = None
+        if count:
+            self._counts[sequence] = None
+
+    def select(self, sequences: list[int], sources: list[HostPool], index: Index | None) -> StaticSets:
+        """Those of copies of some sequences, with their rows and their index; what is under way begins anew there."""
+        chosen = StaticSets(self.config, len(sequences))
+        chosen.sets = [self.sets[b] for b in sequences]
+        chosen._counts = [self._counts[b] for b in sequences]
+        if index is not None:
+            under_way = zip([self._refreshes[b] for b in sequences], sources, strict=True)
+            chosen._refreshes = [refresh and refresh.again(source, index) for refresh, source in under_way]
+        return chosen
+
+    def _put(self, sequence: int, layer: int) -> None:
+        refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None
+        assert refresh is not None and config is not None
+        chosen = refresh.put(sequence)
+        age = first_age(layer, config.interval, config.lead) if first else 0
+        self.sets[sequence] = StaticSet(chosen.ids, chosen.rows, age)
+        self._counts[sequence], self._refreshes[sequence] = chosen.ids.shape[1], None

@@ -1,0 +1,257 @@
+"""Every mistake gets an error that names the value, what was expected and the remedy, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvrecall
+from kvrecall import engine, errors, methods
+from tests.backends.models import tiny
+from tests.one_layer import ZONES
+
+COVERING = kvrecall.ParisKV(top_k=10_000, **ZONES)
+
+
+def ids(tokens: int = 111, batch: int = 1) -> torch.Tensor:
+    return torch.randint(3, 320, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def greedy(model: Any, cache: Any, prompt: torch.Tensor, new_tokens: int = 20) -> torch.Tensor:
+    mask = torch.ones_like(prompt)
+    return model.generate(
+        prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+    )
+
+
+def still_right(model: Any, cache: Any, prompt: torch.Tensor) -> None:
+    """The cache goes on as if nothing had happened."""
+    with kvrecall.attach(model):
+        out = greedy(model, cache, prompt)
+    assert torch.equal(out, greedy(model, DynamicCache(config=model.config), prompt))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("pariskv", {"top_k": 0}, "top_k: expected an integer > 0, got 0"),
+        ("pariskv", {"top_k": -3}, "got -3"),
+        ("pariskv", {"top_k": None}, "kvrecall.Full"),
+        ("pariskv", {"candidate_ratio": 0.0}, r"candidate_ratio: expected a ratio in \(0, 1\], got 0.0"),
+        ("pariskv", {"collision_ratio": 1.5}, r"collision_ratio: expected a ratio in \(0, 1\], got 1.5"),
+        ("pariskv", {"gqa": "avg"}, "unknown gqa mode 'avg'.*mean_q"),
+        ("pariskv", {"weight_dtype": "int8"}, "bfloat16"),
+        ("pariskv", {"local_tokens": 0}, "local_tokens: expected an integer >= 1, got 0"),
+        ("pariskv", {"sink_tokens": -1}, "sink_tokens"),
+        ("pariskv", {"update_interval": 0}, "update_interval"),
+        ("pariskv", {"full_attention_threshold": -1}, "full_attention_threshold"),
+        ("pariskv", {"topk": 5}, "unknown parameter of pariskv 'topk'.*Did you mean 'top_k'"),
+        ("pariskvv", {}, "unknown method 'pariskvv'.*Did you mean 'pariskv'"),
+        ("exact", {"gqa": "sum"}, "unknown gqa mode"),
+        ("full", {"top_k": 5}, "Full attends to everything"),
+    ],
+)
+def test_parameters(name: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        methods.get(name, **given)
+    assert isinstance(caught.value, errors.KVRecallError)
+
+
+def test_schedule_must_ascend_and_end_open() -> None:
+    step = kvrecall.ParisKV().schedule[0]
+    with pytest.raises(errors.ParameterError, match="schedule"):
+        kvrecall.ParisKV(schedule=(step,))
+
+
+def test_cache_without_attach() -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with pytest.raises(errors.NotAttachedError, match=r"kvrecall\.attach\(model\)"):
+        greedy(model, cache, ids())
+    assert cache.get_seq_length() == 0
+    still_right(model, cache, ids())
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"num_attention_heads": 2}], ids=str)
+def test_cache_of_another_model(changes: dict[str, int]) -> None:
+    model, other = tiny("llama"), tiny("llama", **changes)
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(other), pytest.raises(errors.CacheModelError, match="expected the model it was made for"):
+        greedy(other, cache, ids())
+    assert cache.get_seq_length() == 0
+    still_right(model, cache, ids())
+
+
+def test_another_dtype_in_the_middle() -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model):
+        first = greedy(model, cache, ids())
+    with kvrecall.attach(model.bfloat16()), pytest.raises(errors.DeviceError, match=r"float32 on cpu, got torch\.bfloat16"):
+        greedy(model, cache, torch.cat([first, ids(5)], 1))
+    still_right(model.float(), kvrecall.RetrievalCache(model.config, COVERING), ids())
+
+
+def test_unsupported_dtype() -> None:
+    model = tiny("llama").double()
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    says = r"dtype of the keys: expected torch\.bfloat16 or torch\.float16 or torch\.float32, got torch\.float64\. .*cast the"
+    with kvrecall.attach(model), pytest.raises(errors.DeviceError, match=says):
+        greedy(model, cache, ids())
+    assert cache.get_seq_length() == 0
+    still_right(model.float(), cache, ids())
+
+
+def test_unsupported_head_dim_is_refused_when_the_cache_is_made() -> None:
+    says = r"llama: expected .*, got heads of 40 numbers \(kvrecall has kernels for 32, 64, 80, 96, 128, 192, 256\)"
+    with pytest.raises(errors.UnsupportedModelError, match=says):
+        kvrecall.RetrievalCache(tiny("llama", head_dim=40).config, COVERING)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
+def test_every_listed_head_dim_works(dim: int) -> None:
+    model = tiny("llama", head_dim=dim)
+    still_right(model, kvrecall.RetrievalCache(model.config, COVERING), ids())
+    with kvrecall.attach(model):
+        greedy(model, kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=5, **ZONES)), ids())
+
+
+def test_another_batch_size() -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model), torch.no_grad():
+        model(ids(), past_key_values=cache)
+        with pytest.raises(errors.ShapeError, match="batch: expected 1 sequences, got 2"):
+            model(ids(5, 2), past_key_values=cache)
+    assert cache.get_seq_length() == 111
+    still_right(model, cache, torch.cat([ids(), ids(5)], 1))
+
+
+def test_four_dimensional_mask() -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    mask = torch.ones(1, 1, 111, 111, dtype=torch.bool).tril()
+    with kvrecall.attach(model), torch.no_grad(), pytest.raises(errors.ShapeError, match="2-D padding mask"):
+        model(ids(), attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_non_finite_keys_store_nothing() -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model), torch.no_grad():
+        model(ids(), past_key_values=cache)
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        kept = weight.detach().clone()
+        weight.fill_(float("nan"))
+        with pytest.raises(errors.NonFiniteError, match="layer 1, sequence 0"):
+            model(ids(5), past_key_values=cache)
+        weight.copy_(kept)
+    assert cache.retrieval_layers[1].get_seq_length() == 111
+    cache.align()
+    assert cache.get_seq_length() == 111
+    still_right(model, cache, torch.cat([ids(), ids(5)], 1))
+
+
+def test_host_memory_is_checked_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvrecall.backends.transformers import cache as module
+
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    need = 2 * 64 * 4 * 2 * 3 * 300  # K|V, D, fp32, KV heads, layers, tokens
+    monkeypatch.setattr(module, "available_host_bytes", lambda: need - 1)
+    with kvrecall.attach(model), pytest.raises(errors.HostMemoryError, match=f"300 tokens need {need:,} bytes"):
+        greedy(model, cache, ids(300))
+    assert cache.get_seq_length() == 0
+    monkeypatch.setattr(module, "available_host_bytes", lambda: need)
+    still_right(model, cache, ids(300))
+
+
+def test_engine_checks_memory_of_prompt_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvrecall.backends.transformers import cache as module
+
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 10_000)
+    with pytest.raises(errors.HostMemoryError, match="nothing was stored"):
+        engine.generate(model, None, ids(), cache, max_new_tokens=5)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("stop_layer", [0, 1, 2])
+def test_ctrl_c_in_the_middle_of_a_forward_pass(stop_layer: int) -> None:
+    """A real SIGINT while a layer is storing: it comes through after that layer, and the cache can be used again."""
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    seen = []
+
+    def interrupt(layer: int, queries: torch.Tensor) -> None:
+        seen.append(layer)
+        if len(seen) == 3 * 12 + stop_layer + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    cache.on_queries = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(model, None, ids(), cache, max_new_tokens=40, chunk_tokens=40)
+    cache.on_queries = None
+    assert len({layer.get_seq_length() for layer in cache.retrieval_layers}) == 1
+    assert cache.get_seq_length() > 111
+    cache.crop(111 - cache.get_seq_length())
+    still_right(model, cache, torch.cat([ids(), ids(5)], 1))
+
+
+def test_ctrl_c_without_the_engine_is_mended_at_the_next_call() -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+
+    def interrupt(layer: int, queries: torch.Tensor) -> None:
+        if layer == 1 and queries.shape[2] == 5:
+            raise KeyboardInterrupt
+
+    cache.on_queries = interrupt
+    with kvrecall.attach(model), torch.no_grad():
+        model(ids(), past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids(5), past_key_values=cache)
+        cache.on_queries = None
+        with pytest.raises(errors.KVRecallError, match="interrupted"):
+            model(ids(5), past_key_values=cache)
+    assert cache.get_seq_length() == 111
+    still_right(model, cache, torch.cat([ids(), ids(5)], 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, errors.ShapeError, "non-empty"),
+        ({"input_ids": ids(4000), "max_new_tokens": 200}, errors.ContextLengthError, "at most 4,096 tokens, got 4,200"),
+        ({"max_new_tokens": 0}, errors.ParameterError, "max_new_tokens"),
+        ({"chunk_tokens": 0}, errors.ParameterError, "chunk_tokens"),
+        ({"temperature": -1.0}, errors.ParameterError, "temperature"),
+        ({"top_p": 0.0}, errors.ParameterError, "top_p"),
+        ({"attention_mask": torch.ones(1, 3)}, errors.ShapeError, "attention_mask"),
+    ],
+    ids=["empty", "too-long", "no-answer", "chunk", "temperature", "top-p", "mask"],
+)
+def test_generate_refuses(call: dict[str, Any], error: type[Exception], says: str) -> None:
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    given: dict[str, Any] = {"input_ids": ids(), "max_new_tokens": 5, **call}
+    with pytest.raises(error, match=says):
+        engine.generate(model, None, given.pop("input_ids"), cache, **given)
+    assert cache.get_seq_length() == 0
+
+
+def test_wrong_things_where_a_model_or_method_belongs() -> None:
+    model = tiny("llama")
+    with pytest.raises(errors.ParameterError, match="method"):
+        kvrecall.RetrievalCache(model.config, "pariskv")  # type: ignore[arg-type]
+    with pytest.raises(errors.ParameterError, match=r"Pass model\.config"):
+        kvrecall.RetrievalCache(model, COVERING)  # type: ignore[arg-type]
+    with pytest.raises(errors.ParameterError, match="PreTrainedModel"), kvrecall.attach(torch.nn.Linear(2, 2)):  # type: ignore[arg-type]
+        pass
