@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers import RetrievalCache, attach
+    from kvrecall.core import errors as errors
     from kvrecall.methods.base import Method
     from kvrecall.methods.ctkvr import CTKVR
     from kvrecall.methods.exact import Exact
@@ -44,15 +45,20 @@ _HOMES = {
     "ParisKVBalanced": "kvrecall.methods.pariskv",
     "RetrievalCache": "kvrecall.backends.transformers",
     "attach": "kvrecall.backends.transformers",
-    "methods": None,  # packages that are attributes too
-    "engine": None,
-    "parts": None,
 }
+_MODULES = {
+    "methods": "kvrecall.methods",
+    "engine": "kvrecall.engine",
+    "parts": "kvrecall.parts",
+    "errors": "kvrecall.core.errors",
+}
+"""What is an attribute too."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: torch and transformers take seconds, and `kvrecall --help` needs neither."""
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'kvrecall' has no attribute {name!r}")
-    home = _HOMES[name]
-    return import_module(f"kvrecall.{name}") if home is None else getattr(import_module(home), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""Decode attention over rows: compiled and reference against float64, padding never read, error budget of invariant 3."""
+"""Decode attention over rows: numba and reference against float64, padding never read, error budget of invariant 3."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.attend import attend_rows, compiled, reference
+from kvrecall.attend import attend_rows, cpu, reference
 from kvrecall.core.structs import Partial, Rows
 from tests.attend.dense import dense
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, poisoned
 
-PATHS: dict[str, Callable[..., Partial]] = {"compiled": compiled.attend_rows, "reference": reference.attend_rows}
+PATHS: dict[str, Callable[..., Partial]] = {"numba": cpu.attend_rows, "reference": reference.attend_rows}
 paths = pytest.mark.parametrize("attend", PATHS.values(), ids=PATHS)
 
 
@@ -120,6 +120,6 @@ def test_several_queries_at_once_use_the_reference() -> None:
     rows, queries = ragged_rows(0, [[20, 7]], 64, torch.float32), gaussian(1, 1, 4, 3, 64)
     part = attend_rows(queries, rows, 0.125)
     for t in range(3):
-        one = compiled.attend_rows(queries[:, :, t : t + 1], rows, 0.125)
+        one = cpu.attend_rows(queries[:, :, t : t + 1], rows, 0.125)
         torch.testing.assert_close(part.out[:, :, t : t + 1], one.out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(part.lse[:, :, t : t + 1], one.lse, atol=1e-5, rtol=1e-5)

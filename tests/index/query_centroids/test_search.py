@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.core.structs import Budget
-from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, compiled, reference
+from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, cpu, reference
 from kvrecall.index.query_centroids.rerank import rerank
 from tests.index.query_centroids.zone import KV_HEADS, Zone, prompt, query_of
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
@@ -37,7 +37,7 @@ def barred_ids(seed: int, tokens: int, count: int) -> Tensor | None:
 def test_distinct_is_the_union(seed: int, count: int, rho: int, tokens: int, pool: int, barred: int) -> None:
     lists, out = random_lists(seed, count, rho, tokens), barred_ids(seed, tokens, min(barred, tokens))
     first = max(0, tokens - pool)
-    ids, counts = compiled.distinct(lists, tokens, first, out)
+    ids, counts = cpu.distinct(lists, tokens, first, out)
     plain = reference.distinct(lists, tokens, first, out)
     assert torch.equal(ids, plain[0]) and torch.equal(counts, plain[1])
     assert ids.dtype == counts.dtype == plain[0].dtype == plain[1].dtype == torch.int32
@@ -57,7 +57,7 @@ def test_scores_are_exact_products(seed: int, dim: int, dtype: str, group: int, 
     rows = gaussian(seed, KV_HEADS, tokens, 2, dim).to(DTYPES[dtype])
     queries = gaussian(seed + 1, KV_HEADS, group, dim)
     ids, counts = reference.distinct(random_lists(seed, 1, kept, tokens), tokens, tokens, None)
-    scores = compiled.score_rows(queries, list(rows.split(lengths, 1)), ids, counts)
+    scores = cpu.score_rows(queries, list(rows.split(lengths, 1)), ids, counts)
     assert scores.shape == (KV_HEADS, group, ids.shape[1]) and scores.dtype == torch.float32
     for h in range(KV_HEADS):
         own = ids[h, : int(counts[h])].long()

@@ -1,6 +1,6 @@
 """Two-stage search of ParisKV (Appendix B.2) in plain fp32 torch: the oracle of every faster path.
 
-Sums are written in a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that numba's
+Sums are written in a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that a faster
 path can reproduce the scores bit for bit and therefore the ids exactly.
 """
 
