@@ -52,7 +52,7 @@ _MODULES = {
     "parts": "kvrecall.parts",
     "errors": "kvrecall.core.errors",
 }
-"""What is an attribute too."""
+"""Modules that are attributes too."""
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,7 @@ SIDES = ("both", "retrieval", "full")
 _SPARE_STEPS = 64
 """Steps to make room for beyond those that are timed."""
 _KNOWN = 512
-"""Tokens that the statistics of a layer's keys are taken from, as from a prompt's first chunk."""
+"""Last tokens of a prompt, which the statistics of a layer's keys are taken from: of these there are queries."""
 
 
 @dataclass(frozen=True)
@@ -225,12 +225,13 @@ def fill(cache: RetrievalCache, tokens: int, batch: int, room: int, source: Gaus
 def _add(layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussian) -> None:
     """One sequence; a function of its own, so that its keys are gone before the next one's are made."""
     keys, values = source.rows(layer.number, b, tokens)
-    queries = source.asked(layer.number, b, min(tokens, _KNOWN))
+    known = min(tokens, _KNOWN)
+    queries = source.asked(layer.number, b, known)
     if layer.state is None:
         layer._begin(*(x[None, :, :1].expand(batch, -1, -1, -1) for x in (queries, keys)))
     assert layer.state is not None
     if layer.state.shape.calibration is not None:
-        layer.state.shape.calibration.see(keys[:, : queries.shape[1]], queries, 0)
+        layer.state.shape.calibration.see(keys[:, tokens - known :], queries, tokens - known)
     layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
     _observe(layer.state, b, tokens, source)
 

@@ -138,11 +138,10 @@ def encode_kernel(
 ):  # fmt: skip
     """Program (T tokens, KV head): codes of keys of any float dtype, which lie HEAD and TOKEN numbers apart.
 
-    number: that of the first token in its zone. CENTRED: programs begin at whole multiples of T in the zone, so that each has
-    whole spans, or a part of one. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two
-    heads ROOM tokens. CENTRED: there are means `[2, H, D]` and turns of SPAN tokens each (`centres`). NORMS: writes norms too.
-    ZEROS: sets zero_norms `[H]` to 1 where the weights of a key are all 0. Not compiled anew for where in their tables the
-    codes go.
+    number: that of the first token in its zone. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two
+    heads ROOM tokens. CENTRED: there are means `[2, H, D]` and turns of SPAN tokens each (`centre_at`); programs begin at whole
+    multiples of T in the zone, so that each has whole spans, or a part of one. NORMS: writes norms too. ZEROS: sets zero_norms
+    `[H]` to 1 where the weights of a key are all 0. Not compiled anew for where in their tables the codes go.
     """
     i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
     o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)

@@ -65,8 +65,8 @@ def exponent_of(UNIT, SHIFT):
     return (127 + 4 - UNIT - 2 - SHIFT) << 23
 
 
-_EXACT = tl.constexpr(0x4B400000)
-"""The bits of 1.5 x 2^23 in fp32. Whole numbers of 22 bits that are added to these bits make that many more of the number."""
+_WHOLE, _WHOLE_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
+"""A number of fp32 and its bits: a whole number of 22 bits, added to the bits, is added to the number."""
 
 
 @triton.jit(do_not_specialize=["START"])
@@ -102,7 +102,6 @@ def product_kernel(
             b_x = tl.load(p_query + j, mask=m_query, other=0.0)
             b_square += b_x * b_x
             b_exact = b_exact + (b_x,)
-        b_norm = tl.sqrt(tl.sum(b_square, 0))
         o_l = tl.arange(0, BL)
         if CENTRED:
             spans = tl.cdiv(tokens, SPAN)
@@ -114,6 +113,8 @@ def product_kernel(
             b_long = tl.sqrt(tl.sum(b_x * b_x, 1) + D * b_varied)
             b_unit = tl.where(b_long > 0, units / b_long, 0.0)
             b_norm = of_columns(b_long, KEYS, BL)
+        else:
+            b_norm = tl.sqrt(tl.sum(b_square, 0))
         b_factor = tl.where(b_norm > 0, scale / b_norm, 0.0)[None, :]
         b_all = tl.zeros([32, KEYS * BL], tl.int32)
         b_queries = ()
@@ -123,7 +124,7 @@ def product_kernel(
             b_queries = b_queries + ((b_q * (8 >> (j % 4))).to(tl.int8),)
         # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
         if CENTRED:
-            b_start = (-(tl.sum(b_all, 0) << 2) + _EXACT)[None, :]
+            b_start = (-(tl.sum(b_all, 0) << 2) + _WHOLE_BITS)[None, :]
         else:
             b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
         o_row = i_bh.to(tl.int64) * CAPACITY
@@ -152,7 +153,7 @@ def product_kernel(
                 b_shift = (tl.load(p_shift, mask=m_shift, other=0.0) - b_mean[None, :]) * b_unit[None, :]
                 b_whole = tl.minimum(tl.maximum(tl.floor(b_shift + 0.5), -MOST), MOST) + OFFSET
                 b_whole = tl.where((o_l < LANES)[None, :], b_whole * (1.0 / (1 << SHIFT)), -1e30)
-                b_each = b_product.to(tl.float32, bitcast=True) - 12582912.0
+                b_each = b_product.to(tl.float32, bitcast=True) - _WHOLE
                 b_each = tl.reshape(b_each, [T // GROUPED, GROUPED, BL])
                 b_scale = ((b_code << 19) + exponent_of(UNIT, SHIFT)).to(tl.float32, bitcast=True)
                 b_best = tl.max(b_each * b_scale[:, :, None] + b_whole[:, None, :], 2)

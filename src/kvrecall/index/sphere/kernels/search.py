@@ -1,8 +1,8 @@
 """The search of the sphere index on a GPU: a chain of kernels, no host synchronisation, scratch memory allocated once.
 
-rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read
-from device memory (`plan`), so a captured graph replays the search while the zone grows, up to the capacity it was made for;
-`fire` says which sequences search at all.
+rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read from device memory (`plan`),
+so a captured graph replays the search while the zone grows, up to the capacity it was made for; `fire` says which sequences
+search at all.
 """
 
 # A launch takes what only Triton knows.
