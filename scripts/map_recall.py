@@ -7,6 +7,8 @@ itself, asked by the traces' decode queries; truth is its own top-100 of the ret
 queries, signs, 8-bit norms, whole-number shifts. Rotary embeddings are those that the traces keep, or `--base` of one whose
 halves turn together.
 
+`--figures`: only maps fitted to the prompt, and those of the model with spans of 64 out of 4,096 and 32,768 tokens.
+
 `--late N`: the last N tokens of a prompt count as decoded after it. Maps are fitted to what is before them, and `late_5` is the
 recall of those true keys among them that come 1,000 positions or more after what was before.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +58,11 @@ VARIANTS = (
 )
 
 
+FIGURES = tuple(
+    v for v in VARIANTS if not v.tokens or (v.span == 64 and v.name == "of the model" and v.tokens in (4096, 32_768))
+)
+
+
 class Halves(Rotary):
     """Coordinate i turns with i + D / 2, by base^(-2 i / D) per position, as in Llama and Qwen."""
 
@@ -86,11 +94,12 @@ def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int, late:
     centres: fp32 `[H_kv, n, D]`, or `[H_kv, 1, D]`. late: tokens that count as decoded.
     """
     heads, _, dim = layer.keys.shape
-    turn = rotation_matrix(dim, 42)
+    place = layer.keys.device
+    turn, centres = rotation_matrix(dim, 42).to(place), centres.to(place)
     zone = layer.keys[:, _SINK : prompt - _LOCAL].float()
-    mapped = (zone - centres) @ (turn @ maps.keys.float()).mT
+    mapped = (zone - centres) @ (turn @ maps.keys.float().to(place)).mT
     queries = layer.queries.float().unflatten(1, (heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)  # [H_kv, queries, D]
-    asked, shifts = queries @ (turn @ maps.queries.float()).mT, queries @ centres.mT
+    asked, shifts = queries @ (turn @ maps.queries.float().to(place)).mT, queries @ centres.mT
     spread = shifts.var(-1, correction=0, keepdim=True) if centres.shape[1] > 1 else 0.0
     length = (asked.pow(2).sum(-1, keepdim=True) + dim * spread).sqrt()
     whole = (asked * (PRODUCT_RMS * dim**0.5 / length) + 0.5).floor().clamp(-PRODUCT_PEAK, PRODUCT_PEAK)
@@ -98,7 +107,7 @@ def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int, late:
     products += ((shifts - shifts.mean(-1, keepdim=True)) * (PRODUCT_RMS * dim / length) + 0.5).floor()
     offset, shift, top = product_scale(dim, norms=True)
     scores = ((products + offset) / 2**shift).floor().clamp(0, top)
-    scores -= torch.arange(zone.shape[1]) / (2.0 * zone.shape[1])  # ties go to the lower position
+    scores -= torch.arange(zone.shape[1], device=place) / (2.0 * zone.shape[1])  # ties go to the lower position
     truth = (queries @ zone.mT).topk(_TRUTH, -1).indices
     for share in (0.02, 0.05):
         found = torch.zeros_like(scores, dtype=torch.bool)
@@ -138,6 +147,8 @@ def main() -> None:
     parser.add_argument("--more-statistics", type=Path, help="a longer text, for variants of more than 4,096 tokens")
     parser.add_argument("--base", type=float, help="of the rotary embedding, for traces that do not keep it")
     parser.add_argument("--late", type=int, default=0, help="last tokens of a prompt that count as decoded after it")
+    parser.add_argument("--figures", action="store_true", help="three kinds of maps only")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--every", type=int, default=2, help="of the traced layers, one in so many")
     parser.add_argument("--out", required=True, type=Path)
     given = parser.parse_args()
@@ -148,15 +159,27 @@ def main() -> None:
         if fresh:
             writer.writeheader()
         for path in given.traces:
-            for row in rows(Trace.load(path), texts, given.base, given.every, given.late):
+            trace = moved(Trace.load(path), given.device)
+            for row in rows(trace, texts, given.base, given.every, given.late, FIGURES if given.figures else VARIANTS):
                 writer.writerow({**row, "text": path.stem})
                 file.flush()
 
 
-def rows(trace: Trace, texts: list[Trace], base: float | None, every: int, late: int) -> Iterator[dict[str, object]]:
+def moved(trace: Trace, device: str) -> Trace:
+    """The trace with its keys and queries on a device."""
+    layers = {
+        n: replace(x, **{f: getattr(x, f).to(device) for f in ("keys", "queries", "prompt_queries")})
+        for n, x in trace.layers.items()
+    }
+    return Trace(trace.info, layers)
+
+
+def rows(
+    trace: Trace, texts: list[Trace], base: float | None, every: int, late: int, variants: tuple[Variant, ...]
+) -> Iterator[dict[str, object]]:
     """A row per variant that the texts are long enough for."""
     numbers, prompt = trace.info.layers[::every], trace.info.prompt_tokens
-    for variant in VARIANTS:
+    for variant in variants:
         text = next((t for t in texts if t.info.prompt_tokens >= variant.tokens), None)
         if text is None:
             continue
