@@ -12,7 +12,7 @@ from kvrecall import methods
 from kvrecall.core.errors import ParameterError
 from kvrecall.methods import ArkVale, FreeKV, Quest, ShadowKV
 from kvrecall.static.choice import Sight
-from tests.methods.baselines import Course, best, shared, small, taken
+from tests.baselines.small import Course, best, shared, small, taken
 from tests.one_layer import normal
 from tests.strategies import HEAD_DIMS
 
@@ -137,7 +137,7 @@ def test_landmarks_are_means_in_the_caches_dtype(dim: int) -> None:
 
 
 def test_equal_pages_are_outliers_from_the_lowest() -> None:
-    from kvrecall.static.outliers import OutlierPages
+    from kvrecall.baselines.shadowkv.outliers import OutlierPages
 
     keys = normal(2, 2, 64, seed=4).repeat(1, 6, 1)
     assert OutlierPages(3, 2).choose(keys, Sight(None, [], 0, 100, 0.1)).tolist() == [[0, 1, 2, 3, 4, 5]] * 2

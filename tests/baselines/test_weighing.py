@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
+from kvrecall.baselines.magicpig.index import sampling_probability
+from kvrecall.baselines.retroinfer.index import EstimatingIndex
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.index.clusters.estimation import EstimatingIndex
 from kvrecall.index.clusters.kmeans import cluster
-from kvrecall.index.hashing.codes import hyperplanes
-from kvrecall.index.hashing.sampling import sampling_probability
+from kvrecall.index.hashing import hyperplanes
 from kvrecall.methods import Method
-from tests.methods.baselines import Course, shared, small
+from tests.baselines.small import Course, shared, small
 from tests.one_layer import ZONES, dense
 
 

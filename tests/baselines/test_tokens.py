@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
+from kvrecall.baselines.pqcache.index import ProductIndex, encode, scores, train
+from kvrecall.baselines.socket.index import SoftHashIndex
+from kvrecall.baselines.twilight.index import PrunedIndex
+from kvrecall.baselines.twilight.quantised import quantise, restore
+from kvrecall.baselines.twilight.top_p import top_p_positions
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.index.hashing.codes import hyperplanes
-from kvrecall.index.hashing.soft import SoftHashIndex
-from kvrecall.index.product import ProductIndex, encode, scores, train
-from kvrecall.index.pruned import PrunedIndex
-from kvrecall.index.quantised import quantise, restore
+from kvrecall.index.hashing import hyperplanes
 from kvrecall.methods import Method
-from kvrecall.select.top_p import top_p_positions
-from tests.methods.baselines import Course, best, shared, small
+from tests.baselines.small import Course, best, shared, small
 from tests.one_layer import ZONES, normal
 from tests.strategies import HEAD_DIMS
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
+from kvrecall.baselines.h2o.index import AccumulatedIndex
+from kvrecall.baselines.raas.index import MilestoneIndex
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.index.accumulated import AccumulatedIndex
 from kvrecall.index.around import IndexAround
-from kvrecall.index.milestones import MilestoneIndex
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Full, Method
 from kvrecall.static.choice import ObservationWindow
-from tests.methods.baselines import Course, best, small
+from tests.baselines.small import Course, best, small
 from tests.one_layer import layer, normal, params
 
 
