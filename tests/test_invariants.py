@@ -15,7 +15,7 @@ from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.structs import Budget, Partial
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
-from tests.methods.baselines import CHOSEN_ONCE, KEEPS_NOTHING, SAMPLES, baselines
+from tests.baselines.small import CHOSEN_ONCE, KEEPS_NOTHING, SAMPLES, baselines
 from tests.one_layer import dense, index_keys, layer, methods, normal, params
 
 quick = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

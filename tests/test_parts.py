@@ -10,20 +10,20 @@ import torch
 
 import kvrecall
 from kvrecall import parts
+from kvrecall.baselines.pqcache.index import ProductConfig
+from kvrecall.baselines.shadowkv.outliers import OutlierPages
+from kvrecall.baselines.socket.index import SoftHashConfig
+from kvrecall.baselines.twilight.index import TopP
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.exact import ExactConfig
-from kvrecall.index.hashing.soft import SoftHashConfig
 from kvrecall.index.nothing import NothingConfig
 from kvrecall.index.pages import PageConfig
-from kvrecall.index.product import ProductConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.layer.pipeline import decode_step, prefill_layer
-from kvrecall.select.top_p import TopP
 from kvrecall.static.choice import ObservationWindow
-from kvrecall.static.outliers import OutlierPages
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary
 from kvrecall.trigger.speculative import Speculative
 from tests.one_layer import ZONES, layer, normal, params

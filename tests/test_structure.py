@@ -23,19 +23,19 @@ STAGES = {
     "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
-DRIVERS = {"layer", "methods", "engine", "backends", "models", "cli", "bench", "evaluate"}
+DRIVERS = {"layer", "methods", "baselines", "engine", "backends", "models", "cli", "bench", "evaluate"}
 """What may see several stages."""
 DRIVER_FILES = {"static/sets.py"}
 """A static set is judged by an index, read from the cache and fetched ahead."""
 HOST_ROWS = {"rows_ahead", "host_keys", "host_keys_kernel"}
 """Readers of host rows, which know no zones: every stage may import them from the cache."""
-FREE = [*COMMON, *STAGES, "layer", "methods"]
+FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]
 """What imports without transformers."""
 
 
-def imports(path: Path) -> set[str]:
-    """First-level modules of kvrecall that a file imports, without readers of host rows."""
-    found = set()
+def imported(path: Path) -> list[list[str]]:
+    """Modules of kvrecall that a file imports, by their names within the package, without readers of host rows."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -43,8 +43,13 @@ def imports(path: Path) -> set[str]:
             module = node.module or ""
             names = [f"kvrecall.{a.name}" for a in node.names] if module == "kvrecall" else [module]
         within = [name.split(".")[1:] for name in names if name.startswith("kvrecall.")]
-        found |= {parts[0] for parts in within if not (parts[0] == "cache" and parts[1:] and parts[1] in HOST_ROWS)}
+        found += [parts for parts in within if not (parts[0] == "cache" and parts[1:] and parts[1] in HOST_ROWS)]
     return found
+
+
+def imports(path: Path) -> set[str]:
+    """First-level modules of kvrecall that a file imports, without readers of host rows."""
+    return {parts[0] for parts in imported(path)}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -66,6 +71,20 @@ def test_only_the_drivers_see_several_stages() -> None:
         if home in DRIVERS or home in STAGES:
             continue
         assert not imports(path) & set(STAGES), path.relative_to(PACKAGE)
+
+
+def test_a_baseline_imports_parts_methods_and_itself() -> None:
+    allowed = {*COMMON, *STAGES, "methods"} - {"cache"}
+    for path in (PACKAGE / "baselines").rglob("*.py"):
+        own = path.relative_to(PACKAGE / "baselines").parts[0].removesuffix(".py")
+        for first, *further in imported(path):
+            assert first in allowed or (first == "baselines" and further[:1] == [own]), path.relative_to(PACKAGE)
+
+
+def test_nothing_that_a_baseline_is_made_of_imports_one() -> None:
+    for path in FILES:
+        if _home(path) in FREE and _home(path) != "baselines":
+            assert "baselines" not in imports(path), path.relative_to(PACKAGE)
 
 
 def test_what_all_stages_share_imports_none_of_them() -> None:

@@ -8,8 +8,8 @@ import torch
 import kvrecall
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.state import LayerState
+from tests.baselines.small import small
 from tests.layers import DIM, ZONES, start, state, step
-from tests.methods.baselines import small
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 

@@ -16,8 +16,7 @@ from kvrecall.core.errors import CaptureError, CompositionError, ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.completed import CompletedIndex
 from kvrecall.methods import Method
-from tests.methods.baselines import Course
-from tests.methods.test_weighing_baselines import weighted
+from tests.baselines.course import Course, weighted
 from tests.one_layer import ZONES, dense, params
 
 INDEXES = [

@@ -18,7 +18,7 @@ from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it, mend
 from kvrecall.methods import Method
-from tests.methods.baselines import baselines
+from tests.baselines.small import baselines
 from tests.one_layer import ZONES, layer, methods, params
 from tests.stateful.checks import check_chunk, check_rows, check_step, memory_of
 from tests.stateful.interrupts import interrupted

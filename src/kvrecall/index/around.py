@@ -1,18 +1,34 @@
-"""An index around another one: whatever it does not change is the other one's."""
+"""An index around another one: whatever it does not change is the other one's. Pruning and page means are such indexes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Index, RowSource
+from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
+from kvrecall.parts import Part
 from kvrecall.select.queries import ObservedQueries
+
+
+class Pruning(Part, ABC):
+    """What keeps part of each selection of any index: its hyper-parameters, a frozen dataclass."""
+
+    role: ClassVar[str] = "prune"
+
+    @abstractmethod
+    def build(self, index: Index, shape: LayerShape, gqa: str) -> Index:
+        """An index around that of one layer, which prunes its selections. gqa: how the heads of a group share its search."""
+
+    @abstractmethod
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        """Device bytes that pruning adds for one sequence with `tokens` tokens in its retrieval zone."""
 
 
 class IndexAround(Index):

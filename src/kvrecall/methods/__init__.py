@@ -1,4 +1,4 @@
-"""The methods: one short file per paper, each a dataclass of documented hyper-parameters.
+"""The methods: one short file per paper, each a dataclass of documented hyper-parameters. `baselines` has the compared ones.
 
 `kvrecall.methods.get("quest", top_k=512)` and `kvrecall.methods.Quest(top_k=512)` are the same; classes are imported
 on first use.

@@ -9,12 +9,11 @@ from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
+from kvrecall.index.around import Pruning
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.completed import CompletedIndex, completed_nbytes
-from kvrecall.index.pruned import PrunedIndex, pruned_nbytes
 from kvrecall.methods.compose import check
 from kvrecall.select.rest import PageMeans
-from kvrecall.select.top_p import TopP
 from kvrecall.static.choice import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 from kvrecall.trigger.speculative import Speculative
@@ -121,7 +120,7 @@ class Method:
         """The trigger of a published system."""
         return EveryStep()
 
-    def own_prune(self) -> TopP | None:
+    def own_prune(self) -> Pruning | None:
         """What a published system keeps of a selection; None: all of it."""
         return None
 
@@ -148,7 +147,7 @@ class Method:
         """The static set that is used."""
         return self.own_static() if self.static is None else self.static
 
-    def prune_config(self) -> TopP | None:
+    def prune_config(self) -> Pruning | None:
         """The pruning that is used."""
         return self.own_prune() if self.prune is None else self.prune
 
@@ -180,7 +179,7 @@ class Method:
             return None
         index = config.build(replace(shape, zone_start=self.sink_tokens))
         if prune is not None:
-            index = PrunedIndex(index, shape, prune, config.gqa)
+            index = prune.build(index, shape, config.gqa)
         return index if rest is None else CompletedIndex(index, shape, rest)
 
     def build_trigger(self, sequences: int, layer: int) -> Trigger:
@@ -192,7 +191,7 @@ class Method:
         config, prune, rest = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return 0
-        more = 0 if prune is None else pruned_nbytes(shape, prune, tokens)
+        more = 0 if prune is None else prune.nbytes(shape, tokens)
         more += 0 if rest is None else completed_nbytes(shape, rest, tokens)
         return config.nbytes(shape, tokens) + more
 

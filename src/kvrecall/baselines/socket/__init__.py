@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.index.hashing.soft import SoftHashConfig
+from kvrecall.baselines.socket.index import SoftHashConfig
 from kvrecall.methods.base import Method
 
 

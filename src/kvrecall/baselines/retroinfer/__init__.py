@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvrecall.baselines.retroinfer.index import EstimatingConfig
 from kvrecall.fetch import Direct
-from kvrecall.index.clusters.estimation import EstimatingConfig
 from kvrecall.methods.base import Method
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvrecall.baselines.shadowkv.outliers import OutlierPages
 from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Direct
 from kvrecall.index.pages import PageConfig
 from kvrecall.methods.base import Method
-from kvrecall.static.outliers import OutlierPages
 
 
 @dataclass(frozen=True, kw_only=True)

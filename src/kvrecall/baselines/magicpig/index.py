@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape
-from kvrecall.index.hashing.codes import check_tables, hash_codes, hyperplanes
+from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes
 from kvrecall.index.trained import TrainedIndex
 
 _COMPARED_TOKENS = 2048

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvrecall.baselines.twilight.index import TopP
 from kvrecall.index.pages import PageConfig
 from kvrecall.methods.base import Method
-from kvrecall.select.top_p import TopP
 
 
 @dataclass(frozen=True, kw_only=True)

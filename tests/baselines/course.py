@@ -1,55 +1,15 @@
-"""The baselines with small parts, in one way of sharing a search each, for the invariants and their own tests."""
+"""One sequence of a small layer, stepped beside loops that say what a method selects and gives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrecall import methods
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.methods import Method
-from tests.one_layer import ZONES, dense, layer, normal, params
-
-SMALL: dict[str, dict[str, Any]] = {
-    "arkvale": {"page_tokens": 4},
-    "freekv": {"page_tokens": 4, "threshold": 0.05},
-    "h2o": {},
-    "magicpig": {"bits": 4, "tables": 12, "dense_layers": ()},
-    "pqcache": {"bits": 3},
-    "quest": {"page_tokens": 3, "dense_layers": ()},
-    "raas": {"page_tokens": 3},
-    "retroinfer": {"cluster_tokens": 4, "stretch_tokens": 32},
-    "shadowkv": {"page_tokens": 2, "outlier_pages": 2},
-    "snapkv": {"window_tokens": 8},
-    "snapkv+": {"window_tokens": 8, "refresh_interval": 6},
-    "socket": {"bits": 6, "tables": 20},
-    "streaming": {"top_k": 0},
-    "twilight": {"page_tokens": 3, "dense_layers": (), "p": 1.0},
-}
-"""Parameters by name; all registered baselines are here."""
-
-KEEPS_NOTHING = ("streaming",)
-"""Whatever the budget, the retrieval zone is not attended."""
-SAMPLES = ("magicpig",)
-"""A search returns what chance returns, at most the budget; a sample of a zone that the budget covers is not the zone."""
-CHOSEN_ONCE = ("snapkv", "snapkv+")
-"""No search: the zone is attended as far as it was chosen, so tokens that arrive after the choice are not."""
-
-
-def small(name: str, **changes: Any) -> Method:
-    """A baseline with small zones and parts."""
-    return methods.get(name, **{**ZONES, **SMALL[name], **changes})
-
-
-def baselines(top_k: int) -> dict[str, Method]:
-    """Every baseline with a budget of `top_k` tokens."""
-    made = {name: small(name, **({} if name in KEEPS_NOTHING else {"top_k": top_k})) for name in SMALL}
-    return made | {
-        f"{name}-per_head": small(name, top_k=top_k, gqa="per_head") for name in ("quest", "h2o", "raas", "twilight", "socket")
-    }
+from tests.one_layer import dense, layer, normal, params
 
 
 class Course:
@@ -129,3 +89,18 @@ def shared(scores: Tensor, mode: str, scaling: float) -> list[float]:
     """Ranking score of a group from its heads' float64 scores `[3, U]`."""
     shares = (scores * scaling).softmax(-1)
     return (shares.mean(0) if mode == "mean_softmax" else shares.amax(0)).tolist()
+
+
+def resident_plus(course: Course, zone: list[list[int]], out: torch.Tensor) -> None:
+    assert course.found() == zone
+    torch.testing.assert_close(out, course.expected(zone), atol=1e-5, rtol=1e-5)
+
+
+def weighted(course: Course, head: int, terms: list[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """Attention `[D]` of a query head over what is resident and over terms of (key, value, logarithm of the weight)."""
+    total, h = course.keys.shape[1], head // 3
+    for at in [*range(course.sink), *range(course.sink + course.zone, total)]:
+        terms = [*terms, (course.keys[h, at].double(), course.values[h, at].double(), 0.0)]
+    query = course.queries[head, -1].double()
+    logits = torch.stack([key @ query * course.dim**-0.5 + bias for key, _, bias in terms])
+    return (logits.softmax(0) @ torch.stack([value for _, value, _ in terms])).float()

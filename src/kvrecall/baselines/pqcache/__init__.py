@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvrecall.baselines.pqcache.index import ProductConfig
 from kvrecall.fetch import Staged
-from kvrecall.index.product import ProductConfig
 from kvrecall.methods.base import Method
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.index.milestones import MilestoneConfig
+from kvrecall.baselines.raas.index import MilestoneConfig
 from kvrecall.methods.base import Method
 
 

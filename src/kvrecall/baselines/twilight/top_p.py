@@ -1,36 +1,11 @@
-"""Twilight's budget: of the tokens that a search found, the fewest that hold a share p of their attention."""
+"""Twilight's rule: of the tokens that a search found, the fewest that hold a share p of their attention."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvrecall.core.errors import ParameterError
-from kvrecall.parts import Part
 from kvrecall.select.topk import union_rows
-
-
-@dataclass(frozen=True)
-class TopP(Part):
-    """p: share of the estimated attention to what the search found, in (0, 1]; 1 keeps everything. bits: of the key codes that
-    the estimate reads, 2 to 8 (Twilight: 4; up to 4 take half a byte). `top_k` bounds what the search finds, so it is the most
-    that a step attends to.
-    """
-
-    role: ClassVar[str] = "prune"
-    name: ClassVar[str] = "top-p"
-
-    p: float = 0.85
-    bits: int = 4
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.p, int | float) or not 0 < self.p <= 1:
-            raise ParameterError("p", "a share in (0, 1]", self.p, "Twilight uses 0.85 for Llama 3.1.")
-        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise ParameterError("bits", "an integer in 2 .. 8", self.bits, "Twilight uses 4.")
 
 
 def top_p_positions(shares: Tensor, p: float) -> Tensor:

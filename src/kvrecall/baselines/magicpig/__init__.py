@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.index.hashing.sampling import SamplingConfig
+from kvrecall.baselines.magicpig.index import SamplingConfig
 from kvrecall.methods.base import Method
 
 

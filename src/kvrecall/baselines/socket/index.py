@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrecall.cache.rows_ahead import zone_rows
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
-from kvrecall.index.hashing.codes import check_tables, hash_codes, hyperplanes, patterns
+from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes, patterns
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TokenIndex
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.index.accumulated import AccumulatedConfig
+from kvrecall.baselines.h2o.index import AccumulatedConfig
 from kvrecall.methods.base import Method
 
 

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvrecall.baselines.twilight.quantised import Quantised, code_bytes, quantise, restore
+from kvrecall.baselines.twilight.top_p import prune
+from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.around import IndexAround
+from kvrecall.index.around import IndexAround, Pruning
 from kvrecall.index.base import Index, LayerShape, stack_selections
-from kvrecall.index.quantised import Quantised, code_bytes, quantise, restore
 from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import search_queries
-from kvrecall.select.top_p import TopP, prune
+
+
+@dataclass(frozen=True)
+class TopP(Pruning):
+    """p: share of the estimated attention to what the search found, in (0, 1]; 1 keeps everything. bits: of the key codes that
+    the estimate reads, 2 to 8 (Twilight: 4; up to 4 take half a byte). `top_k` bounds what the search finds, so it is the most
+    that a step attends to.
+    """
+
+    name: ClassVar[str] = "top-p"
+
+    p: float = 0.85
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.p, int | float) or not 0 < self.p <= 1:
+            raise ParameterError("p", "a share in (0, 1]", self.p, "Twilight uses 0.85 for Llama 3.1.")
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise ParameterError("bits", "an integer in 2 .. 8", self.bits, "Twilight uses 4.")
+
+    def build(self, index: Index, shape: LayerShape, gqa: str) -> PrunedIndex:
+        return PrunedIndex(index, shape, self, gqa)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return shape.kv_heads * tokens * (code_bytes(shape.head_dim, self.bits) + 8)
 
 
 class PrunedIndex(IndexAround):
@@ -62,8 +89,3 @@ class PrunedIndex(IndexAround):
         at = ids.long().clamp_min(0).unsqueeze(-1)
         tables = (table.view(sequence) for table in self._tables)
         return restore(Quantised(*(rows.gather(1, at.expand(-1, -1, rows.shape[2])) for rows in tables)), self._config.bits)
-
-
-def pruned_nbytes(shape: LayerShape, config: TopP, tokens: int) -> int:
-    """Device bytes that pruning adds per sequence."""
-    return shape.kv_heads * tokens * (code_bytes(shape.head_dim, config.bits) + 8)
