@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvrecall.bench import gpu_layer
+from benchmarks import gpu_layer
 from kvrecall.methods.base import Method
 from kvrecall.methods.freekv import FreeKV
 from kvrecall.methods.louiskv import LouisKV
