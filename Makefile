@@ -47,7 +47,7 @@ format: $(STAMP) ## Fix style and formatting
 	$(BIN)/ruff format .
 
 bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
-	$(BIN)/python -m kvrecall.bench.cpu_layer $(ARGS)
+	$(BIN)/python -m benchmarks.cpu_layer $(ARGS)
 
 bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model on a CUDA GPU
 	@set -e; for name in layer methods ops decode prefill; do \

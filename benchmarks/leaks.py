@@ -1,6 +1,6 @@
 """Does decoding leak? Resources of one process over thousands of decode steps and hundreds of calls of `engine.generate`.
 
-    PYTHONPATH=src python3 benchmarks/leaks.py [--methods pariskv,quest] [--device cuda] [--out FILE.csv]
+    PYTHONPATH=src python3 -m benchmarks.leaks [--methods pariskv,quest] [--device cuda] [--out FILE.csv]
 
 Per method, with a random model of two layers:
   steps     5,000 decode steps in one `attach` block; the cache is cut back every 50 steps, so that it does not grow
@@ -159,7 +159,8 @@ def tiny_model(device: torch.device) -> Any:
         hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128,
         vocab_size=320, max_position_embeddings=8192, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = LlamaForCausalLM(config).eval()
+    torch.nn.Module.to(model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
     return model
@@ -301,7 +302,7 @@ def _can_capture(model: Any, method: Any) -> bool:
 
 def write(path: Path, findings: list[Finding]) -> None:
     """The findings with what they were measured on, by the ending of the name."""
-    from kvrecall.bench.rows import environment, write_csv
+    from benchmarks.rows import environment, write_csv
 
     if path.suffix == ".json":
         rows = [{**vars(each), "leaks": each.leaks} for each in findings]

@@ -16,12 +16,15 @@ HEADING = "## Every file\n\n"
 
 
 def lines() -> list[str]:
-    """One Markdown line per Python file of the package."""
+    """One Markdown line per Python file of the package and of the benchmarks."""
+    package = ROOT / "src" / "kvrecall"
+    named = [(path, path.relative_to(package)) for path in sorted(package.rglob("*.py"))]
+    named += [(path, path.relative_to(ROOT)) for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
     found = []
-    for path in sorted((ROOT / "src" / "kvrecall").rglob("*.py")):
+    for path, name in named:
         docstring = ast.get_docstring(ast.parse(path.read_text())) or "(package marker)"
         first = " ".join(docstring.split("\n\n")[0].split())
-        found.append(f"* `{path.relative_to(ROOT / 'src' / 'kvrecall')}`: {first}")
+        found.append(f"* `{name}`: {first}")
     return found
 
 

@@ -18,12 +18,12 @@ from scripts.tables.bench import decode, layers
 from scripts.tables.bench.rows import FOLDER, Row, Table, number, tokens
 from scripts.tables.common import ROOT
 
-from kvrecall.bench import moved
-from kvrecall.bench.bandwidth import Bandwidths
-from kvrecall.bench.gpu_layer import CONFIGS as LAYER_CONFIGS
-from kvrecall.bench.gpu_layer import SHAPES as LAYER_SHAPES
-from kvrecall.bench.models import COMPILED, FULL, SHAPES
-from kvrecall.bench.moved import Heads, Moved
+from benchmarks import moved
+from benchmarks.bandwidth import Bandwidths
+from benchmarks.gpu_layer import CONFIGS as LAYER_CONFIGS
+from benchmarks.gpu_layer import SHAPES as LAYER_SHAPES
+from benchmarks.models import COMPILED, FULL, SHAPES
+from benchmarks.moved import Heads, Moved
 
 FIGURES = ROOT / "docs" / "figures"
 SHEET = Bandwidths(device=4.8e6, bus=63e3, by="data sheet")

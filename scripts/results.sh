@@ -15,7 +15,7 @@ mkdir -p "$folder"
 [ -z "${GROW_GIB:-}" ] || "$python" -c "import sys; len(b'1' * (int(sys.argv[1]) << 30))" "$GROW_GIB" &
 grown=$!
 # CTkvr reranks on the CPU: compiled once here, and not by every process.
-"$python" -m kvrecall.bench.cpu_layer --shapes smollm2 --tokens 2048 --dtypes bfloat16 --methods ctkvr --seconds 0.1 --out "$folder/warm.csv" > /dev/null 2>&1 &
+"$python" -m benchmarks.cpu_layer --shapes smollm2 --tokens 2048 --dtypes bfloat16 --methods ctkvr --seconds 0.1 --out "$folder/warm.csv" > /dev/null 2>&1 &
 warm=$!
 echo "preparing the model"
 time "$python" -c 'from kvrecall.models import load; import sys; load(sys.argv[1], "bfloat16", "cpu")' "$model"

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
 FILES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 COMMON = {"core", "parts"}
 STAGES = {
     "cache": set(),
@@ -23,7 +24,7 @@ STAGES = {
     "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
-DRIVERS = {"layer", "methods", "baselines", "engine", "backends", "models", "cli", "bench", "evaluate"}
+DRIVERS = {"layer", "methods", "baselines", "engine", "backends", "models", "cli", "evaluate"}
 """What may see several stages."""
 DRIVER_FILES = {"static/sets.py"}
 """A static set is judged by an index, read from the cache and fetched ahead."""
@@ -103,6 +104,16 @@ for name in {modules!r}:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+def test_the_wheel_needs_nothing_that_stays_in_the_repository() -> None:
+    """`kvrecall bench` alone asks for `benchmarks`, after it has looked for a clone."""
+    for path in FILES:
+        tree = ast.walk(ast.parse(path.read_text()))
+        named = {(node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+                 for node in tree if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
+        found = {name.split(".")[0] for name in named} & {"benchmarks", "notebook", "scripts", "tests"}
+        assert found == ({"benchmarks"} if path == PACKAGE / "cli" / "bench.py" else set()), path.relative_to(PACKAGE)
+
+
 def _home(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -116,7 +127,7 @@ def test_references_import_no_kernel() -> None:
         assert "numba" not in text and "triton" not in text
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
@@ -129,7 +140,9 @@ def test_the_median_file_is_short() -> None:
 def test_architecture_page_names_every_file_with_one_line() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Every file")[1]
     listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("* `")]
-    assert sorted(listed) == [str(p.relative_to(PACKAGE)) for p in FILES]
+    assert sorted(listed) == sorted(
+        [str(p.relative_to(PACKAGE)) for p in FILES] + [str(p.relative_to(ROOT)) for p in BENCHMARKS]
+    )
     assert all(len(line.split("`: ", 1)[1]) > 10 for line in page.splitlines() if line.startswith("* `"))
 
 

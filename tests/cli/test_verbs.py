@@ -12,8 +12,7 @@ import torch
 from kvrecall import cli as package
 from kvrecall import engine, models
 from kvrecall.cli.report import seconds, size
-from kvrecall.core.errors import ModelFilesError, ParameterError
-from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
+from kvrecall.core.errors import ModelFilesError
 from tests.cli.conftest import Cli
 
 VERBS = [
@@ -119,7 +118,6 @@ def test_mistakes_of_ours_are_not_hidden(cli: Cli, tiny: Path, monkeypatch: pyte
 
 
 def test_exhausted_device_memory_is_one_line(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
 
     def exhausted(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -161,52 +159,3 @@ def test_sizes_and_times() -> None:
         "unknown",
     ]
     assert [seconds(t) for t in (0.0031, 12.34)] == ["3.1 ms", "12.3 s"]
-
-
-@pytest.mark.parametrize(
-    ("verb", "what"),
-    [("layer", "configs"), ("decode", "configs"), ("prefill", "configs"), ("ops", "ops"), ("methods", "systems")],
-)
-def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "CUDA GPU" in cli.error("bench", verb)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "unknown configuration 'papers'" in cli.error("bench", verb, f"--{what}", "papers")
-    assert "unknown shape '70b'" in cli.error("bench", verb, "--shape", "70b")
-    assert "1.5k" in cli.error("bench", verb, "--context", "1.5k")
-
-
-def test_bench_names_all_configurations_and_shapes() -> None:
-    from kvrecall.bench import gpu_layer, models
-    from kvrecall.cli import bench
-
-    assert sorted(bench.LAYER_CONFIGS) == sorted(gpu_layer.CONFIGS)
-    assert sorted(bench.LAYER_CONFIGS + bench.MODEL_CONFIGS) == sorted(models.CONFIGS)
-    assert (tuple(gpu_layer.SHAPES), tuple(models.SHAPES)) == (bench.LAYER_SHAPES, bench.MODEL_SHAPES)
-
-
-def test_bench_of_whole_models_says_which_layers_and_sides_there_are(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for verb in ("decode", "prefill"):
-        assert "numbers such as 8 or 8,16" in cli.error("bench", verb, "--layers", "8,")
-        assert "numbers such as 8 or 8,16" in cli.error("bench", verb, "--layers", "0")
-    assert "unknown side 'ours'" in cli.error("bench", "decode", "--side", "ours")
-
-
-def test_bench_decode_hands_over_its_trace_and_tells_what_it_measures(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvrecall.bench import gpu_decode
-
-    def measure(*arguments: object, trace: Trace) -> None:
-        asked.append((*arguments, trace.info.model))
-        raise ParameterError("here", "no further", "this far", "That was the test.")
-
-    asked: list[tuple[object, ...]] = []
-    layer = LayerTrace(*(torch.ones(1, tokens, 128) for tokens in (9, 9, 1, 4)))
-    Trace(TraceInfo("m", 8, 1, 0.1, (0,)), {0: layer}).save(tmp_path / "t")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(gpu_decode, "measure", measure)
-    told = cli("bench", "decode", "--trace", tmp_path / "t", "--context", "1k", "--side", "retrieval").stderr
-    assert asked == [("llama-3.1-8b", None, 1024, 1, "product+traced", 600, "retrieval", "m")]
-    assert told.splitlines()[0] == "measuring llama-3.1-8b 1024 1 product+traced 600 retrieval" and "tensor" not in told

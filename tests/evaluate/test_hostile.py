@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrecall.bench.rows import write_csv
+from benchmarks.rows import write_csv
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.answers import boxed, final_choice, final_number, same_answer
 from kvrecall.evaluate.conditions import conditions

@@ -175,7 +175,7 @@ def test_a_step_in_branches_is_the_undivided_one(name: str, monkeypatch: pytest.
 
 
 def test_the_stages_that_are_timed_alone_are_a_step() -> None:
-    from kvrecall.bench.gpu_layer import Bench
+    from benchmarks.gpu_layer import Bench
 
     layer = state(METHODS["balanced"], 2)
     start(layer, [90, 61])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from benchmarks import first_step
+from benchmarks.first_step import TOLERANCE, Watched, agree, check_step
+from benchmarks.given import Asking, Turning
+from benchmarks.gpu_layer import COSINE
 from kvrecall import engine
-from kvrecall.bench import first_step
-from kvrecall.bench.first_step import TOLERANCE, Watched, agree, check_step
-from kvrecall.bench.given import Asking, Turning
-from kvrecall.bench.gpu_layer import COSINE
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

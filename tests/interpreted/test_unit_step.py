@@ -15,7 +15,7 @@ from kvrecall.static.choice import StaticSet
 from tests.layers import DIM, PARAMS, ZONES, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.bench.gpu_unit_step import UnitStep
+from benchmarks.gpu_unit_step import UnitStep
 
 METHODS = {
     "prkv": kvrecall.PRKV(top_k=24, page_tokens=4, **ZONES),

@@ -14,7 +14,7 @@ from math import isnan
 from scripts.tables.bench.rows import Row, number, tokens
 from scripts.tables.common import markdown
 
-from kvrecall.bench.models import COMPILED, FULL, SHAPES
+from benchmarks.models import COMPILED, FULL, SHAPES
 
 
 def kind(config: str) -> str:

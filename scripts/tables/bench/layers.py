@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripts.tables.bench.rows import Row, number, tokens
 from scripts.tables.common import markdown
 
-from kvrecall.bench.gpu_layer import SHAPES
+from benchmarks.gpu_layer import SHAPES
 
 STAGES = {
     "tables_us": "queries, tables", "scan_us": "scan", "compact_us": "compact", "rerank_us": "rerank", "top_us": "top-k",

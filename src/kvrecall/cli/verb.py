@@ -16,7 +16,7 @@ from kvrecall.cli import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED
 from kvrecall.cli.screen import discard_stdout, notes, printable
 from kvrecall.core.errors import KVRecallError
 
-__all__ = ["Result", "notes", "status", "verb"]
+__all__ = ["Result", "notes", "status", "told", "verb"]
 
 P = ParamSpec("P")
 Result = dict[str, Any]
@@ -26,40 +26,50 @@ def verb(run: Callable[P, Result]) -> Callable[P, None]:
     """Makes a command of a function that returns its result and has a parameter `as_json`.
 
     With --json the result is the only thing on standard output; whatever a library prints there meanwhile goes to standard
-    error. A `KVRecallError`, and what the system says about a file, become one line and exit code 2, Ctrl-C exit code 130. Who
-    reads the output and stops (`| head`) ends a verb without a word and with exit code 141, as other programs.
+    error. Errors end it as `told` says.
     """
 
     @functools.wraps(run)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("as_json"))
-        try:
+        with told(as_json):
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
                 result = run(*args, **kwargs)
             if as_json:
                 print(json.dumps(result, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode())
             sys.stdout.flush()  # here, where a full disk can still be told
-        except KeyboardInterrupt:
-            _tell("interrupted")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:
-            discard_stdout()
-            raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        except Exception as error:
-            shown = _shown(error)
-            if shown is None:
-                raise
-            try:
-                if as_json:
-                    print(json.dumps({"error": {"type": type(error).__name__, "message": shown}}), flush=True)
-                else:
-                    _tell(f"error: {shown}", "red")
-            except OSError:  # standard output itself cannot be written
-                _tell(f"error: {shown}", "red")
-            discard_stdout()
-            raise typer.Exit(EXIT_ERROR) from None
 
     return command
+
+
+@contextlib.contextmanager
+def told(as_json: bool) -> Iterator[None]:
+    """Ends the process as a verb does when its body raises; as_json: errors are told on standard output, as JSON.
+
+    A `KVRecallError`, and what the system says about a file, become one line and exit code 2, Ctrl-C exit code 130. Who
+    reads the output and stops (`| head`) ends a verb without a word and with exit code 141, as other programs.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        discard_stdout()
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    except Exception as error:
+        shown = _shown(error)
+        if shown is None:
+            raise
+        try:
+            if as_json:
+                print(json.dumps({"error": {"type": type(error).__name__, "message": shown}}), flush=True)
+            else:
+                _tell(f"error: {shown}", "red")
+        except OSError:  # standard output itself cannot be written
+            _tell(f"error: {shown}", "red")
+        discard_stdout()
+        raise typer.Exit(EXIT_ERROR) from None
 
 
 def _tell(said: str, style: str = "") -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvrecall.bench import first_step, full_decode, gpu_decode, gpu_prefill, models
-from kvrecall.bench.bandwidth import Bandwidths
-from kvrecall.bench.first_step import COMPILED_TOLERANCE, check_compiled
-from kvrecall.bench.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
-from kvrecall.bench.given import Gaussian, Traced, Turning
-from kvrecall.bench.gpu_decode import Retrieval
-from kvrecall.bench.moved import weight_bytes
+from benchmarks import first_step, full_decode, gpu_decode, gpu_prefill, models
+from benchmarks.bandwidth import Bandwidths
+from benchmarks.first_step import COMPILED_TOLERANCE, check_compiled
+from benchmarks.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
+from benchmarks.given import Gaussian, Traced, Turning
+from benchmarks.gpu_decode import Retrieval
+from benchmarks.moved import weight_bytes
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 

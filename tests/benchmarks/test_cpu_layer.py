@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrecall.bench import cpu_layer
-from kvrecall.bench.rows import write_csv
+from benchmarks import cpu_layer
+from benchmarks.rows import write_csv
 
 
 def test_a_row_holds_both_sides_and_their_ratio(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from scripts.tables.bench.rows import FOLDER, Table
 
-from kvrecall.bench import gpu_layer, gpu_methods, gpu_ops, moved, rows
-from kvrecall.bench.bandwidth import Bandwidths, Traffic, best, bus_traffic, device_traffic
-from kvrecall.bench.checks import CheckError, require
-from kvrecall.bench.gpu_time import percentiles
-from kvrecall.bench.models import CONFIGS, SHAPES
-from kvrecall.bench.moved import Heads, Moved
+from benchmarks import gpu_layer, gpu_methods, gpu_ops, moved, rows
+from benchmarks.bandwidth import Bandwidths, Traffic, best, bus_traffic, device_traffic
+from benchmarks.checks import CheckError, require
+from benchmarks.gpu_time import percentiles
+from benchmarks.models import CONFIGS, SHAPES
+from benchmarks.moved import Heads, Moved
 
 EIGHT_B = Heads(32, 8, 128)
 
@@ -100,7 +100,7 @@ def test_rows_say_which_versions_made_them(tmp_path: Path) -> None:
 
 
 def test_a_check_holds_without_asserts() -> None:
-    program = "from kvrecall.bench.checks import require\nassert False\nrequire(False, 'other ids')"
+    program = "from benchmarks.checks import require\nassert False\nrequire(False, 'other ids')"
     run = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True)
     assert run.returncode and "CheckError: other ids" in run.stderr
     require(True, "")

@@ -1,6 +1,6 @@
 """One attention layer, one decode step, on the CPU: retrieval against dense attention over the same keys and values.
 
-    python -m kvrecall.bench.cpu_layer [--shapes 8b] [--tokens 4096,16384] [--methods pariskv,prkv] [--out FILE]
+    python -m benchmarks.cpu_layer [--shapes 8b] [--tokens 4096,16384] [--methods pariskv,prkv] [--out FILE]
 
 The dense side is the faster of two calls of torch's scaled_dot_product_attention: `enable_gqa=True`, and the query heads of a
 group folded into the query dimension so that each KV head is read once. Keys are Gaussian: the search's cost depends on how
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.checks import require
+from benchmarks.rows import Timing, write_csv
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.checks import require
-from kvrecall.bench.rows import Timing, write_csv
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidIndex

@@ -12,8 +12,8 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
+from benchmarks import gpu_layer
 from kvrecall.baselines.freekv import FreeKV
-from kvrecall.bench import gpu_layer
 from kvrecall.methods.base import Method
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.prkv import PRKV

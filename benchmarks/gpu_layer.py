@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.bandwidth import bandwidths
+from benchmarks.checks import require
+from benchmarks.gpu_time import Times, timed
+from benchmarks.moved import Heads, Moved, stages, total
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.bandwidth import bandwidths
-from kvrecall.bench.checks import require
-from kvrecall.bench.gpu_time import Times, timed
-from kvrecall.bench.moved import Heads, Moved, stages, total
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import StepPlan, pack
@@ -163,7 +163,7 @@ class Bench:
         self.parity.copy_(1 - self.parity)
 
     def moved(self) -> dict[str, Moved]:
-        """Bytes per layer of each stage that `kvrecall.bench.moved` knows, every selected row read from the host."""
+        """Bytes per layer of each stage that `benchmarks.moved` knows, every selected row read from the host."""
         return stages(self.method, Heads(self.query_heads, self.heads, self.dim), self.plan.zones[0])
 
     def rows_read(self) -> float:

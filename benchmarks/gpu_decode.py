@@ -33,16 +33,16 @@ from math import isnan, nan
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks import moved
+from benchmarks.bandwidth import bandwidths
+from benchmarks.first_step import check_compiled, check_step
+from benchmarks.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
+from benchmarks.given import Gaussian, Traced, Turning
+from benchmarks.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.cache import ModelSignature
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.memory import free_device_bytes, layer_bytes
-from kvrecall.bench import moved
-from kvrecall.bench.bandwidth import bandwidths
-from kvrecall.bench.first_step import check_compiled, check_step
-from kvrecall.bench.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
-from kvrecall.bench.given import Gaussian, Traced, Turning
-from kvrecall.bench.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape

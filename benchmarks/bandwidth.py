@@ -15,7 +15,7 @@ from math import isnan, nan
 import torch
 from torch import Tensor
 
-from kvrecall.bench.gpu_time import timed
+from benchmarks.gpu_time import timed
 
 _DEVICE_BYTES, _BUS_BYTES = 4 << 30, 1 << 30
 _REPLAYS = 20

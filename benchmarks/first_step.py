@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.checks import require
+from benchmarks.models import attention_of, let_go
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.layer import RetrievalLayer
-from kvrecall.bench.checks import require
-from kvrecall.bench.models import attention_of, let_go
 from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import CapturedState
 from kvrecall.engine.captured.compiled import compiled_modules

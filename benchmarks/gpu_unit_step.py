@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.checks import require
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.checks import require
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.units import UnitLayer

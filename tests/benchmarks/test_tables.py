@@ -11,7 +11,7 @@ from scripts.bench_table import PAGE, page
 from scripts.tables.bench import decode
 from scripts.tables.bench.rows import FOLDER, Row, Table, number
 
-from kvrecall.bench.rows import environment
+from benchmarks.rows import environment
 
 KEYS = {
     "cpu_layer": "shape dtype tokens method", "cpu_methods": "shape dtype tokens method",
@@ -79,7 +79,7 @@ def test_a_roofline_is_no_measurement() -> None:
 def test_rows_of_today_join_the_committed_ones(name: str) -> None:
     table = Table.read(FOLDER / f"{name}.csv")
     before = [dict(row) for row in table.rows]
-    columns = [f.name for f in fields(import_module(f"kvrecall.bench.{name}").Row)] + list(environment())
+    columns = [f.name for f in fields(import_module(f"benchmarks.{name}").Row)] + list(environment())
     new = Table(columns, [dict.fromkeys(columns, "7")])
     assert new.key == table.key and table.add(new) == [" ".join(["7"] * len(new.key)) + ": added"]
     assert table.rows == [*before, new.rows[0]] and set(columns) <= set(table.columns)
@@ -89,8 +89,8 @@ def test_full_attention_is_above_its_own_bytes() -> None:
     pytest.importorskip("matplotlib")
     from scripts.bench_plot import SHEET
 
-    from kvrecall.bench import models, moved
-    from kvrecall.bench.gpu_layer import SHAPES
+    from benchmarks import models, moved
+    from benchmarks.gpu_layer import SHAPES
 
     for row in Table.read(FOLDER / "gpu_layer.csv").rows:
         bytes_read = moved.Heads(*SHAPES[row["shape"]]).cache_bytes(int(row["tokens"]))

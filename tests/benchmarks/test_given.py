@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.given import NOISE, Gaussian, Traced, Turning
 from kvrecall.backends.transformers.cache import ModelSignature
-from kvrecall.bench.given import NOISE, Gaussian, Traced, Turning
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 

@@ -28,14 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.bandwidth import bandwidths
+from benchmarks.checks import require
+from benchmarks.gpu_layer import COSINE, SHAPES, full_attention, turn
+from benchmarks.gpu_ops import layers_for
+from benchmarks.gpu_time import Times, timed
+from benchmarks.gpu_unit_step import UnitStep
+from benchmarks.moved import NOT_COUNTED, Heads, Moved
 from kvrecall.attend.reference import attend_rows
-from kvrecall.bench.bandwidth import bandwidths
-from kvrecall.bench.checks import require
-from kvrecall.bench.gpu_layer import COSINE, SHAPES, full_attention, turn
-from kvrecall.bench.gpu_ops import layers_for
-from kvrecall.bench.gpu_time import Times, timed
-from kvrecall.bench.gpu_unit_step import UnitStep
-from kvrecall.bench.moved import NOT_COUNTED, Heads, Moved
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape

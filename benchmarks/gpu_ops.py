@@ -22,10 +22,10 @@ from functools import lru_cache
 
 import torch
 
-from kvrecall.bench.bandwidth import bandwidths
-from kvrecall.bench.checks import require
-from kvrecall.bench.gpu_layer import CONFIGS, SHAPES, Bench
-from kvrecall.bench.gpu_time import timed
+from benchmarks.bandwidth import bandwidths
+from benchmarks.checks import require
+from benchmarks.gpu_layer import CONFIGS, SHAPES, Bench
+from benchmarks.gpu_time import timed
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig
@@ -166,7 +166,7 @@ def _gather(rows: int) -> Callable[[str, int], Op]:
 
 def _unit_op(name: str) -> Callable[[str, int], Op]:
     def build(shape: str, tokens: int) -> Op:
-        from kvrecall.bench import gpu_unit_ops
+        from benchmarks import gpu_unit_ops
 
         return gpu_unit_ops.build(name, shape, tokens)
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import torch
 
-from kvrecall.bench.checks import require
-from kvrecall.bench.gpu_layer import SHAPES
-from kvrecall.bench.gpu_ops import Op, layers_for
+from benchmarks.checks import require
+from benchmarks.gpu_layer import SHAPES
+from benchmarks.gpu_ops import Op, layers_for
 from kvrecall.index.pages import volume_scores
 from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
 from kvrecall.index.units import Units, fill_budget, inner_products

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "leaks.py"
+from benchmarks import leaks
+
 SMALL = ["--methods", "exact", "--steps", "100", "--calls", "10"]
 
 
-@pytest.fixture(scope="module")
-def leaks() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("leaks", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["leaks"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_nothing_leaks_and_the_rows_say_so(leaks: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_leaks_and_the_rows_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "leaks.csv"
     # A first time, so that what is imported and compiled late is there.
     leaks.main(["--methods", "exact", "--steps", "20", "--calls", "2"])
@@ -38,19 +25,19 @@ def test_nothing_leaks_and_the_rows_say_so(leaks: ModuleType, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("resource", ["resident_bytes", "objects", "files", "threads", "handlers", "registrations"])
-def test_a_leak_is_found_and_named(leaks: ModuleType, resource: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_leak_is_found_and_named(resource: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert leaks.main([*SMALL, "--inject", resource]) == 1
     assert f"exact steps: {resource}" in capsys.readouterr().out
 
 
-def test_one_outlier_is_no_leak_and_a_slow_rise_is_one(leaks: ModuleType) -> None:
+def test_one_outlier_is_no_leak_and_a_slow_rise_is_one() -> None:
     flat = [(i, 5 + (1000 if i == 20 else 0)) for i in range(25)]
     assert leaks.slope(flat) == 0
     assert leaks.slope([(i, value + 3 * i) for i, value in flat]) == pytest.approx(3, abs=0.1)
     assert leaks.slope([(i, -2 * i) for i in range(25)]) == -2
 
 
-def test_every_method_that_it_names_can_be_made(leaks: ModuleType) -> None:
+def test_every_method_that_it_names_can_be_made() -> None:
     for name in leaks.METHODS.split(","):
         zones = leaks.chosen_method(name).zone_sizes()
         assert name == "full" or zones.sink_tokens + zones.local_tokens < leaks.PROMPT_TOKENS / 2

@@ -38,10 +38,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, LlamaForCausalLM
 
+from benchmarks.checks import require
+from benchmarks.gpu_time import percentiles
+from benchmarks.models import CONFIGS, attention_of, model_of
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.bench.checks import require
-from kvrecall.bench.gpu_time import percentiles
-from kvrecall.bench.models import CONFIGS, attention_of, model_of
 from kvrecall.cache.host_pool import HostPool
 from kvrecall.engine.prefill import prefill
 from kvrecall.layer.state import LayerState

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_layer import turn
 from kvrecall.backends.transformers.cache import ModelSignature
-from kvrecall.bench.gpu_layer import turn
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import CapturedState
