@@ -9,7 +9,7 @@ from typing import Any
 from scripts.results import DEFAULT_MODEL, runs_of, specs_of
 from scripts.tables.common import ROOT, markdown
 from scripts.tables.evaluation.cases import FULL, Column, Comparison, Line, Mean, comparisons, pool
-from scripts.tables.evaluation.rows import FULL_NAME, Plan, Rows
+from scripts.tables.evaluation.rows import FULL_NAME, Answer, Plan, Rows
 
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.summary import attended_text
@@ -42,8 +42,9 @@ def methods(rows: Rows) -> str:
 
 
 def made(rows: Rows) -> str:
-    """Answers that every stage has, of those that it would have in whole."""
-    lines = []
+    """Answers that every stage has, of those that it would have in whole, and those that another stage has made anew."""
+    lines, replacing = [], _runs(rows, "replaces")
+    anew = {_asked(a) for a in rows.answers if a.run in replacing and a.method != FULL_NAME}
     for stage in rows.plan["stages"]:
         if stage.get("lane") == "trial":
             continue
@@ -54,10 +55,28 @@ def made(rows: Rows) -> str:
         for model in models:
             own = sum((a.model, a.run in runs) == (model, True) for a in rows.answers)
             own += len({(w.method, w.budget) for w in rows.windows if w.model == model and w.run in runs})
-            lines.append(
-                (stage["name"], model, ", ".join(map(_length, stage["contexts"])), f"{own} of {wanted}" if own else "none")
-            )
+            missing = 0 if runs <= replacing else _replaced(rows, stage, model, anew)
+            told = (f"{own} of {wanted}" if own else "none") + (f", {missing} made anew" if own and missing else "")
+            lines.append((stage["name"], model, ", ".join(map(_length, stage["contexts"])), told))
     return markdown(("stage", "model", "context", "answers"), lines)
+
+
+def _asked(a: Answer) -> tuple[Any, ...]:
+    """What an answer answers, and how, whichever run made it."""
+    return a.model, a.context, a.task, a.sample, a.depth, a.method, a.budget
+
+
+def _replaced(rows: Rows, stage: dict[str, Any], model: str, anew: set[tuple[Any, ...]]) -> int:
+    """How many of a stage's answers another stage has made anew, of the samples that its full attention has answered."""
+    runs = {name for name, _ in runs_of(rows.plan, stage)}
+    own = {(a.method, a.budget) for a in rows.answers if a.run in runs and a.model == model}
+    listed = {(n, int(b)) for spec, n in specs_of(rows.plan, stage, model).items() if (b := spec.rpartition("@")[2]).isdigit()}
+    return sum(
+        (*_asked(a)[:5], *column) in anew
+        for a in rows.answers
+        if a.run in runs and a.model == model and a.method == FULL_NAME
+        for column in listed - own
+    )
 
 
 def overview(rows: Rows) -> str:
@@ -125,12 +144,24 @@ def budgets(rows: Rows) -> str:
 
 
 def swept(rows: Rows) -> Iterator[tuple[str, int, Comparison]]:
-    """Comparisons of methods under several budgets: of each place, the runs of its stages with budgets alone."""
-    runs = {name for stage in rows.plan["stages"] if "budgets" in stage for name, _ in runs_of(rows.plan, stage)}
+    """Comparisons of methods under several budgets: of each place, the runs of its stages with budgets alone, and what other
+    runs have put in the place of their answers."""
+    runs, replacing = (_runs(rows, key) for key in ("budgets", "replaces"))
     for model, context in places(rows):
-        found = pool(a for a in rows.answers if (a.model, a.context) == (model, context) and a.run in runs)
+        here = [a for a in rows.answers if (a.model, a.context) == (model, context)]
+        asked = {(a.task, a.sample, a.depth) for a in here if a.run in runs}
+        swept_methods = {a.method for a in here if a.run in runs}
+        replaced = [
+            a for a in here if a.run in replacing and (a.task, a.sample, a.depth) in asked and a.method in swept_methods
+        ]
+        found = pool([a for a in here if a.run in runs] + replaced)
         for comparison in comparisons(found, list(found))[:1]:
             yield model, context, comparison
+
+
+def _runs(rows: Rows, key: str) -> set[str]:
+    """Names of the runs whose stages have a setting."""
+    return {name for stage in rows.plan["stages"] if key in stage for name, _ in runs_of(rows.plan, stage)}
 
 
 def generation(rows: Rows) -> str:
