@@ -115,17 +115,32 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class HostTable:
+    """Where the retrieval-zone rows of some sequences lie in host memory: in the blocks of one layer.
+
+    rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer. It is page-locked where a GPU reads it.
+    blocks: int32 `[B, W]` on the device that reads: entry j is the block of the tokens j * block_size and up of a sequence.
+    Entries behind a sequence's last block are block 0 and never used.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.rows.shape[2]
+
+
+@dataclass(frozen=True)
 class HostRows:
     """Selected rows that a GPU reads where they lie, in page-locked host memory.
 
-    ids: int32 `[B, H_kv, K]` on the GPU, padded with -1. dtype: of the rows.
-    table: int64 `[B, S, 3]` on the GPU: first id, address and held tokens of every segment `[H_kv, held, 2, D]`, ascending; a
-    sequence with fewer than S segments repeats its last one.
+    ids: int32 `[B, H_kv, K]` on the GPU, padded with -1. table: of the B sequences.
     """
 
     ids: Tensor
-    table: Tensor
-    dtype: torch.dtype
+    table: HostTable
 
     @property
     def width(self) -> int:
