@@ -14,12 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrecall
-from kvrecall.cache import host_pool
+from kvrecall.cache.host_memory import Region
 from kvrecall.core import errors
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it, mend
 from tests.backends.models import tiny
+from tests.cache.rows import small_blocks
 from tests.one_layer import ZONES, layer, params
 from tests.stateful.checks import check_rows
 from tests.stateful.machine import SEARCHING
@@ -118,16 +119,16 @@ class Course:
 
 
 def test_host_rows_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, allocate, calls = tiny("llama", num_hidden_layers=2), host_pool.allocate, [0, 0]
+    model, give, calls = tiny("llama", num_hidden_layers=2), Region.give, [0, 0]
 
-    def refusing(*args: Any) -> torch.Tensor:
+    def refusing(self: Region, pieces: int) -> None:
         calls[0] += 1
         if calls[0] == calls[1]:
             raise MemoryError if calls[0] % 2 else OSError(12, "Cannot allocate memory")
-        return allocate(*args)
+        give(self, pieces)
 
-    monkeypatch.setattr(host_pool, "allocate", refusing)
-    monkeypatch.setattr(host_pool.HostPool.__init__, "__kwdefaults__", {"pin": False, "segment_tokens": 30})
+    monkeypatch.setattr(Region, "give", refusing)
+    small_blocks(monkeypatch)
     with torch.no_grad(), kvrecall.attach(model):
         plain = Course(model)
         for part in plain.parts:

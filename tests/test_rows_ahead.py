@@ -1,4 +1,4 @@
-"""Keys come back from the host whole and in order, from whichever segments they lie in."""
+"""Keys come back from the host whole and in order, from whichever blocks they lie in."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import pytest
 import torch
 
 from kvrecall.cache import rows_ahead
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.rows_ahead import pieces_ahead, read_keys
 from kvrecall.cache.transfer import bring_keys
+from kvrecall.cache.zone_rows import ZoneRows
+from tests.cache.rows import fork, zone_of
 from tests.strategies import gaussian
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def pool_of(rows: torch.Tensor, pin: bool) -> HostPool:
-    """Segments of 40 rows, one that was closed early by a fork, and one with room behind its last row."""
-    pool = HostPool(2, 64, rows.dtype, pin=pin, segment_tokens=40)
+def pool_of(rows: torch.Tensor, pin: bool) -> ZoneRows:
+    """Blocks of 32 rows, one that was copied after a fork, and one with room behind its last row."""
+    pool = zone_of(2, 64, rows.dtype, torch.device("cuda" if pin else "cpu"), block_size=32)
     for piece in rows[:, :130].split(30, 1):
         pool.append(piece)
-    fork = pool.fork()
-    fork.append(rows[:, 130:])
-    return fork
+    own = fork(pool)
+    own.append(rows[:, 130:])
+    return own
 
 
 @devices

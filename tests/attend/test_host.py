@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.attend import attend_selected, start
-from kvrecall.core.structs import Partial
+from kvrecall.core.structs import HostTable, Partial
 from kvrecall.merge import merge
 from tests.attend.dense import dense
+from tests.cache.rows import filled
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
 
 
@@ -25,14 +26,11 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def split(rows: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Rows `[H_kv, n, 2, D]` cut into segments, each a view into a longer one that holds NaN behind its rows, as a pool has."""
-    segments = []
-    for part in rows.split(lengths, 1):
-        room = torch.full((part.shape[0], part.shape[1] + 3, *part.shape[2:]), float("nan"), dtype=rows.dtype)
-        room[:, : part.shape[1]] = part
-        segments.append(room[:, : part.shape[1]])
-    return segments
+def table(rows: Tensor, block_size: int = 16) -> HostTable:
+    """Where rows `[H_kv, n, 2, D]` lie, in blocks that do not ascend."""
+    found = filled(rows, block_size=block_size).table(torch.device("cpu"))
+    assert found is not None
+    return found
 
 
 def choose(seed: int, tokens: int, counts: list[int]) -> tuple[Tensor, Tensor]:
@@ -59,22 +57,23 @@ def expected(
 @examples(40)
 @given(
     seed=SEEDS, dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from(sorted(DTYPES)), group=st.sampled_from([1, 3, 8]),
-    lengths=st.lists(st.sampled_from([1, 7, 40, 111]), min_size=1, max_size=4),
+    tokens=st.sampled_from([1, 16, 40, 111, 230]), block_size=st.sampled_from([16, 64, 256]),
     counts=st.lists(st.sampled_from([0, 1, 5, 30, 400]), min_size=1, max_size=3),
     softcap=st.sampled_from([0.0, 5.0]), scale=st.sampled_from([0.1, 1.0, 4.0]), cores=st.sampled_from([1, 2, 3, 16]),
 )  # fmt: skip
 def test_against_float64(
-    seed: int, dim: int, dtype: str, group: int, lengths: list[int], counts: list[int], softcap: float, scale: float, cores: int
-) -> None:
-    """docs/tolerances.md: 1e-5 absolute and relative, whatever the number of segments and of pieces they are split into."""
-    kv_heads, tokens = len(counts), sum(lengths)
+    seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, counts: list[int], softcap: float, scale: float,
+    cores: int,
+) -> None:  # fmt: skip
+    """docs/tolerances.md: 1e-5 absolute and relative, whatever the number of blocks and of pieces they are split into."""
+    kv_heads = len(counts)
     rows = gaussian(seed, kv_heads, tokens, 2, dim).to(DTYPES[dtype])
     queries = (scale * gaussian(seed + 1, kv_heads * group, dim)).to(DTYPES[dtype])
-    ids, real = choose(seed, tokens, counts)
+    ids, real = choose(seed, tokens, [min(tokens, n) for n in counts])
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(cores)
-        parts = attend_selected(queries, split(rows, lengths), ids, real, dim**-0.5, softcap)
+        parts = attend_selected(queries, table(rows, block_size), ids, real, dim**-0.5, softcap)
     finally:
         torch.set_num_threads(before)
     found = merge(parts)
@@ -86,12 +85,12 @@ def test_against_float64(
 
 
 @pytest.mark.parametrize("cores", [1, 2, 5, 8])
-def test_a_segment_is_split_among_the_cores(cores: int, threads: None) -> None:
+def test_rows_are_split_among_the_cores(cores: int, threads: None) -> None:
     """Two heads on eight cores: four pieces each, all of them needed, none counted twice."""
     rows, queries = gaussian(0, 2, 50, 2, 64), gaussian(1, 6, 64)
     ids, counts = choose(2, 50, [37, 3])
     torch.set_num_threads(cores)
-    parts = attend_selected(queries, [rows], ids, counts, 0.125)
+    parts = attend_selected(queries, table(rows), ids, counts, 0.125)
     assert len(parts) == max(1, cores // 2)
     out, lse = expected(queries, rows, ids, counts, 0.125, 0.0)
     found = merge(parts)
@@ -104,14 +103,14 @@ def test_a_segment_is_split_among_the_cores(cores: int, threads: None) -> None:
 def test_an_empty_selection_is_minus_infinity_and_zero(dtype: str, width: int) -> None:
     rows = gaussian(0, 2, 9, 2, 64).to(DTYPES[dtype])
     ids, counts = torch.full((2, width), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    for part in attend_selected(gaussian(1, 6, 64).to(DTYPES[dtype]), split(rows, [4, 5]), ids, counts, 0.125):
+    for part in attend_selected(gaussian(1, 6, 64).to(DTYPES[dtype]), table(rows), ids, counts, 0.125):
         assert torch.equal(part.out, torch.zeros(1, 6, 1, 64)) and (part.lse == float("-inf")).all()
 
 
 def test_one_empty_head_leaves_the_others_alone() -> None:
     rows, queries = gaussian(0, 3, 20, 2, 64), gaussian(1, 9, 64)
     ids, counts = choose(2, 20, [6, 0, 2])
-    found = merge(attend_selected(queries, split(rows, [8, 12]), ids, counts, 0.125))
+    found = merge(attend_selected(queries, table(rows), ids, counts, 0.125))
     out, _ = expected(queries, rows, ids, counts, 0.125, 0.0)
     torch.testing.assert_close(found.out.double(), out, atol=1e-5, rtol=1e-5)
     assert (found.lse[0, 3:6] == float("-inf")).all() and torch.isfinite(found.lse[0, [0, 1, 2, 6, 7, 8]]).all()
@@ -121,7 +120,7 @@ def test_large_logits_do_not_overflow() -> None:
     rows, queries = gaussian(0, 1, 63, 2, 64), gaussian(1, 2, 64)
     rows[:, :, 0] *= 1e18
     ids, counts = choose(0, 63, [63])
-    found = merge(attend_selected(queries, split(rows, [30, 33]), ids, counts, 1.0))
+    found = merge(attend_selected(queries, table(rows), ids, counts, 1.0))
     winner = (queries @ rows[0, :, 0].T).argmax(-1)
     torch.testing.assert_close(found.out[0, :, 0], rows[0, winner, 1], atol=1e-4, rtol=1e-4)
 

@@ -14,6 +14,7 @@ import torch
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.pages import PageIndex
@@ -128,16 +129,15 @@ def test_a_host_without_memory_in_the_middle_of_a_pass(monkeypatch: pytest.Monke
     method, model = METHODS["sphere"][0], tiny("llama")
     expected = answer(model, kvrecall.RetrievalCache(model.config, method), prompt())
     cache, calls = kvrecall.RetrievalCache(model.config, method), [0]
-    from kvrecall.cache import host_pool
+    give = Region.give
 
-    def allocate(*args: Any) -> torch.Tensor:
+    def refusing(self: Region, pieces: int) -> None:
         calls[0] += 1
         if calls[0] == 4:
             raise OSError(12, "Cannot allocate memory")
-        return original(*args)
+        give(self, pieces)
 
-    original = host_pool.allocate
-    monkeypatch.setattr(host_pool, "allocate", allocate)
+    monkeypatch.setattr(Region, "give", refusing)
     with pytest.raises(HostMemoryError, match="are available"):
         answer(model, cache, prompt())
     assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}

@@ -22,9 +22,9 @@ from transformers import DynamicCache
 import kvrecall
 from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.memory import as_before
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.core import errors
 from tests.backends.models import tiny
+from tests.cache.rows import small_blocks
 from tests.one_layer import ZONES
 
 MOMENTS = int(os.environ.get("KVRECALL_INTERRUPTS", "5"))
@@ -99,7 +99,7 @@ def by_thread(work: Callable[[], None], delay: float) -> bool:
 
 @pytest.mark.parametrize("how", [*SIGNALS, "thread"])
 def test_at_a_random_moment(how: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostPool.__init__, "__kwdefaults__", {"pin": False, "segment_tokens": 8})
+    small_blocks(monkeypatch)
     ended = 0
     with torch.no_grad(), kvrecall.attach(model):
         for moment in range(MOMENTS):

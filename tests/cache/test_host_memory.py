@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvrecall.cache import host_memory
-from kvrecall.cache.host_memory import allocate, staging
-from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.host_memory import Region, available_host_bytes, staging
 from kvrecall.core.errors import HostMemoryError
+from tests.cache.rows import fork, small_blocks, zone_of
 
 
 class Runtime:
@@ -48,59 +48,75 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return made
 
 
-def test_memory_is_registered_and_released_exactly_once(runtime: Runtime) -> None:
-    tensor = allocate((3, 1000, 2, 64), torch.bfloat16, pin=True)
-    assert list(runtime.live.values()) == [3 * 1000 * 2 * 64 * 2]
-    view = tensor[1, 5:7]
-    del tensor
+GPU = torch.device("cuda")
+
+
+def region(tokens: int, given: int | None = None, device: torch.device | None = GPU) -> Region:
+    """Of rows of 512 bytes, the first of which are usable."""
+    made = Region((tokens, 2, 64), torch.float32, device)
+    made.give(tokens if given is None else given)
+    return made
+
+
+def test_memory_is_registered_as_it_is_given_and_released_exactly_once(runtime: Runtime) -> None:
+    made = region(1000, 100)
+    assert list(runtime.live.values()) == [13 * mmap.PAGESIZE]  # 51,200 bytes in whole pages
+    made.give(90)
+    assert len(runtime.live) == 1
+    made.give(1000)
+    assert sum(runtime.live.values()) == 1000 * 512 and made.pinned
+    addresses = sorted(runtime.live)
+    assert addresses[0] == made.tensor.data_ptr() and addresses[1] == addresses[0] + 13 * mmap.PAGESIZE
+    view = made.tensor[500:700]
+    del made
     gc.collect()
-    assert len(runtime.live) == 1  # a view keeps it
+    assert len(runtime.live) == 2  # a view keeps it
     view.fill_(1.0)
     del view
     gc.collect()
-    assert not runtime.live and len(runtime.released) == 1
+    assert not runtime.live and len(runtime.released) == 2
 
 
-def test_a_pool_and_its_forks_release_every_segment_with_the_last_of_them(runtime: Runtime) -> None:
-    pool = HostPool(2, 8, torch.float32, pin=True, segment_tokens=4)
+def test_a_zone_and_its_forks_release_memory_with_the_last_of_them(runtime: Runtime) -> None:
+    zone = zone_of(2, 8, device=GPU)
     for _ in range(5):
-        pool.append(torch.randn(2, 3, 2, 8))
-    fork = pool.fork()
-    fork.append(torch.randn(2, 6, 2, 8))
-    own = {held.data_ptr() for _, held in pool.segments()}
-    assert set(runtime.live) > own
-    del pool
+        zone.append(torch.randn(2, 30, 2, 8))
+    other = fork(zone)
+    other.append(torch.randn(2, 60, 2, 8))
+    del zone
     gc.collect()
-    assert set(runtime.live) > own
-    fork.truncate(2)
+    assert runtime.live
+    other.truncate(2)
+    other.trim()
+    assert runtime.live and other.blocks_of_all_layers.pool.used == 1
+    del other
     gc.collect()
-    assert len(runtime.live) == 1
-    del fork
-    gc.collect()
-    assert not runtime.live and len(runtime.released) == len(set(runtime.released)) >= 4
+    assert not runtime.live and len(runtime.released) == len(set(runtime.released)) >= 1
 
 
-def test_growth_moves_no_row(runtime: Runtime) -> None:
-    pool = HostPool(2, 8, torch.float32, pin=True, segment_tokens=4)
-    pool.append(torch.randn(2, 3, 2, 8))
-    first = pool.segments()[0][1].data_ptr()
-    pool.reserve(100)
-    pool.append(torch.randn(2, 50, 2, 8))
-    assert pool.segments()[0][1].data_ptr() == first
-    assert [held.shape[1] for _, held in pool.segments()] == [4, 96]  # of exactly the announced size, and in one piece
+def test_growth_moves_no_row(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    zone = zone_of(2, 8, device=GPU)
+    zone.append(torch.randn(2, 3, 2, 8))
+    first = next(zone.blocks()).data_ptr()
+    zone.reserve(10_000)
+    zone.append(torch.randn(2, 50, 2, 8))
+    assert next(zone.blocks()).data_ptr() == first
+    assert len(runtime.live) == 2  # the first block, then all that was announced
 
 
 @pytest.mark.filterwarnings("always")
 def test_a_refusal_warns_once_and_gives_pageable_memory(runtime: Runtime) -> None:
     runtime.status = 2
-    with pytest.warns(RuntimeWarning, match=r"expected to pin 4,000 bytes, got a refusal \(CUDA error 2\).*pageable.*ulimit"):
-        tensor = allocate((1000,), torch.float32, pin=True)
+    with pytest.warns(RuntimeWarning, match=r"expected to pin 4,096 bytes, got a refusal \(CUDA error 2\).*pageable.*ulimit"):
+        tensor = region(8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pool = HostPool(2, 8, torch.float32, pin=True)
+        pool = zone_of(2, 8, device=GPU)
         rows = torch.randn(2, 30, 2, 8)
         pool.append(rows)
     assert torch.equal(pool.gather(torch.arange(30).expand(2, -1)), rows)
+    assert not tensor.pinned and pool.table(GPU) is None
     del tensor, pool
     gc.collect()
     assert not runtime.released  # what was never registered is not released
@@ -117,12 +133,12 @@ def resident_pages(tensor: torch.Tensor) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for resident pages")
 @pytest.mark.filterwarnings("ignore")
 def test_pages_are_given_before_they_are_locked_and_not_where_that_is_refused(runtime: Runtime) -> None:
-    size = (50 * mmap.PAGESIZE,)
-    assert resident_pages(allocate(size, torch.uint8, pin=True)) == 50
-    assert resident_pages(allocate(size, torch.uint8, pin=False)) == 0
+    tokens = 50 * mmap.PAGESIZE // 512
+    assert resident_pages(region(2 * tokens, tokens).tensor) == 50
+    assert resident_pages(region(tokens, device=None).tensor) == 0
     runtime.status = 2
     for _ in range(2):  # given back, then not asked for
-        assert resident_pages(allocate(size, torch.uint8, pin=True)) == 0
+        assert resident_pages(region(tokens).tensor) == 0
 
 
 def mapping_flags(tensor: torch.Tensor) -> set[str]:
@@ -141,11 +157,11 @@ def mapping_flags(tensor: torch.Tensor) -> set[str]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux about a mapping")
 def test_pages_may_be_huge_and_no_child_gets_those_that_are_locked(runtime: Runtime) -> None:
     """hg: huge pages are asked for, which sh (shared) mappings would not be given; dc: not copied when the process forks."""
-    size = (4 << 20,)
-    locked, plain = allocate(size, torch.uint8, pin=True), allocate(size, torch.uint8, pin=False)
+    locked, plain = region(8192).tensor, region(8192, device=None).tensor
     assert {"hg", "dc"} <= mapping_flags(locked)
     assert not {"hg", "dc"} & mapping_flags(plain)
     assert "sh" not in mapping_flags(locked) | mapping_flags(plain)
+    assert "nr" in mapping_flags(plain)  # address space alone is no promise of memory
 
 
 @pytest.mark.filterwarnings("always")
@@ -165,13 +181,13 @@ def test_staging_falls_back_to_pageable_memory(runtime: Runtime, monkeypatch: py
 def test_at_exit_nothing_is_released() -> None:
     program = """
 import torch
-from kvrecall.cache.host_memory import allocate
+from kvrecall.cache.host_memory import Region
 class Runtime:
     cudaHostRegister = staticmethod(lambda *_: 0)
     cudaHostUnregister = staticmethod(lambda *_: print("released"))
 torch.cuda.cudart = lambda: Runtime
-kept = allocate((1000,), torch.float32, pin=True)
-gone = allocate((1000,), torch.float32, pin=True)
+kept, gone = (Region((1000,), torch.float32, torch.device("cuda")) for _ in range(2))
+kept.give(1000), gone.give(1000)
 del gone
 print("ends")
 """
@@ -180,33 +196,63 @@ print("ends")
 
 
 def test_a_host_without_memory_says_how_much_was_needed_and_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = HostPool(2, 8, torch.float32, segment_tokens=4)
-    rows = torch.randn(2, 10, 2, 8)
-    pool.append(rows[:, :3])
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
+    small_blocks(monkeypatch)
+    zone = zone_of(2, 8)
+    rows = torch.randn(2, 100, 2, 8)
+    zone.append(rows[:, :30])
     with monkeypatch.context() as patch:
-        patch.setattr(mmap, "mmap", refuse)
-        with pytest.raises(HostMemoryError, match=r"6 tokens need 768 bytes .* are available.*nothing was stored") as caught:
-            pool.append(rows[:, 3:])  # one row would still have had room
-    assert caught.value.need_bytes == 2 * 6 * 2 * 8 * 4 and isinstance(caught.value.__cause__, OSError)
-    assert pool.length == 3
-    pool.append(rows[:, 3:])
-    assert torch.equal(torch.cat(list(pool.blocks()), 1), rows)
+        patch.setattr("kvrecall.cache.block_rows.available_host_bytes", lambda: 5000)
+        with pytest.raises(
+            HostMemoryError, match=r"80 tokens need .* 5,000 bytes .* are available.*nothing was stored"
+        ) as caught:
+            zone.append(rows[:, 30:])  # two rows would still have had room
+    assert caught.value.available_bytes == 5000 < caught.value.need_bytes
+    assert zone.length == 30
+    zone.append(rows[:, 30:])
+    assert torch.equal(torch.cat(list(zone.blocks()), 1), rows)
 
 
-def test_room_that_was_made_is_not_read() -> None:
-    pool = HostPool(2, 8, torch.float32, segment_tokens=4)
-    rows = torch.randn(2, 12, 2, 8)
-    pool.append(rows[:, :3])
-    pool.make_room(7)
-    assert [block.shape[1] for block in pool.blocks()] == [3]
-    assert torch.equal(pool.gather(torch.arange(3).expand(2, -1)), rows[:, :3])
-    pool.append(rows[:, 3:10])
-    assert torch.equal(torch.cat(list(pool.blocks()), 1), rows[:, :10])
-    pool.make_room(50)
-    assert torch.equal(pool.consolidate(60)[:, :10], rows[:, :10])
-    pool.append(rows[:, 10:])
-    assert torch.equal(torch.cat(list(pool.blocks()), 1), rows)
+def test_a_process_that_may_not_have_much_address_space_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -v`, or a system that promises no more than it has."""
+    made, real = [], mmap.mmap
+
+    def limited(number: int, count: int, **more: Any) -> Any:
+        made.append(count)
+        if count > 1 << 20:
+            raise OSError(12, "Cannot allocate memory")
+        return real(number, count, **more)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    zone = zone_of(2, 8)
+    assert made[-1] <= 1 << 20 < made[0]
+    zone.append(torch.randn(2, 1000, 2, 8))
+    with pytest.raises(HostMemoryError, match="nothing was stored"):
+        zone.append(torch.randn(2, 10_000, 2, 8))
+    assert zone.length == 1000
+
+
+def test_room_that_was_made_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    zone = zone_of(2, 8)
+    rows = torch.randn(2, 62, 2, 8)
+    zone.append(rows[:, :3])
+    zone.make_room(37)
+    assert [block.shape[1] for block in zone.blocks()] == [3]
+    assert torch.equal(zone.gather(torch.arange(3).expand(2, -1)), rows[:, :3])
+    zone.append(rows[:, 3:])
+    assert torch.equal(torch.cat(list(zone.blocks()), 1), rows)
+
+
+def test_available_memory_is_a_plausible_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    assert 2**20 < available_host_bytes() < 2**50
+    real = host_memory.Path
+    limits = {"memory.max": "3000", "memory.current": "1000"}
+
+    class Limited(type(real())):
+        def read_text(self, *args: Any, **kwargs: Any) -> str:
+            return limits[self.name] if self.name in limits else super().read_text(*args, **kwargs)
+
+    monkeypatch.setattr(host_memory, "Path", Limited)
+    assert available_host_bytes() == 2000  # the control group's limit, where it is the lower one
+    limits["memory.max"] = "max"
+    assert available_host_bytes() > 2**20

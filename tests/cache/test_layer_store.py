@@ -17,6 +17,7 @@ from torch import Tensor
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.zones import ZoneSizes
 from tests.cache.model import SequenceModel
+from tests.cache.rows import poison, small_blocks
 from tests.strategies import examples
 
 HEADS, DIM, CPU = 2, 4, torch.device("cpu")
@@ -28,12 +29,16 @@ def key(tokens: list[int]) -> Tensor:
     return (10 * ids + torch.arange(HEADS).view(-1, 1, 1) + 1).expand(-1, -1, DIM)
 
 
-def store(sequences: int, sizes: ZoneSizes, segment_tokens: int = 5) -> LayerStore:
-    """With undefined memory poisoned, and segments small enough to need many."""
+@pytest.fixture(autouse=True)
+def small_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    poison(monkeypatch)
+
+
+def store(sequences: int, sizes: ZoneSizes) -> LayerStore:
+    """With undefined memory poisoned."""
     made = LayerStore(sequences, HEADS, DIM, torch.float32, CPU, sizes)
     made.resident._kv.fill_(float("nan"))
-    for pool in made.host:
-        pool._segment_tokens = segment_tokens
     return made
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import allocate
-from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneSizes
+from tests.cache.rows import fork, poison, small_blocks, zone_of
 
 HEADS, DIM = 2, 3
 
@@ -59,18 +59,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     """As if all rows were on a GPU, and its copies slow; what was not written is NaN."""
     stream = SideStream()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr("kvrecall.cache.host_pool.send", stream.send)
-    monkeypatch.setattr(
-        "kvrecall.cache.host_pool.allocate", lambda shape, dtype, pin: allocate(shape, dtype, pin).fill_(float("nan"))
-    )
+    monkeypatch.setattr("kvrecall.cache.zone_rows.send", stream.send)
+    small_blocks(monkeypatch)
+    poison(monkeypatch)
     return stream
 
 
 def store() -> LayerStore:
-    made = LayerStore(2, HEADS, DIM, torch.float32, torch.device("cpu"), ZoneSizes(2, 4, 3))
-    for pool in made.host:
-        pool._segment_tokens = 5
-    return made
+    return LayerStore(2, HEADS, DIM, torch.float32, torch.device("cpu"), ZoneSizes(2, 4, 3))
 
 
 def read(of: LayerStore, b: int, way: int) -> Tensor:
@@ -84,10 +80,10 @@ def read(of: LayerStore, b: int, way: int) -> Tensor:
     if way == 2:
         middle = pool.gather(torch.arange(pool.length).expand(HEADS, -1))
     else:
-        middle = torch.empty(HEADS, pool.length, 2, DIM)
-        for first, held in pool.segments():  # one that was closed early has room that the next one stands for
-            count = min(held.shape[1], pool.length - first)
-            middle[:, first : first + count] = held[:, :count]
+        middle, table = torch.empty(HEADS, pool.length, 2, DIM), pool.table(torch.device("cpu"))
+        for token in range(pool.length):
+            assert table is not None
+            middle[:, token] = table.rows[table.blocks[0, token // 16], :, token % 16]
     return torch.cat([resident[:, : zones.sink], middle, resident[:, zones.sink :]], 1)
 
 
@@ -101,10 +97,10 @@ def course(seed: int, steps: int = 120) -> list[Tensor]:
             own.append_step(*(torch.randn(2, HEADS, 1, DIM, generator=numbers) for _ in range(2)), None)
             own.evict(0), own.evict(1)
         elif what < 0.7:
-            chunk = torch.randn(HEADS, draw.randrange(1, 12), DIM, generator=numbers)
+            chunk = torch.randn(HEADS, draw.randrange(1, 40), DIM, generator=numbers)
             own.append_chunk(b, chunk, -chunk)
         elif what < 0.8:
-            own.crop(b, max(0, own.zones(b).total - draw.randrange(9)))
+            own.crop(b, max(0, own.zones(b).total - draw.randrange(25)))
         elif what < 0.9:
             own = own.select(draw.choice([[0, 1], [1, 0], [1, 1], [0, 0]]))
         else:
@@ -117,24 +113,33 @@ def test_reads_wait_for_what_is_on_its_way(seed: int, late: SideStream) -> None:
     made = course(seed)
     assert late.most > 1  # some copies really waited
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrecall.cache.host_pool.send", late.send_at_once)
+        patch.setattr("kvrecall.cache.zone_rows.send", late.send_at_once)
         expected = course(seed)
     assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
     assert all(torch.isfinite(x).all() for x in made)
 
 
 def test_without_waiting_it_would_show(late: SideStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostPool, "_arrive", lambda *_, **__: None)
+    monkeypatch.setattr(BlockRows, "arrive", lambda *_, **__: None)
     assert any(not torch.isfinite(x).all() for x in course(0))
 
 
-def test_a_consolidated_pool_has_all_its_rows(late: SideStream) -> None:
-    pool, rows = HostPool(HEADS, DIM, torch.float32, segment_tokens=4), torch.randn(HEADS, 9, 2, DIM)
-    for piece in rows.split(2, 1):
-        pool.append(piece)
-    assert torch.equal(pool.consolidate(20)[:, :9], rows)
-    pool.append(rows)
-    assert torch.equal(pool.consolidate(18)[:, 9:18], rows)  # nothing to copy together, yet something to wait for
+def test_a_block_that_is_copied_has_all_its_rows(late: SideStream) -> None:
+    zone, rows = zone_of(HEADS, DIM), torch.randn(HEADS, 9, 2, DIM)
+    zone.append(rows)
+    other = fork(zone)
+    assert late.waiting
+    other.append(rows)
+    for each in (zone, other):
+        assert torch.equal(each.gather(torch.arange(9).expand(HEADS, -1)), rows)
+
+
+def test_reaching_waits_for_what_is_on_its_way(late: SideStream) -> None:
+    own, rows = store(), torch.randn(HEADS, 90, DIM)
+    own.append_chunk(0, rows, -rows)
+    assert late.waiting
+    own.reach(200)
+    assert not late.waiting
 
 
 def test_on_the_cpu_nothing_is_brought_anywhere() -> None:

@@ -8,20 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.zone_rows import ZoneRows
+from kvrecall.core.structs import HostTable
 from kvrecall.fetch import Direct, Fetched, Moved, Staged, fetch_rows, rows_at
 from kvrecall.index.base import stack_selections
+from tests.cache.rows import filled, scattered, zone_of
 from tests.strategies import SEEDS, examples, gaussian, generator
 
 CPU = torch.device("cpu")
 
 
-def pool_of(rows: Tensor, segment: int) -> HostPool:
-    """A pool of rows `[H_kv, n, 2, D]`, appended in pieces."""
-    pool = HostPool(rows.shape[0], rows.shape[3], rows.dtype, segment_tokens=segment)
+def pool_of(rows: Tensor) -> ZoneRows:
+    """A zone of rows `[H_kv, n, 2, D]`, appended in pieces."""
+    zone = zone_of(rows.shape[0], rows.shape[3], rows.dtype)
+    scattered(zone, rows.shape[1])
     for piece in rows.split(7, 1):
-        pool.append(piece)
-    return pool
+        zone.append(piece)
+    return zone
 
 
 def some_ids(seed: int, tokens: int, width: int) -> Tensor:
@@ -40,11 +43,11 @@ def assert_rows(fetched: Fetched, ids: Tensor, rows: Tensor) -> None:
 
 
 @examples(30)
-@given(seed=SEEDS, tokens=st.integers(1, 40), width=st.integers(1, 12), segment=st.integers(1, 50))
-def test_rows_are_those_of_the_ids(seed: int, tokens: int, width: int, segment: int) -> None:
+@given(seed=SEEDS, tokens=st.integers(1, 80), width=st.integers(1, 12))
+def test_rows_are_those_of_the_ids(seed: int, tokens: int, width: int) -> None:
     rows = gaussian(seed, 2, tokens, 2, 4)
     ids = some_ids(seed, tokens, width)
-    fetched, moved = fetch_rows(ids, pool_of(rows, segment), None, Direct(), CPU)
+    fetched, moved = fetch_rows(ids, pool_of(rows), None, Direct(), CPU)
     assert_rows(fetched, ids, rows)
     assert moved == Moved(int((ids >= 0).sum()), 0)
 
@@ -53,7 +56,7 @@ def test_rows_are_those_of_the_ids(seed: int, tokens: int, width: int, segment: 
 @given(seed=SEEDS, tokens=st.integers(1, 30), widths=st.lists(st.integers(1, 12), min_size=2, max_size=5))
 def test_rows_that_are_selected_again_are_not_read_again(seed: int, tokens: int, widths: list[int]) -> None:
     rows = gaussian(seed, 2, tokens, 2, 4)
-    pool = Counting(pool_of(rows, 9))
+    pool = Counting(pool_of(rows))
     before, known = None, [set(), set()]
     for number, width in enumerate(widths):
         ids, pool.read = some_ids(seed + 5 * number, tokens, width), []
@@ -67,7 +70,7 @@ def test_rows_that_are_selected_again_are_not_read_again(seed: int, tokens: int,
 
 
 def test_the_same_selection_needs_no_reading_even_without_reuse() -> None:
-    pool = Counting(pool_of(gaussian(1, 2, 9, 2, 4), 4))
+    pool = Counting(pool_of(gaussian(1, 2, 9, 2, 4)))
     ids = some_ids(3, 9, 5)
     first, _ = fetch_rows(ids, pool, None, Direct(), CPU)
     pool.read = []
@@ -78,7 +81,7 @@ def test_the_same_selection_needs_no_reading_even_without_reuse() -> None:
 
 
 def test_fetched_rows_are_copies() -> None:
-    pool = pool_of(torch.ones(2, 5, 2, 4), 8)
+    pool = pool_of(torch.ones(2, 5, 2, 4))
     fetched, _ = fetch_rows(torch.tensor([[0, 4], [1, 2]], dtype=torch.int32), pool, None, Direct(), CPU)
     fetched.rows.zero_()
     assert torch.equal(next(pool.blocks()), torch.ones(2, 5, 2, 4))
@@ -88,9 +91,8 @@ def test_fetched_rows_are_copies() -> None:
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 30])
 def test_rows_of_ids_without_padding(count: int, pinned: bool, device: str) -> None:
-    pool = HostPool(2, 64, torch.bfloat16, pin=pinned and device == "cuda", segment_tokens=20)
-    for part in gaussian(3, 2, 100, 64).unflatten(1, (50, 2)).bfloat16().split(20, 1):
-        pool.append(part)
+    rows = gaussian(3, 2, 100, 64).unflatten(1, (50, 2)).bfloat16()
+    pool = filled(rows, torch.device(device if pinned else "cpu"))
     ids = torch.stack([torch.randperm(50, generator=generator(h))[:count] for h in range(2)]).int()
     found = rows_at(ids.to(device), pool, torch.device(device))
     assert found.device.type == device and torch.equal(found.cpu(), pool.gather(ids))
@@ -99,11 +101,11 @@ def test_rows_of_ids_without_padding(count: int, pinned: bool, device: str) -> N
 class Counting:
     """A pool that remembers what was read from it."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: ZoneRows) -> None:
         self.pool, self.read = pool, []
 
-    def segments(self) -> list[tuple[int, Tensor]]:
-        return self.pool.segments()
+    def table(self, device: torch.device) -> HostTable | None:
+        return self.pool.table(device)
 
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         self.read += list(zip(heads.tolist(), ids.tolist(), strict=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvrecall.attend import reference
 from kvrecall.attend.chunk import attend_block, attend_causal
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.structs import HostRows, Partial, Rows
+from kvrecall.core.structs import HostRows, HostTable, Partial, Rows
 
 __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "start"]
 
@@ -39,12 +39,12 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
 
 
 def attend_selected(
-    queries: Tensor, segments: list[Tensor], ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
+    queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
 ) -> list[Partial]:
     """See `host.attend_selected`: attention to selected rows where they lie in host memory."""
     from kvrecall.attend import host
 
-    return host.attend_selected(queries, segments, ids, counts, scaling, softcap)
+    return host.attend_selected(queries, table, ids, counts, scaling, softcap)
 
 
 def start(work: Callable[[], list[Partial]], beside: bool) -> Callable[[], list[Partial]]:

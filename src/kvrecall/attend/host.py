@@ -14,44 +14,40 @@ from torch import Tensor
 
 from kvrecall.attend.cpu import attend_head
 from kvrecall.core.numeric import as_bits
-from kvrecall.core.structs import Partial
+from kvrecall.core.structs import HostTable, Partial
 
 
 def attend_selected(
-    queries: Tensor, segments: list[Tensor], ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
+    queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
 ) -> list[Partial]:
     """Attention of one query per head over the rows of `ids`.
 
-    queries: `[H_q, D]`, any float dtype and device. segments: the zone's rows in order, `[H_kv, n, 2, D]` each, on the CPU.
+    queries: `[H_q, D]`, any float dtype and device. table: where the sequence's rows lie, for the CPU.
     ids: int32 `[H_kv, K]` ascending, padded with -1; counts: int32 `[H_kv]`. Returns Partials of batch 1, to be merged.
     """
     device, (heads, dim) = queries.device, queries.shape
     near = queries.cpu().float().contiguous().numpy()
     ids, counts = ids.cpu().contiguous(), counts.cpu().contiguous()
-    parts, start = [], 0
-    for segment in segments:
-        # A segment is split among the cores even where there are few heads; the pieces are merged like any other parts.
-        pieces = max(1, torch.get_num_threads() // segment.shape[0])
-        outs, lses = np.empty((pieces, heads, dim), np.float32), np.empty((pieces, heads), np.float32)
-        bits, kind = as_bits(segment)
-        _attend(near, bits, kind, start, ids.numpy(), counts.numpy(), np.float32(scaling), np.float32(softcap), outs, lses)
-        for piece in range(pieces):
-            out, lse = torch.from_numpy(outs[piece]).view(1, heads, 1, dim), torch.from_numpy(lses[piece]).view(1, heads, 1)
-            parts.append(Partial(out, lse))
-        start += segment.shape[1]
-    return [Partial(part.out.to(device), part.lse.to(device)) for part in parts]
+    # A head's rows are split among the cores even where there are few heads; the pieces are merged like any other parts.
+    pieces = max(1, torch.get_num_threads() // table.rows.shape[1])
+    outs, lses = np.empty((pieces, heads, dim), np.float32), np.empty((pieces, heads), np.float32)
+    bits, kind = as_bits(table.rows.view(-1, 2, dim))
+    blocks, size = table.blocks[0].numpy(), table.block_size
+    _attend(near, bits, kind, blocks, size, ids.numpy(), counts.numpy(), np.float32(scaling), np.float32(softcap), outs, lses)
+    parts = zip(torch.from_numpy(outs).to(device), torch.from_numpy(lses).to(device), strict=True)
+    return [Partial(out.view(1, heads, 1, dim), lse.view(1, heads, 1)) for out, lse in parts]
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _attend(queries, rows, kind, start, ids, counts, scaling, softcap, out, lse):
-    kv_heads, held = rows.shape[0], rows.shape[1]
-    pieces = out.shape[0]
+def _attend(queries, rows, kind, blocks, size, ids, counts, scaling, softcap, out, lse):
+    kv_heads, pieces = ids.shape[0], out.shape[0]
     group = queries.shape[0] // kv_heads
     for task in prange(kv_heads * pieces):
         piece = task % pieces
         h = task // pieces
-        own = ids[h, : counts[h]]
-        lo, hi = np.searchsorted(own, start), np.searchsorted(own, start + held)
-        places = own[lo + (hi - lo) * piece // pieces : lo + (hi - lo) * (piece + 1) // pieces] - start
+        own = ids[h, counts[h] * piece // pieces : counts[h] * (piece + 1) // pieces]
+        places = np.empty(own.shape[0], np.int64)
+        for i in range(own.shape[0]):
+            places[i] = (np.int64(blocks[own[i] // size]) * kv_heads + h) * size + own[i] % size
         of = slice(h * group, (h + 1) * group)
-        attend_head(queries[of], rows[h], kind, places, scaling, softcap, out[piece, of], lse[piece, of])
+        attend_head(queries[of], rows, kind, places, scaling, softcap, out[piece, of], lse[piece, of])

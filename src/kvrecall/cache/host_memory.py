@@ -1,4 +1,4 @@
-"""Host memory for KV rows: anonymous pages of exactly the asked size, pinned for the GPU when there is one.
+"""Host memory for KV rows: address space that never moves, given and page-locked piece by piece from its beginning on.
 
 torch's pinned allocator rounds every tensor up to a power of two, which can double the host memory of a long context; an
 anonymous mapping registered with CUDA is exact, and untouched pages of it cost nothing. It is private, since Linux gives huge
@@ -8,6 +8,8 @@ pages to private mappings only (unless `shmem_enabled` says otherwise), and give
 from __future__ import annotations
 
 import mmap
+import os
+import sys
 import warnings
 import weakref
 from contextlib import suppress
@@ -23,42 +25,88 @@ from kvrecall.core.structs import lasting_tensors
 _PORTABLE_AND_MAPPED = 1 | 2
 """Flags of cudaHostRegister: page-locked for every GPU, also those of other layers, and readable by their kernels."""
 
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+_NORESERVE = 0x4000
+"""Of Linux, for Pythons that do not name it: address space alone is no promise of memory."""
 _ADVICE = [getattr(mmap, name) for name in ("MADV_HUGEPAGE", "MADV_DONTFORK") if hasattr(mmap, name)]
-"""For memory that is to be page-locked: fewer pages to give and to lock; and none that a forked process shares, for whom the
-system would have to copy them all, lest the GPU go on writing to what has become the other one's."""
+"""For memory that is to be page-locked: fewer pages to give and to lock; and none that a forked process shares. Otherwise the
+system would copy them all for the child, or the GPU could write into pages that the child owns by then."""
 
 _warned = False
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
-    """Uninitialised CPU tensor on its own pages; page-locked and mapped for CUDA when `pin`.
+class Region:
+    """A CPU tensor that never moves. Its first pieces are usable, all of it is address space.
 
-    A system that refuses to pin gives plain memory and, once, a warning: reads by the GPU are staged then, slower, not wrong.
-    Raises OSError when there is no memory. The pages are given back with the last tensor that views them.
+    With a GPU, pieces are page-locked and mapped for it as they are given. A system that refuses that gives plain memory and,
+    once, a warning: reads by the GPU are staged then, slower, not wrong.
     """
-    count = prod(shape)
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    pages = mmap.mmap(-1, count * dtype.itemsize, **_PRIVATE)
-    for advice in _ADVICE if pin else ():
-        with suppress(OSError):  # a kernel without huge pages: small ones do, they only take longer
-            pages.madvise(advice)
-    with lasting_tensors():
-        tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
-    if pin:
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """shape: `[most, …]`; pieces are counted along the first dimension. device: the GPU that reads, None for none.
+        Raises OSError where there is not so much address space."""
+        self._piece = prod(shape[1:]) * dtype.itemsize
+        self._pages = mmap.mmap(-1, max(1, shape[0] * self._piece), **_flags())
+        with lasting_tensors():
+            self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=prod(shape)).view(shape)
+        """All of it; only what was given may be used. Views of it keep the memory."""
+        self._device, self._given, self.pinned = device, 0, device is not None
+        self._registered: list[int] = []
+        if device is not None:
+            # The mapping outlives the tensor's storage only through this callback, which lets go of both in the right order.
+            storage = self.tensor.untyped_storage()
+            release = weakref.finalize(storage, _release, device, self._registered, self._pages)
+            release.atexit = False  # the system takes both back, and CUDA may be gone by then
+
+    @property
+    def most(self) -> int:
+        """Pieces that there is address space for."""
+        return self.tensor.shape[0]
+
+    def missing(self, pieces: int) -> int:
+        """Bytes that the system has yet to give for the first `pieces`."""
+        return max(0, _whole_pages(pieces * self._piece) - self._given)
+
+    def give(self, pieces: int) -> None:
+        """Makes the first `pieces` usable."""
+        start, count = self._given, self.missing(pieces)
+        if not count:
+            return
+        if self._device is not None:
+            self._lock(start, min(count, len(self._pages) - start))
+        self._given += count
+
+    def _lock(self, start: int, count: int) -> None:
+        for advice in _ADVICE:
+            with suppress(OSError):  # a kernel without huge pages: small ones do, they only take longer
+                self._pages.madvise(advice, start, count)
+        with lasting_tensors():
+            slab = torch.frombuffer(self._pages, dtype=torch.uint8, count=count, offset=start)
         if not _warned:  # where pinning is refused once, pages are given as they are used
-            _fault_in(tensor)
-        _register(tensor, pages)
-    return tensor
+            _fault_in(slab)
+        if not _register(slab, self._registered):
+            self.pinned = False
+            if hasattr(mmap, "MADV_DONTNEED"):
+                with suppress(OSError):  # they stay, then
+                    self._pages.madvise(mmap.MADV_DONTNEED, start, count)  # nothing is in them yet
 
 
-def _fault_in(tensor: Tensor) -> None:
+def _flags() -> dict[str, int]:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return {}
+    known = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return {"flags": known | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
+
+
+def _whole_pages(count: int) -> int:
+    return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _fault_in(slab: Tensor) -> None:
     """Has the system give the pages now, for all cores at a time; registering them would ask for one after another.
 
     torch divides work among cores by its elements, so that each page has several.
     """
-    tensor.view(torch.uint8).view(-1)[:: mmap.PAGESIZE // 8].zero_()
+    slab[:: mmap.PAGESIZE // 8].zero_()
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -73,31 +121,31 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
 
-def _register(tensor: Tensor, pages: mmap.mmap) -> None:
+def _register(slab: Tensor, registered: list[int]) -> bool:
+    """Page-locks uint8 `[n]` and adds its address to those that are; False where that is refused."""
     cudart: Any = torch.cuda.cudart()
-    address = tensor.data_ptr()
-    status = int(cudart.cudaHostRegister(address, len(pages), _PORTABLE_AND_MAPPED))
-    if status != 0:
-        _warn(len(pages), f"CUDA error {status}")
-        if hasattr(mmap, "MADV_DONTNEED"):
-            with suppress(OSError):  # they stay, then
-                pages.madvise(mmap.MADV_DONTNEED)  # nothing is in them yet
-        if torch.cuda.is_available():
-            with suppress(RuntimeError):  # a refused call leaves its error behind, which the next launch would take for its own
-                torch.zeros(1, device="cuda")
-        return
-    # The mapping outlives the tensor's storage only through this callback, which lets go of both in the right order.
-    release = weakref.finalize(tensor.untyped_storage(), _release, cudart, address, pages)
-    release.atexit = False  # the system takes both back, and CUDA may be gone by then
+    address = slab.data_ptr()
+    status = int(cudart.cudaHostRegister(address, slab.numel(), _PORTABLE_AND_MAPPED))
+    if status == 0:
+        registered.append(address)
+        return True
+    _warn(slab.numel(), f"CUDA error {status}")
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # a refused call leaves its error behind, which the next launch would take for its own
+            torch.zeros(1, device="cuda")
+    return False
 
 
-def _release(cudart: Any, address: int, pages: mmap.mmap) -> None:
+def _release(device: torch.device, registered: list[int], pages: mmap.mmap) -> None:
+    """Waits for the one GPU that uses the pages, and unlocks them."""
     bindings: Any = torch._C
-    for device in range(torch.cuda.device_count()):
-        if bindings._cuda_hasPrimaryContext(device):
-            with suppress(RuntimeError):  # a GPU that has failed reads no more
-                torch.cuda.synchronize(device)  # copies and kernels that still use the pages
-    cudart.cudaHostUnregister(address)
+    index = device.index or 0
+    if registered and index < torch.cuda.device_count() and bindings._cuda_hasPrimaryContext(index):
+        with suppress(RuntimeError):  # a GPU that has failed reads no more
+            torch.cuda.synchronize(index)  # copies and kernels that still use the pages
+    cudart: Any = torch.cuda.cudart() if registered else None
+    for address in registered:
+        cudart.cudaHostUnregister(address)
     del pages
 
 
@@ -115,6 +163,12 @@ def _warn(count: int, reason: str) -> None:
     )
 
 
+def total_host_bytes() -> int:
+    """Bytes of memory that the machine has; 1 TiB where the system does not tell."""
+    names = getattr(os, "sysconf_names", {})
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else 1 << 40
+
+
 def available_host_bytes() -> int:
     """Bytes the host can still give: the kernel's estimate, lowered to the control group's limit where one is set."""
     available = 2**63 - 1
@@ -123,8 +177,6 @@ def available_host_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
     except OSError:
-        import os
-
         if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
             available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit, used in (

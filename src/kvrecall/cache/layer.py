@@ -11,12 +11,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kvrecall.cache.block_rows import BlockRows
+from kvrecall.cache.blocks import BlockPool, BlockTable, stacked
 from kvrecall.cache.device_pool import DevicePool
-from kvrecall.cache.host_pool import HostPool, PoolMark
 from kvrecall.cache.rows_ahead import Taken, pieces_ahead
 from kvrecall.cache.transfer import bring
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.structs import Rows
+from kvrecall.core.structs import HostTable, Rows
 
 _PIECE_BYTES = 64 << 20
 """Of rows that a GPU is brought at a time: few enough for a small GPU, and enough that an attention to them takes longer than
@@ -25,11 +27,11 @@ the launches and the merge behind it."""
 
 @dataclass(frozen=True)
 class StoreMark:
-    """What a store held at one moment: lengths and host rows, and of each window `[H_kv, n, 2, D]` that has been written over
-    since then (first row, rows)."""
+    """What a store held at one moment: rows on the device and in the retrieval zone, and of each window `[H_kv, n, 2, D]` that
+    has been written over since then (first row, rows)."""
 
     lengths: list[int]
-    pools: list[PoolMark]
+    retrieval: list[int]
     windows: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
 
@@ -41,13 +43,31 @@ class LayerStore:
     """
 
     def __init__(
-        self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes
-    ) -> None:
+        self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes,
+        layer: int = 0, tables: list[BlockTable] | None = None,
+    ) -> None:  # fmt: skip
+        """layer: its number. tables: the sequences' blocks, which layers of one cache share and which are new to this layer;
+        None: of this layer alone."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
-        pin = device.type == "cuda"
-        self.host = [HostPool(heads, dim, dtype, pin=pin) for _ in range(sequences)]
+        tables = block_tables(sequences) if tables is None else tables
+        pool = tables[0].pool
+        self._rows = pool.memories[layer] = BlockRows(heads, pool.block_size, dim, dtype, device)
+        self.host = [ZoneRows(layer, self._rows, table) for table in tables]
         self._mark: StoreMark | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a GPU can read the host's rows where they lie."""
+        return self._rows.pinned
+
+    def reach(self, tokens: int) -> HostTable:
+        """Makes room for `tokens` tokens in every retrieval zone, in blocks of its own from the next token on, and says where
+        they lie, for the device. Blocks stay what they are as long as nothing is cropped; rows on their way are waited for."""
+        for rows in self.host:
+            rows.reach(tokens)
+        self._rows.arrive(on_device=True)
+        return HostTable(self._rows.tensor, stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
 
     @property
     def marked(self) -> bool:
@@ -56,11 +76,13 @@ class LayerStore:
 
     def mark(self) -> None:
         """Remembers what is stored now."""
-        self._mark = StoreMark(list(self.resident.lengths), [pool.mark() for pool in self.host])
+        self._mark = StoreMark(list(self.resident.lengths), [rows.length for rows in self.host])
 
     def keep(self) -> None:
         """The work since `mark` is whole: there is no way back."""
         self._mark = None
+        for rows in self.host:
+            rows.trim()
 
     def restore(self) -> None:
         """Holds again what was stored at `mark`, which stays: this may be called again if it does not come to its end."""
@@ -69,8 +91,8 @@ class LayerStore:
         for b, (start, rows) in mark.windows.items():
             self.resident.replace(b, start, rows)
         self.resident.lengths = list(mark.lengths)
-        for pool, before in zip(self.host, mark.pools, strict=True):
-            pool.restore(before)
+        for rows, before in zip(self.host, mark.retrieval, strict=True):
+            rows.extend(before)
 
     @property
     def sequences(self) -> int:
@@ -136,13 +158,18 @@ class LayerStore:
         self._remember(sequence, zones.sink, window[:, window.shape[1] - zones.local - zones.buffer :])
         self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host])
         self.host[sequence].truncate(keep_host)
+        if self._mark is None:
+            self.host[sequence].trim()
 
-    def select(self, sequences: list[int]) -> LayerStore:
-        """A new store whose sequence i is this one's `sequences[i]`; host rows are shared, resident ones copied."""
+    def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerStore:
+        """A new store whose sequence i is this one's `sequences[i]`; blocks of the host are shared, resident rows copied.
+
+        tables: forks of the sequences' block tables, which layers of one cache share; None: of this layer alone."""
         chosen = copy(self)
         chosen._mark = None
         chosen.resident = self.resident.select(sequences)
-        chosen.host = [self.host[b].fork() for b in sequences]
+        tables = [self.host[b].blocks_of_all_layers.fork() for b in sequences] if tables is None else tables
+        chosen.host = [self.host[b].view(table) for b, table in zip(sequences, tables, strict=True)]
         return chosen
 
     def blocks(self, sequence: int, on_device: bool = False) -> Iterator[Tensor]:
@@ -186,3 +213,9 @@ class LayerStore:
     def resident_rows(self) -> Rows:
         """Sink + local + buffer of all sequences, for attention."""
         return self.resident.rows()
+
+
+def block_tables(sequences: int) -> list[BlockTable]:
+    """Tables of so many new sequences."""
+    pool = BlockPool()
+    return [BlockTable(pool) for _ in range(sequences)]

@@ -19,12 +19,8 @@ Taken = TypeVar("Taken")
 class Zone(Protocol):
     """The retrieval-zone rows of one sequence on the host."""
 
-    def blocks(self, start: int = 0) -> Iterator[Tensor]:
-        """Views of rows start and up, in order, each `[H_kv, n, 2, D]`, for the CPU."""
-        ...
-
-    def segments(self) -> list[tuple[int, Tensor]]:
-        """(first id, whole segment `[H_kv, held, 2, D]`) in order, for a GPU; the last may have room behind its rows."""
+    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
+        """Views of rows start and up, in order, each `[H_kv, n, 2, D]`, for the CPU, or for a GPU's current stream alone."""
         ...
 
 
@@ -60,13 +56,14 @@ def fill_keys(rows: Tensor, keys: Tensor) -> None:
 
 
 def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of the tokens from `start` on, last segment first, each with its part of the place `[H_kv, n, …]` for all."""
-    for first, rows in reversed(source.segments()):  # a segment may have room behind its last row
-        begin = max(first - start, 0)
-        if begin < place.shape[1]:
-            at = start + begin - first
-            yield rows[:, at : at + place.shape[1] - begin], place[:, begin:]
-            place = place[:, :begin]
+    """Rows of the tokens from `start` on, each with its part of the place `[H_kv, n, …]` for all."""
+    at = 0
+    for rows in source.blocks(start, on_device=True):
+        part = rows[:, : place.shape[1] - at]
+        yield part, place[:, at : at + part.shape[1]]
+        at += part.shape[1]
+        if at == place.shape[1]:
+            break
 
 
 @contextmanager
@@ -98,12 +95,12 @@ class _Pieces(Generic[Taken]):
 
     def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
-        rows = [segment for _, segment in source.segments()]
+        rows = next(source.blocks(on_device=True))
         self._take = take
         self._sent: list[torch.cuda.Event] = []
-        shape = rows[0].shape[0], min(starts.step, starts.stop - starts.start), *rows[0].shape[2:]
-        places = min(max(2, _PLACES_BYTES // (prod(shape) * rows[0].dtype.itemsize)), len(starts))
-        self._near = torch.empty(places, *shape, dtype=rows[0].dtype, device=device)
+        shape = rows.shape[0], min(starts.step, starts.stop - starts.start), *rows.shape[2:]
+        places = min(max(2, _PLACES_BYTES // (prod(shape) * rows.dtype.itemsize)), len(starts))
+        self._near = torch.empty(places, *shape, dtype=rows.dtype, device=device)
         for number in range(places):
             self._send(number)
 

@@ -8,12 +8,14 @@ unless they are told not to: there it takes no more launches, and what is attend
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import HostTable
 from kvrecall.parts import Part
 
 
@@ -24,8 +26,8 @@ class RowSource(Protocol):
         """Rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each, all on the CPU; page-locked if `pin`."""
         ...
 
-    def segments(self) -> list[tuple[int, Tensor]]:
-        """(first id, whole segment `[H_kv, held, 2, D]`) in order; the last may hold rows that are not written yet."""
+    def table(self, device: torch.device) -> HostTable | None:
+        """Where the rows lie, for reads by `device`; None where it cannot read them there."""
         ...
 
 
@@ -79,7 +81,8 @@ def fetch_rows(
     before: what is resident from the last fetch; the same ids need no reading at all, with `reuse` each known row is kept.
     On a CPU both policies gather from where the rows lie; so does `Direct` where host memory could not be page-locked.
     """
-    read = _direct if not policy.staged and device.type == "cuda" and _pinned(source) else _staged
+    table = source.table(device) if not policy.staged and device.type == "cuda" else None
+    read = _staged if table is None else partial(_direct, table)
     wanted = int((ids >= 0).sum())
     if before is not None and before.ids.shape == ids.shape and torch.equal(before.ids, ids):
         return before, Moved(0, wanted)
@@ -98,10 +101,11 @@ def rows_at(ids: Tensor, source: RowSource, device: torch.device) -> Tensor:
     """Rows `[H_kv, n, 2, D]` of ids int32 `[H_kv, n]`, none of which is padding, on the device. A GPU reads page-locked ones
     where they lie, and the host waits for nothing."""
     heads = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
-    if device.type != "cuda" or not kernels_available(device) or not _pinned(source):
+    table = source.table(device) if device.type == "cuda" and kernels_available(device) else None
+    if table is None:
         taken = source.take(heads.cpu(), ids.flatten().long().cpu())
         return taken.view(*ids.shape, *taken.shape[1:]).to(device)
-    return _read(source, heads, ids, torch.arange(ids.numel(), device=device))
+    return _read(table, heads, ids, torch.arange(ids.numel(), device=device))
 
 
 def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,22 +129,16 @@ def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, devic
     return rows
 
 
-def _direct(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
+def _direct(table: HostTable, source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
     """Rows `[H_kv, K, 2, D]` on the device, read one by one; zero where nothing is wanted."""
-    return _read(source, heads.to(device).flatten(), ids.to(device), wanted.to(device).flatten().nonzero().squeeze(1))
+    return _read(table, heads.to(device).flatten(), ids.to(device), wanted.to(device).flatten().nonzero().squeeze(1))
 
 
-def _read(source: RowSource, heads: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
+def _read(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
     """Rows `[H_kv, K, 2, D]` of those ids `[H_kv, K]` that stand in the slots, with heads `[H_kv K]`; zero elsewhere."""
     from kvrecall.fetch.kernels import gather_rows
 
-    segments = source.segments()
-    row = segments[0][1].shape[2:]
-    rows = torch.zeros(*ids.shape, *row, dtype=segments[0][1].dtype, device=ids.device)
-    gather_rows(segments, heads[slots].long(), ids.flatten()[slots].long(), slots, rows.view(-1, *row))
+    row = table.rows.shape[3:]
+    rows = torch.zeros(*ids.shape, *row, dtype=table.rows.dtype, device=ids.device)
+    gather_rows(table, heads[slots].long(), ids.flatten()[slots].long(), slots, rows.view(-1, *row))
     return rows
-
-
-def _pinned(source: RowSource) -> bool:
-    segments = source.segments()
-    return bool(segments) and all(segment.is_pinned() for _, segment in segments)

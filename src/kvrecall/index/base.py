@@ -13,7 +13,7 @@ from torch import Tensor
 from kvrecall.cache.rows_ahead import Zone
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.pieces import Work
-from kvrecall.core.structs import Budget, Selection
+from kvrecall.core.structs import Budget, HostTable, Selection
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.parts import Part
 from kvrecall.select.gqa import GQA_MODES, check_mode
@@ -44,10 +44,17 @@ def calibrated(shape: LayerShape, calibration: LayerCalibration | None) -> Layer
 class RowSource(Zone, Protocol):
     """The retrieval-zone rows of one sequence on the host, also by their ids."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Tokens of the zone."""
+        ...
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows `[H_kv, n, 2, D]` of ids int `[H_kv, n]`, both on the CPU."""
+        ...
+
+    def table(self, device: torch.device) -> HostTable | None:
+        """Where the rows lie, for reads by `device`; None where it cannot read them there."""
         ...
 
 

@@ -14,6 +14,8 @@ from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge, merge_in_turn, sink_logits
 
+_HOST = torch.device("cpu")
+
 
 def prefill_layer(
     layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, params: AttentionParams
@@ -107,8 +109,9 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
         parts = [_scatter(part, searching, queries) for part in parts]
         if layer.method.attends_on_host:
             for b in searching:
-                segments, (ids, counts, *_) = list(layer.store.host[b].blocks()), layer.held[b]
-                found = attend_selected(queries[b, :, 0], segments, ids, counts, params.scaling, params.softcap)
+                table, (ids, counts, *_) = layer.store.host[b].table(_HOST), layer.held[b]
+                assert table is not None, "a zone that was searched has rows"
+                found = attend_selected(queries[b, :, 0], table, ids, counts, params.scaling, params.softcap)
                 parts += [_scatter(part, [b], queries) for part in found]
     layer.learn(searching)
     return parts

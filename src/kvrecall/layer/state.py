@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring_keys
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.structs import Budget, Held, HostRows, Rows, Selection, StepStats, join_rows, stack_rows
+from kvrecall.core.structs import Budget, Held, HostRows, HostTable, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.fetch import Fetched, fetch_rows
-from kvrecall.fetch.in_place import SegmentTables
+from kvrecall.fetch.in_place import RowTables
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.layer.counters import Counters
 from kvrecall.layer.non_finite import NonFinite
@@ -30,10 +31,15 @@ from kvrecall.trigger.segments import SegmentLog
 class LayerState:
     """State of one layer under one method. `layer` is its number in the model."""
 
-    def __init__(self, layer: int, shape: LayerShape, method: Method, profile: bool = False, observe_queries: int = 0) -> None:
-        """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods."""
+    def __init__(
+        self, layer: int, shape: LayerShape, method: Method, profile: bool = False, observe_queries: int = 0,
+        tables: list[BlockTable] | None = None,
+    ) -> None:  # fmt: skip
+        """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods.
+        tables: block tables of the sequences, which the layers of a cache share; None: of this layer alone."""
         self.layer, self.shape, self._observe = layer, shape, observe_queries
-        self.store = LayerStore(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, method.zone_sizes())
+        size = shape.sequences, shape.kv_heads, shape.head_dim
+        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables)
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         timed = shape.device.type == "cpu" or profile
         self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
@@ -62,7 +68,7 @@ class LayerState:
         # Rows that nobody keeps need not be copied to the device: attention reads them where they lie.
         in_place = not fetch.staged and not self.keeps_rows and not method.attends_on_host
         self._in_place = in_place and kernels_available(self.shape.device)
-        self._tables = SegmentTables()
+        self._tables = RowTables()
         self.static_config = None if self.index is None else method.static_config()
         self.statics = StaticSets(self.static_config, sequences)
         self.held: dict[int, Held] = {}
@@ -171,7 +177,7 @@ class LayerState:
         """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
         held, table = [self.held[b] for b in sequences], self._addresses(sequences)
         if table is not None:
-            return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table, self.shape.dtype)
+            return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table)
         fetched = []
         for b, found in zip(sequences, held, strict=True):
             rows, moved = fetch_rows(found.ids, self.store.host[b], self.fetched.get(b), self._fetch, self.shape.device)
@@ -203,7 +209,7 @@ class LayerState:
         """Whether the CPU attends to the selection while the device attends to the resident tokens."""
         return self.method.attends_on_host and self.shape.device.type != "cpu"
 
-    def _addresses(self, sequences: list[int]) -> Tensor | None:
+    def _addresses(self, sequences: list[int]) -> HostTable | None:
         """Where the rows of the sequences lie, if attention is to read their selected ones there: it does not weigh them."""
         if not self._in_place or any(self.held[b].bias is not None for b in sequences):
             return None
@@ -292,16 +298,18 @@ class LayerState:
         yield
         self.half_built = before
 
-    def select(self, sequences: list[int]) -> LayerState:
-        """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared."""
-        other = self._copy(sequences)
+    def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
+        """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared.
+
+        tables: as in `LayerStore.select`."""
+        other = self._copy(sequences, tables)
         other.counters = self.counters
         return other
 
-    def fork(self, method: Method, shape: LayerShape | None = None) -> LayerState:
+    def fork(self, method: Method, shape: LayerShape | None = None, tables: list[BlockTable] | None = None) -> LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from them,
         for `shape` if given, if the method differs. It knows the prompt's queries as far as this state observed them."""
-        other = self._copy(list(range(self.store.sequences)))
+        other = self._copy(list(range(self.store.sequences)), tables)
         other.on_search = None  # who watches this state has not asked for the other one
         if method.at(self.layer) != self.method:
             other.shape, log = shape or other.shape, other.log
@@ -337,12 +345,12 @@ class LayerState:
             if seen is not None:
                 self.watch(b, seen)
 
-    def _copy(self, sequences: list[int]) -> LayerState:
+    def _copy(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
         mend(self)
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
-        other.store = self.store.select(sequences)
-        other.counters, other._tables = self.counters.fresh(), SegmentTables()
+        other.store = self.store.select(sequences, tables)
+        other.counters, other._tables = self.counters.fresh(), RowTables()
         other._non_finite = self._non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.prompt_from = [self.prompt_from[b] for b in sequences]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.cache.rows_ahead import read_keys
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.pieces import Work, stretches
 from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
 from kvrecall.fetch import rows_at
@@ -39,7 +39,7 @@ class StaticRefresh:
     """
 
     def __init__(
-        self, config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: HostPool, index: Index
+        self, config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: ZoneRows, index: Index
     ) -> None:
         """tokens: length of the zone now. source: its rows; more may come. Nothing of `sight` may be written to."""
         self._config, self._sight, self._tokens, self._shape = config, sight, tokens, shape
@@ -75,7 +75,7 @@ class StaticRefresh:
         if self.chosen is None:
             self._begin()
 
-    def again(self, source: HostPool, index: Index) -> StaticRefresh:
+    def again(self, source: ZoneRows, index: Index) -> StaticRefresh:
         """The same for a copy of the sequence. Unless all is done, it begins anew: memory that is written to is not shared."""
         other = StaticRefresh(self._config, self._sight, self._tokens, self._shape, source, index)
         other.chosen = self.chosen
@@ -88,7 +88,7 @@ class StaticRefresh:
 
 
 def _choosing(
-    config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: HostPool, index: Index
+    config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: ZoneRows, index: Index
 ) -> Work[Chosen]:
     """All of a refresh; no method of it, so that one that is dropped gives its memory back at once, for want of a circle."""
     with lasting_tensors():  # steps in between may write to it in another mode
@@ -98,7 +98,7 @@ def _choosing(
     return Chosen(ids, rows_at(ids, source, shape.device), pages)
 
 
-def _arrivals(source: HostPool, zone: Tensor) -> Iterator[slice]:
+def _arrivals(source: ZoneRows, zone: Tensor) -> Iterator[slice]:
     for part in stretches(zone.shape[1]):
         read_keys(source, part.start, zone[:, part])
         yield part
@@ -183,7 +183,7 @@ class StaticSets:
         if count:
             self._counts[sequence] = None
 
-    def select(self, sequences: list[int], sources: list[HostPool], index: Index | None) -> StaticSets:
+    def select(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
         """Those of copies of some sequences, with their rows and their index; what is under way begins anew there."""
         chosen = StaticSets(self.config, len(sequences))
         chosen.sets = [self.sets[b] for b in sequences]

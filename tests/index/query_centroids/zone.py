@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
 from kvrecall.index.query_centroids.lists import CentroidLists
 from kvrecall.select.queries import ObservedQueries
+from tests.cache.rows import zone_of
 from tests.strategies import gaussian
 
 KV_HEADS, DIM, SCALING = 2, 64, 0.125
 
 
 class Zone:
-    """One sequence; its host memory has segments of 16 rows."""
+    """One sequence; its host memory has blocks of 16 rows."""
 
     def __init__(self, config: CentroidConfig, group: int = 3, dtype: torch.dtype = torch.float32) -> None:
         self.shape = LayerShape(1, KV_HEADS * group, KV_HEADS, DIM, dtype, torch.device("cpu"))
-        self.pool = HostPool(KV_HEADS, DIM, dtype, segment_tokens=16)
+        self.pool = zone_of(KV_HEADS, DIM, dtype)
         self.index: CentroidIndex = config.build(self.shape)
         self.index.bind([self.pool])
 

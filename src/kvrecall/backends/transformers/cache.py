@@ -29,7 +29,9 @@ from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.memory import as_before, check_device
 from kvrecall.backends.transformers.passes import ForwardPass
 from kvrecall.backends.transformers.token_log import TokenLog
+from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.cache.layer import block_tables
 from kvrecall.core.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
@@ -97,6 +99,8 @@ class RetrievalCache(Cache):
         """What is known of the keys of the model that fills this cache; forks share it."""
         self._model: ref[PreTrainedModel] | None = None
         self._torn = False
+        self.tables: list[BlockTable] | None = None
+        """Blocks of the sequences, the same in all layers; None while nothing is held."""
         layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
@@ -165,8 +169,17 @@ class RetrievalCache(Cache):
         model = None if self._model is None else self._model()
         if fork.calibration is None and model is not None and fork.wants_calibration:
             fork.calibration = calibration_of(model, gather=False)  # the queries of what is held have gone by
+        same = method.zone_sizes() == self.method.zone_sizes()
+        fork.tables = [table.fork() for table in self.tables] if same and self.tables is not None else None
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
+
+    def block_tables(self, layer: int, sequences: int) -> list[BlockTable]:
+        """Tables of so many sequences for a layer that begins: those of the other layers, or new ones where it was the first to
+        have them."""
+        if self.tables is None or len(self.tables) != sequences or layer in self.tables[0].lengths:
+            self.tables = block_tables(sequences)
+        return self.tables
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
         return self.fork()
@@ -234,32 +247,37 @@ class RetrievalCache(Cache):
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
         self._windows, self._torn, self.tokens, self.calibration = [], False, TokenLog(), None
+        self.tables = None
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             layer.reset()
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        with self._rearranging():
+        with self._rearranged(beam_idx.tolist()):
             super().reorder_cache(beam_idx.long())
-            self.tokens.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        with self._rearranging():
-            repeated = [b for b in range(self.sequences) for _ in range(repeats)]
+        with self._rearranged([b for b in range(self.sequences) for _ in range(repeats)]):
             super().batch_repeat_interleave(repeats)
-            self.tokens.select(repeated)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        with self._rearranging():
+        with self._rearranged((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist()):
             super().batch_select_indices(indices)
-            self.tokens.select((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist())
 
     @contextmanager
-    def _rearranging(self) -> Iterator[None]:
-        """All layers get the new order of sequences, or none does."""
+    def _rearranged(self, sequences: list[int]) -> Iterator[None]:
+        """Inside, the layers take the new order of sequences, in which sequence i is the `sequences[i]`-th; all do, or none."""
+        before = self.tables
         with deferred_interrupt(), as_before(self.layers):
-            yield
+            try:
+                if before is not None and sequences != list(range(len(before))):
+                    self.tables = [before[b].fork() for b in sequences]
+                yield
+                self.tokens.select(sequences)
+            except BaseException:
+                self.tables = before
+                raise
 
     def align(self) -> None:
         """Ends an interrupted forward pass: all layers hold the same tokens again, those of the shortest one."""

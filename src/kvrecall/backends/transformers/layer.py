@@ -91,7 +91,8 @@ class RetrievalLayer(CacheLayerMixin):
         calibration = self._calibration(heads, dim)
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
-            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries)
+            tables = cache.block_tables(self.number, b)
+            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
         self.is_initialized = True
@@ -249,13 +250,13 @@ class RetrievalLayer(CacheLayerMixin):
             shape = self.state.shape
             shape = calibrated(shape, copy._calibration(shape.kv_heads, shape.head_dim))
             if cache.method.zone_sizes() == self.state.store.sizes:
-                copy.state = self.state.fork(cache.method, shape)
+                copy.state = self.state.fork(cache.method, shape, cache.tables)
             else:
                 tokens = max(cache.reserved_tokens, self._logical)
                 with explained(self.number, self.state.shape, cache.method, tokens):
                     copy.state = rezoned(
                         self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
-                        shape=shape,
+                        shape=shape, tables=cache.block_tables(self.number, shape.sequences),
                     )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid
@@ -282,7 +283,8 @@ class RetrievalLayer(CacheLayerMixin):
     def _select(self, sequences: list[int]) -> None:
         if self.state is None or sequences == list(range(self.state.shape.sequences)):
             return
-        state, valid = self.state.select(sequences), None if self._valid is None else self._valid[sequences]
+        state = self.state.select(sequences, self.cache.tables)
+        valid = None if self._valid is None else self._valid[sequences]
         self.state, self._valid = state, valid
 
     def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:

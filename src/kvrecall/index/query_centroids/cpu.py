@@ -14,6 +14,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.core.numeric import as_bits, load_float, prefetch
+from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
 _AHEAD = 8
@@ -44,17 +45,15 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     return torch.from_numpy(out[:, : max(int(counts.max()), 0)]), torch.from_numpy(counts)
 
 
-def score_rows(queries: Tensor, segments: list[Tensor], ids: Tensor, counts: Tensor) -> Tensor:
+def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the rows of ascending ids `[H_kv, R]`.
 
-    segments: the rows of the zone in order, `[H_kv, n, 2, D]` each. Entries behind a head's count are undefined.
+    table: where the sequence's rows lie, for the CPU. Entries behind a head's count are undefined.
     """
     out = np.empty((queries.shape[0], queries.shape[1], ids.shape[1]), np.float32)
-    start = 0
-    for segment in segments:
-        bits, kind = as_bits(segment)
-        _score(queries.contiguous().numpy(), bits, kind, start, ids.contiguous().numpy(), counts.numpy(), out)
-        start += segment.shape[1]
+    bits, kind = as_bits(table.rows.view(-1, 2, table.rows.shape[4]))
+    near, blocks = queries.contiguous().numpy(), table.blocks[0].numpy()
+    _score(near, bits, kind, blocks, table.block_size, ids.contiguous().numpy(), counts.numpy(), out)
     return torch.from_numpy(out)
 
 
@@ -87,27 +86,29 @@ def _distinct(lists, tokens, first_always, barred, out, counts):
 
 
 @njit(cache=True, parallel=True, nogil=True, fastmath=_FAST)
-def _score(queries, segment, kind, start, ids, counts, out):
+def _score(queries, rows, kind, blocks, size, ids, counts, out):
     heads, group, dim = queries.shape
-    end = start + segment.shape[1]
     pieces = 4
     for task in prange(heads * pieces):
         piece = task % pieces
         h = task // pieces
         row = np.empty(dim, np.float32)
-        base, stride = segment[h].ctypes.data, segment.strides[1]
+        base, stride = rows.ctypes.data, rows.strides[0]
         first, last = counts[h] * piece // pieces, counts[h] * (piece + 1) // pieces
         for i in range(first, last):
-            if ids[h, i] < start or ids[h, i] >= end:
-                continue
             if i + _AHEAD < last:
-                later = np.int64(ids[h, i + _AHEAD])
-                if start <= later < end:
-                    prefetch(base + (later - start) * stride)
+                prefetch(base + _place(blocks, size, heads, h, ids[h, i + _AHEAD]) * stride)
+            own = _place(blocks, size, heads, h, ids[h, i])
             for d in range(dim):
-                row[d] = load_float(segment[h, ids[h, i] - start, 0, d], kind)
+                row[d] = load_float(rows[own, 0, d], kind)
             for g in range(group):
                 total = np.float32(0.0)
                 for d in range(dim):
                     total += row[d] * queries[h, g, d]
                 out[h, g, i] = total
+
+
+@njit(cache=True, nogil=True)
+def _place(blocks, size, heads, h, token):
+    """The number of a token's row among all of the layer."""
+    return (np.int64(blocks[token // size]) * heads + h) * size + token % size

@@ -76,11 +76,13 @@ def rerank(
         from kvrecall.index.query_centroids import cpu
 
         queries, ids, counts = queries.cpu(), ids.cpu(), counts.cpu()
-        scores = cpu.score_rows(queries, list(source.blocks()), ids, counts)
-    elif kernels_available(device) and (segments := page_locked(source)):
+        table = source.table(queries.device)
+        assert table is not None, "what was recalled is stored"
+        scores = cpu.score_rows(queries, table, ids, counts)
+    elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels
 
-        scores = kernels.score_rows(queries, segments, ids)
+        scores = kernels.score_rows(queries, table, ids)
     else:
         scores = reference.score_rows(queries, source, ids)
     scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
@@ -94,12 +96,6 @@ def rerank(
     # On a GPU the width is not cut to the longest row, which only the device knows.
     best_ids, best_counts = union_rows(picked, cut=ids.device.type == "cpu")
     return Rerank(ids, scores, (best_ids.to(device), best_counts.to(device)))
-
-
-def page_locked(source: RowSource) -> list[tuple[int, Tensor]]:
-    """Segments of the rows if a GPU can read them where they lie, else none."""
-    segments = source.segments()
-    return segments if all(segment.is_pinned() for _, segment in segments) else []
 
 
 def _among(ids: Tensor, barred: Tensor) -> Tensor:

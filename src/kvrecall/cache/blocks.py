@@ -1,0 +1,158 @@
+"""Blocks of tokens: ids that mean the same in every layer, how many sequences use each, and the block table of a sequence.
+
+A block holds the rows of `block_size` consecutive tokens behind the sink. Its id addresses them in the memory of every layer.
+Sequences share blocks (forks, beams, several answers to one prompt). A block that several use is copied before one of them
+writes to it; a block that none uses is given out again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import lasting_tensors
+
+BLOCK_TOKENS = 1024
+"""Tokens per block, unless somebody asks for others."""
+_LEAST, _MOST = 16, 4096
+
+
+class BlockMemory(Protocol):
+    """What one layer keeps in blocks."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Makes block `target` one that holds what block `source` holds."""
+        ...
+
+
+class BlockPool:
+    """Block ids of one cache and of all that share rows with it."""
+
+    def __init__(self, block_size: int = BLOCK_TOKENS) -> None:
+        """block_size: tokens per block, a power of two from 16 to 4,096."""
+        if block_size not in (2**i for i in range(4, 13)):
+            expected = f"a power of two from {_LEAST} to {_MOST:,}"
+            raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
+        self.block_size = block_size
+        self.memories: dict[int, BlockMemory] = {}
+        """What each layer keeps in blocks, by the layer's number."""
+        self._users: list[int] = []
+        self._free: list[int] = []  # a heap: low ids first, so that memory is given as late as possible
+        self._returned: list[int] = []
+
+    @property
+    def used(self) -> int:
+        """Blocks that some sequence uses."""
+        self._collect()
+        return len(self._users) - len(self._free)
+
+    def take(self) -> int:
+        """The id of a block that nobody uses; it has one user now."""
+        self._collect()
+        if self._free:
+            block = heapq.heappop(self._free)
+            self._users[block] = 1
+            return block
+        self._users.append(1)
+        return len(self._users) - 1
+
+    def share(self, blocks: list[int]) -> None:
+        """Each has one user more."""
+        for block in blocks:
+            self._users[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Each has one user less. May be called at any moment, by a table that Python throws away."""
+        self._returned.extend(blocks)
+
+    def shared(self, block: int) -> bool:
+        """Whether several use a block."""
+        self._collect()
+        return self._users[block] > 1
+
+    def copied(self, block: int) -> int:
+        """A new block, with one user, that holds what `block` holds in every layer."""
+        target = self.take()
+        try:
+            for memory in self.memories.values():
+                memory.copy_block(block, target)
+        except BaseException:
+            self.release([target])
+            raise
+        return target
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.pop()
+            self._users[block] -= 1
+            if not self._users[block]:
+                heapq.heappush(self._free, block)
+
+
+class BlockTable:
+    """The blocks of one sequence in order. All layers use it; each says how many tokens it holds there."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool, self.blocks = pool, list[int]()
+        self.lengths: dict[int, int] = {}
+        """Tokens that each layer holds, by the layer's number."""
+        self._near: dict[torch.device, Tensor] = {}
+
+    def __del__(self) -> None:
+        self.pool.release(self.blocks)
+
+    def reach(self, start: int, stop: int) -> list[int]:
+        """The blocks of the tokens start .. stop - 1, none of them used by another sequence."""
+        size = self.pool.block_size
+        while len(self.blocks) * size < stop:
+            self._near = {}
+            self.blocks.append(self.pool.take())
+        for place in range(start // size, cdiv(stop, size)):
+            block = self.blocks[place]
+            if self.pool.shared(block):
+                own = self.pool.copied(block)
+                self._near = {}
+                self.blocks[place] = own  # in this order, so that no block is given up that a table still names
+                self.pool.release([block])
+        return self.blocks[start // size : cdiv(stop, size)]
+
+    def trim(self) -> None:
+        """Gives up the blocks in which no layer holds a token."""
+        held = self._held()
+        if held < len(self.blocks):
+            self._near = {}
+            gone = self.blocks[held:]
+            del self.blocks[held:]
+            self.pool.release(gone)
+
+    def fork(self) -> BlockTable:
+        """A table of another sequence with the same tokens, which shares their blocks."""
+        other = BlockTable(self.pool)
+        kept = self.blocks[: self._held()]
+        self.pool.share(kept)
+        other.blocks, other.lengths = kept, dict(self.lengths)
+        return other
+
+    def on(self, device: torch.device) -> Tensor:
+        """int32 `[blocks]` on a device; made once per device as long as nothing changes. Not to be written to."""
+        if device not in self._near:
+            with lasting_tensors():
+                self._near[device] = torch.tensor(self.blocks, dtype=torch.int32).to(device)
+        return self._near[device]
+
+    def _held(self) -> int:
+        return cdiv(max(self.lengths.values(), default=0), self.pool.block_size)
+
+
+def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
+    """int32 `[B, W]` on a device, as `HostTable.blocks`."""
+    if len(tables) == 1:
+        return tables[0].on(device).unsqueeze(0)
+    with lasting_tensors():
+        rows = [torch.tensor(table.blocks, dtype=torch.int32) for table in tables]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)

@@ -1,0 +1,147 @@
+"""The retrieval zone's K and V in host memory, for one sequence of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.block_rows import BlockRows
+from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.host_memory import staging
+from kvrecall.cache.transfer import send
+from kvrecall.core.structs import HostTable
+
+
+class ZoneRows:
+    """Rows of the tokens 0 .. length - 1 of the zone, in the blocks of the sequence.
+
+    Rows are written once and never move. Copies of a sequence share blocks; a shared one is copied before it is written to.
+    Rows of a GPU are still on their way when `append` returns; every way of reading them waits as long as it must.
+    """
+
+    def __init__(self, layer: int, rows: BlockRows, table: BlockTable) -> None:
+        """layer: its number, by which the table knows it."""
+        self._layer, self._rows, self._table = layer, rows, table
+        self._reserved, self._cut = 0, False
+        self._table.lengths.setdefault(layer, 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are stored."""
+        return self._table.lengths[self._layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are stored (a shared block counts in every sequence that uses it)."""
+        heads, _, two, dim = self._rows.tensor.shape[1:]
+        return self.length * heads * two * dim * self._rows.tensor.element_size()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a GPU can read the rows where they lie."""
+        return self._rows.pinned
+
+    def reserve(self, tokens: int) -> None:
+        """Announces the length the zone will reach, so that memory for all of it is asked for at once."""
+        self._reserved = max(self._reserved, tokens)
+
+    def append(self, rows: Tensor) -> None:
+        """Stores rows `[H_kv, n, 2, D]` from any device behind those that are there; a GPU's must not be written to afterwards.
+
+        Raises HostMemoryError, and stores nothing, when the host has no memory for them.
+        """
+        self.make_room(rows.shape[1])
+        self.write(self.length, rows)
+        self.extend(self.length + rows.shape[1])  # once all are there: an error on the way stores nothing
+
+    def make_room(self, tokens: int) -> None:
+        """Asks for what the next `tokens` rows need, so that storing them cannot fail for want of memory."""
+        if tokens:
+            self.reach(max(self.length + tokens, self._reserved))
+
+    def reach(self, tokens: int) -> None:
+        """Makes room for `tokens` rows in all, those that are there included, in blocks that no other sequence uses from the
+        next row on."""
+        if tokens > self.length:
+            self._rows.give(max(self._table.reach(self.length, tokens)) + 1)
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, where there is room, without counting them."""
+        size, at = self._rows.block_size, 0
+        while at < rows.shape[1]:
+            place, offset = divmod(start + at, size)
+            part = rows[:, at : at + size - offset]
+            target = self._rows.tensor[self._table.blocks[place]][:, offset : offset + part.shape[1]]
+            if part.is_cuda:
+                self._rows.pending = send(part, target)
+            else:
+                target.copy_(part)
+            at += part.shape[1]
+
+    def extend(self, tokens: int) -> None:
+        """Counts in rows that were written behind those that were there, up to `tokens` in all."""
+        self._table.lengths[self._layer] = tokens
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets everything after the first `tokens` rows. Until `trim` they may come back, by `extend`."""
+        self.extend(min(tokens, self.length))
+        self._cut = True
+
+    def trim(self) -> None:
+        """Gives up blocks that were cut off and that no layer needs."""
+        if self._cut:
+            self._table.trim()
+        self._cut = False
+
+    def view(self, table: BlockTable) -> ZoneRows:
+        """The rows of a copy of the sequence, which has its own table."""
+        return ZoneRows(self._layer, self._rows, table)
+
+    @property
+    def blocks_of_all_layers(self) -> BlockTable:
+        """The block table of the sequence."""
+        return self._table
+
+    def table(self, device: torch.device) -> HostTable | None:
+        """Where the rows lie, for reads by `device`; None where there are none, or a GPU asks and they are not page-locked.
+
+        A GPU's current stream, or the CPU, waits for rows that are on their way.
+        """
+        if not self.length or (device.type == "cuda" and not self.pinned):
+            return None
+        self._rows.arrive(on_device=device.type == "cuda")
+        return HostTable(self._rows.tensor, self._table.on(device).unsqueeze(0))
+
+    def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
+        """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length).
+
+        pin: into page-locked memory, for a copy to a GPU that nobody has to wait for.
+        """
+        self._rows.arrive()
+        (_, kv_heads, size, _, dim), dtype = self._rows.tensor.shape, self._rows.tensor.dtype
+        out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype)
+        if len(ids):
+            block = self._table.on(ids.device)[ids // size].long()
+            number = (block * kv_heads + heads) * size + ids % size
+            torch.index_select(self._rows.tensor.view(-1, 2 * dim), 0, number, out=out.view(-1, 2 * dim))
+        return out
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""
+        heads = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
+        return self.take(heads, ids.long().flatten()).view(*ids.shape, *self._rows.tensor.shape[3:])
+
+    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
+        """Views of the rows start .. length - 1 in order, each `[H_kv, n, 2, D]`; valid while the zone is not truncated.
+
+        on_device: only the GPU's current stream will read them, so it waits for those that are on their way, and not the host.
+        """
+        self._rows.arrive(on_device)
+        size = self._rows.block_size
+        for place in range(start // size, -(-self.length // size)):
+            rows = self._rows.tensor[self._table.blocks[place]]
+            begin, end = max(0, start - place * size), min(size, self.length - place * size)
+            if end > begin:
+                yield rows[:, begin:end]
