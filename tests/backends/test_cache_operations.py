@@ -14,6 +14,7 @@ import kvrecall
 from kvrecall.core import errors
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
+from tests.cache.rows import small_blocks
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -136,19 +137,58 @@ def test_a_config_is_not_mistaken_for_one_that_is_gone() -> None:
 
 
 def test_reservation_is_exact_and_never_shrinks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
     cache.reserve(151, sequences=2)
     with kvrecall.attach(model):
         run(model, cache, prompt(), new_tokens=40)
-    for layer in cache.retrieval_layers:
-        for pool in layer.state.store.host:
-            assert [s.shape[1] for s in pool._segments] == [151 - 4 - 16]
+    assert cache.tables is not None and {len(table.blocks) for table in cache.tables} == {-(-(151 - 4 - 16) // 16)}
     monkeypatch.setattr("kvrecall.backends.transformers.cache.available_host_bytes", lambda: 10)
     with pytest.raises(errors.HostMemoryError, match="need"):
         cache.reserve(10_000, sequences=2)
     cache.reserve(100, sequences=2)  # less than it holds needs nothing
     assert cache.get_seq_length() == 150
+
+
+def test_blocks_are_the_same_in_all_layers_and_shared_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks, beams and repeats copy no row; who writes into a shared block gets a copy of it, of all layers at once."""
+    small_blocks(monkeypatch)
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
+    with kvrecall.attach(model), torch.no_grad():
+        model(**prompt(1), past_key_values=cache)
+        assert cache.tables is not None
+        pool, held = cache.tables[0].pool, list(cache.tables[0].blocks)
+        assert len(held) == pool.used == -(-(150 - 4 - 16) // 16)
+        fork = cache.fork()
+        fork.batch_repeat_interleave(3)
+        fork.reorder_cache(torch.tensor([2, 0, 0]))
+        assert fork.tables is not None and all(table.blocks == held for table in fork.tables) and pool.used == len(held)
+        for each in (cache, fork):
+            for layer in each.retrieval_layers:
+                own = [rows.blocks_of_all_layers for rows in layer.state.store.host]
+                assert all(a is b for a, b in zip(own, each.tables, strict=True))
+        for _ in range(3):  # the buffer of one update interval fills, and moves to the host
+            model(torch.ones(3, 4, dtype=torch.long), past_key_values=fork)
+        lasts = [table.blocks[len(held) - 1] for table in fork.tables]
+        assert len({*lasts, held[-1]}) == 4 and all(table.blocks[:-1][: len(held) - 1] == held[:-1] for table in fork.tables)
+        del fork, layer, own, each
+    assert pool.used == len(held) and cache.tables[0].blocks == held
+
+
+def test_blocks_that_a_crop_leaves_empty_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    model = tiny("llama")
+    cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
+    with kvrecall.attach(model), torch.no_grad():
+        model(**prompt(1), past_key_values=cache)
+        assert cache.tables is not None
+        table, before = cache.tables[0], list(cache.tables[0].blocks)
+        cache.crop(-90)
+        assert len(table.blocks) == table.pool.used == -(-(60 - 4 - 16) // 16)
+        model(torch.ones(1, 90, dtype=torch.long), past_key_values=cache)
+        assert sorted(table.blocks) == sorted(before)
 
 
 @families

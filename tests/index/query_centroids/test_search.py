@@ -13,6 +13,7 @@ from torch import Tensor
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, cpu, reference
 from kvrecall.index.query_centroids.rerank import rerank
+from tests.cache.rows import filled
 from tests.index.query_centroids.zone import KV_HEADS, Zone, prompt, query_of
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
 
@@ -50,14 +51,15 @@ def test_distinct_is_the_union(seed: int, count: int, rho: int, tokens: int, poo
 @examples(30)
 @given(
     seed=SEEDS, dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from(sorted(DTYPES)), group=st.sampled_from([1, 3, 8]),
-    lengths=st.lists(st.sampled_from([1, 5, 40]), min_size=1, max_size=4), kept=st.sampled_from([1, 6, 200]),
+    tokens=st.sampled_from([1, 16, 45, 130]), block_size=st.sampled_from([16, 64]), kept=st.sampled_from([1, 6, 200]),
 )  # fmt: skip
-def test_scores_are_exact_products(seed: int, dim: int, dtype: str, group: int, lengths: list[int], kept: int) -> None:
-    tokens = sum(lengths)
+def test_scores_are_exact_products(seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, kept: int) -> None:
     rows = gaussian(seed, KV_HEADS, tokens, 2, dim).to(DTYPES[dtype])
+    table = filled(rows, block_size=block_size).table(rows.device)
+    assert table is not None
     queries = gaussian(seed + 1, KV_HEADS, group, dim)
     ids, counts = reference.distinct(random_lists(seed, 1, kept, tokens), tokens, tokens, None)
-    scores = cpu.score_rows(queries, list(rows.split(lengths, 1)), ids, counts)
+    scores = cpu.score_rows(queries, table, ids, counts)
     assert scores.shape == (KV_HEADS, group, ids.shape[1]) and scores.dtype == torch.float32
     for h in range(KV_HEADS):
         own = ids[h, : int(counts[h])].long()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.query_centroids.lists import CentroidLists
+from tests.cache.rows import fork
 from tests.index.query_centroids.zone import DIM, KV_HEADS, SCALING, Zone, prompt, query_of
 from tests.strategies import SEEDS, examples, gaussian
 
@@ -256,7 +257,7 @@ def test_copies_go_their_own_ways() -> None:
     zone = prompt(CentroidConfig(max_centroids=4, list_tokens=6, recalled_centroids=2, pool_tokens=3), 0, 60)
     zone.search(query_of(1), 4)
     copies = zone.index.select([0, 0])
-    copies.bind([zone.pool.fork(), zone.pool.fork()])
+    copies.bind([fork(zone.pool), fork(zone.pool)])
     before, first = zone.lists, zone.search(query_of(2), 4)
     copies.learn([0, 1])  # a copy has not searched yet
     copied = copies._lists[0]

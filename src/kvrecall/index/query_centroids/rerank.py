@@ -73,11 +73,10 @@ def rerank(
     """
     device = queries.device
     if on_host:
+        queries, ids, counts = queries.cpu(), ids.cpu(), counts.cpu()
+    if on_host and (table := source.table(queries.device)) is not None:
         from kvrecall.index.query_centroids import cpu
 
-        queries, ids, counts = queries.cpu(), ids.cpu(), counts.cpu()
-        table = source.table(queries.device)
-        assert table is not None, "what was recalled is stored"
         scores = cpu.score_rows(queries, table, ids, counts)
     elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels
