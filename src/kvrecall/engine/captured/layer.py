@@ -231,7 +231,7 @@ class CapturedLayer(CapturedState):
     def _store_buffer(self, b: int) -> None:
         """Copies the tokens that wait in the buffer already to the host, as `leave` copies later ones in their own steps."""
         zones = self._plan_of_all.zones[b]
-        self.state.store.host[b].write(zones.retrieval, self._buffer(b))
+        self.state.store.host[b].write(zones.retrieval, self._buffer(b).cpu())  # graphs wait for no copy
 
     def _encode_buffer(self, b: int) -> None:
         """Encodes the tokens that wait in the buffer already, as `leave` encodes later ones in their own steps."""

@@ -201,7 +201,7 @@ class UnitLayer(CapturedState):
         store = self.state.store
         for b, pool in enumerate(store.host):
             zones = store.zones(b)
-            pool.write(zones.retrieval, store.resident.view(b, zones.sink))
+            pool.write(zones.retrieval, store.resident.view(b, zones.sink).cpu())  # graphs wait for no copy
 
     def _count(self, moved: int) -> None:
         """Adds what the steps did to the counters."""
