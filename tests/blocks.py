@@ -1,14 +1,19 @@
-"""Host rows in blocks: tables built by hand, and zones of their own for tests that need no layer."""
+"""Host rows in blocks: tables built by hand, and stores of small blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.cache.layer import LayerStore
+from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.structs import HostTable
 from tests.strategies import generator
+
+SIZES = ZoneSizes(4, 16, 8)
 
 
 def host_table(stored: list[Tensor], block_size: int, device: str = "cpu", seed: int = 0) -> HostTable:
@@ -23,9 +28,8 @@ def host_table(stored: list[Tensor], block_size: int, device: str = "cpu", seed:
     blocks, taken = torch.zeros(len(stored), max(counts), dtype=torch.int32), 0
     for b, rows in enumerate(stored):
         for place, part in enumerate(rows.split(block_size, 1)):
-            block = int(order[taken])
-            memory[block, :, : part.shape[1]] = part
-            blocks[b, place] = block
+            memory[order[taken], :, : part.shape[1]] = part
+            blocks[b, place] = order[taken]
             taken += 1
     return HostTable(memory if device == "cpu" else memory.pin_memory(), blocks.to(device))
 
@@ -35,12 +39,21 @@ def overwrite(table: HostTable, sequence: int, ids: Tensor, number: float) -> No
     table.rows[table.blocks[sequence].cpu()[ids // table.block_size].long(), :, ids % table.block_size] = number
 
 
-def zones(sequences: int, heads: int, dim: int, dtype: torch.dtype, device: str = "cpu", block_size: int = 64) -> list[Any]:
-    """Empty retrieval zones, as layers have them."""
-    from kvrecall.cache.blocks import BlockPool, BlockTable
-    from kvrecall.cache.layer import LayerStore
-    from kvrecall.cache.zones import ZoneSizes
+def small_blocks(monkeypatch: pytest.MonkeyPatch, block_size: int = 16) -> None:
+    """Stores that are made from now on have blocks of so few tokens."""
+    monkeypatch.setattr("kvrecall.cache.blocks.BlockPool.__init__.__defaults__", (block_size,))
 
-    pool = BlockPool(block_size)
-    tables = [BlockTable(pool) for _ in range(sequences)]
-    return LayerStore(sequences, heads, dim, dtype, torch.device(device), ZoneSizes(4, 16, 8), 0, tables).host
+
+def store(
+    sequences: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    block_size: int = 64,
+    sizes: ZoneSizes = SIZES,
+) -> Any:
+    """An empty store of one layer; its `host` are the retrieval zones."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, block_size)
+        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes)

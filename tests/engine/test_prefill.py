@@ -14,6 +14,7 @@ from kvrecall import engine, errors
 from kvrecall.engine.prefill import chunk_size
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
+from tests.blocks import small_blocks
 
 inputs_ = pytest.mark.parametrize("inputs", [prompt(2), ragged(), prompt(1, 1)], ids=["even", "ragged", "one-token"])
 
@@ -94,12 +95,13 @@ def test_interrupted_prefill_goes_on_where_it_stopped(family: str, where: str, i
     assert torch.equal(answer, run(model, DynamicCache(config=model.config), follow_up(inputs)))
 
 
-def test_expected_length_sizes_host_memory_once() -> None:
+def test_expected_length_sizes_host_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 16)
     model = tiny("llama")
     cache = new_cache(model)
     engine.prefill(model, prompt(1)["input_ids"], cache, chunk_tokens=30, expect_tokens=500)
     for layer in cache.retrieval_layers:
-        assert [s.shape[1] for s in layer.state.store.host[0]._segments] == [500 - 4 - 16]
+        assert layer.state.store.reach(1).blocks.shape == (1, (500 - 4 - 16) // 16)
 
 
 def test_small_budgets_prefill_densely() -> None:
