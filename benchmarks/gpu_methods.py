@@ -37,7 +37,7 @@ from benchmarks.gpu_unit_step import UnitStep
 from benchmarks.moved import NOT_COUNTED, Heads, Moved
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.structs import AttentionParams, Budget, Rows
+from kvrecall.core.structs import AttentionParams, Budget, HostTable, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
 from kvrecall.index.units import UnitIndex
@@ -109,13 +109,13 @@ class DeviceRows:
         """See `RowSource`."""
         return torch.stack([rows[of.to(rows.device)] for rows, of in zip(self._rows, ids.long(), strict=True)]).cpu()
 
-    def blocks(self, start: int = 0) -> Iterator[Tensor]:
+    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
         """See `RowSource`; on the device."""
         yield self._rows[:, start:]
 
-    def segments(self) -> list[tuple[int, Tensor]]:
-        """See `RowSource`; on the device."""
-        return [(0, self._rows)]
+    def table(self, device: torch.device) -> HostTable | None:
+        """See `RowSource`; none, for rows that are not in blocks."""
+        return None
 
 
 class Layers:

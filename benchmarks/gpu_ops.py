@@ -26,14 +26,15 @@ from benchmarks.bandwidth import bandwidths
 from benchmarks.checks import require
 from benchmarks.gpu_layer import CONFIGS, SHAPES, Bench
 from benchmarks.gpu_time import timed
-from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.layer import LayerStore
+from kvrecall.cache.zones import ZoneSizes
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES
 
 CACHE_BYTES = 50 << 20
 _ENCODED = 8192
-_POOL_TOKENS = 131_072
+_ZONE_TOKENS = 131_072
 
 
 @dataclass(frozen=True)
@@ -133,31 +134,34 @@ def _encode(shape: str, tokens: int) -> Op:
 
 
 def _gather(rows: int) -> Callable[[str, int], Op]:
-    """Random rows of a pool of `_POOL_TOKENS` tokens, all KV heads together."""
+    """Random rows of a retrieval zone of `_ZONE_TOKENS` tokens, all KV heads together."""
 
     def build(shape: str, tokens: int) -> Op:
         from kvrecall.fetch.kernels import gather_rows
 
         heads, dim = SHAPES[shape][1:]
-        pool = HostPool(heads, dim, torch.bfloat16, pin=True)
-        pool.append(torch.randn(heads, _POOL_TOKENS, 2, dim, dtype=torch.bfloat16, device="cuda"))
+        device = torch.device("cuda")
+        zone = LayerStore(1, heads, dim, torch.bfloat16, device, ZoneSizes(0, 0, 1)).host[0]
+        zone.append(torch.randn(heads, _ZONE_TOKENS, 2, dim, dtype=torch.bfloat16, device="cuda"))
         torch.cuda.synchronize()
+        table = zone.table(device)
+        assert table is not None, "the system refused to pin host memory"
         per_head = rows // heads
         sets, of_head = [], torch.arange(heads, device="cuda").repeat_interleave(per_head)
         for _ in range(16):
-            ids = torch.stack([torch.randperm(_POOL_TOKENS, device="cuda")[:per_head].sort().values for _ in range(heads)])
+            ids = torch.stack([torch.randperm(_ZONE_TOKENS, device="cuda")[:per_head].sort().values for _ in range(heads)])
             sets.append(ids.flatten())
         slots = torch.arange(heads * per_head, device="cuda")
         out = torch.empty(len(sets), heads * per_head, 2, dim, dtype=torch.bfloat16, device="cuda")
 
         def work() -> None:
             for ids, into in zip(sets, out, strict=True):
-                gather_rows(pool.segments(), of_head, ids, slots, into)
+                gather_rows(table, of_head, ids, slots, into)
 
         def check() -> None:
             work()
-            same = torch.equal(out[3].cpu(), pool.take(of_head.cpu(), sets[3].cpu()))
-            require(same, "rows differ from those of the pool")
+            same = torch.equal(out[3].cpu(), zone.take(of_head.cpu(), sets[3].cpu()))
+            require(same, "rows differ from those of the zone")
 
         return Op(len(sets), work, check, 0.0, heads * per_head * 4.0 * dim)
 

@@ -42,7 +42,7 @@ from benchmarks.checks import require
 from benchmarks.gpu_time import percentiles
 from benchmarks.models import CONFIGS, attention_of, model_of
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.cache.host_pool import HostPool
+from kvrecall.cache.layer import LayerStore
 from kvrecall.engine.prefill import prefill
 from kvrecall.layer.state import LayerState
 
@@ -232,11 +232,11 @@ def _settle(prompt: Prompt, cache: RetrievalCache) -> float:
 def _pin(prompt: Prompt, states: list[LayerState]) -> float:
     """Seconds of page-locking as much host memory as the layers have."""
     times: list[float] = []
-    shape = states[0].shape
-    pools = [HostPool(shape.kv_heads, shape.head_dim, shape.dtype, pin=prompt.ids.is_cuda) for _ in states]
+    shape, table, sizes = states[0].shape, states[0].store.reach(1), states[0].store.sizes
+    stores = [LayerStore(1, shape.kv_heads, shape.head_dim, shape.dtype, prompt.ids.device, sizes) for _ in states]
     with prompt.clock(times):
-        for pool, state in zip(pools, states, strict=True):
-            pool.make_room(sum(segment.shape[1] for _, segment in state.store.host[0].segments()))
+        for store in stores:
+            store.reach(table.blocks.shape[1] * table.block_size)
     return times[0]
 
 

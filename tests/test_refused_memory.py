@@ -20,7 +20,7 @@ from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it, mend
 from tests.backends.models import tiny
-from tests.cache.rows import small_blocks
+from tests.blocks import small_blocks
 from tests.one_layer import ZONES, layer, params
 from tests.stateful.checks import check_rows
 from tests.stateful.machine import SEARCHING
@@ -134,7 +134,7 @@ def test_host_rows_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         for part in plain.parts:
             part()
         count = calls[0]
-        assert count > 8
+        assert count >= 8
         for number in range(1, count + 1):
             course, refused = Course(model), 0
             calls[:] = 0, number

@@ -9,7 +9,7 @@ from kvrecall.cache import rows_ahead
 from kvrecall.cache.rows_ahead import pieces_ahead, read_keys
 from kvrecall.cache.transfer import bring_keys
 from kvrecall.cache.zone_rows import ZoneRows
-from tests.cache.rows import fork, zone_of
+from tests.blocks import fork, zone_of
 from tests.strategies import gaussian
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -15,7 +15,7 @@ from kvrecall.attend import attend_selected, start
 from kvrecall.core.structs import HostTable, Partial
 from kvrecall.merge import merge
 from tests.attend.dense import dense
-from tests.cache.rows import filled
+from tests.blocks import filled
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
 
 

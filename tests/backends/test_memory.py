@@ -21,6 +21,7 @@ from kvrecall.index.pages import PageIndex
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.table import TokenTable
 from tests.backends.models import tiny
+from tests.blocks import small_blocks
 
 ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
 METHODS = {
@@ -138,6 +139,7 @@ def test_a_host_without_memory_in_the_middle_of_a_pass(monkeypatch: pytest.Monke
         give(self, pieces)
 
     monkeypatch.setattr(Region, "give", refusing)
+    small_blocks(monkeypatch)
     with pytest.raises(HostMemoryError, match="are available"):
         answer(model, cache, prompt())
     assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}

@@ -24,7 +24,7 @@ from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.memory import as_before
 from kvrecall.core import errors
 from tests.backends.models import tiny
-from tests.cache.rows import small_blocks
+from tests.blocks import small_blocks
 from tests.one_layer import ZONES
 
 MOMENTS = int(os.environ.get("KVRECALL_INTERRUPTS", "5"))

@@ -17,7 +17,7 @@ import torch
 from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import Region, available_host_bytes, staging
 from kvrecall.core.errors import HostMemoryError
-from tests.cache.rows import fork, small_blocks, zone_of
+from tests.blocks import fork, small_blocks, zone_of
 
 
 class Runtime:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.zones import ZoneSizes
+from tests.blocks import poison, small_blocks
 from tests.cache.model import SequenceModel
-from tests.cache.rows import poison, small_blocks
 from tests.strategies import examples
 
 HEADS, DIM, CPU = 2, 4, torch.device("cpu")

@@ -12,7 +12,7 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneSizes
-from tests.cache.rows import fork, poison, small_blocks, zone_of
+from tests.blocks import fork, poison, small_blocks, zone_of
 
 HEADS, DIM = 2, 3
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.cache.zone_rows import ZoneRows
-from tests.cache.rows import CPU, fork, poison, small_blocks, zone_of
+from tests.blocks import CPU, fork, poison, small_blocks, zone_of
 from tests.strategies import SEEDS, examples
 
 HEADS, DIM = 2, 3

@@ -14,7 +14,7 @@ from kvrecall import engine, errors
 from kvrecall.engine.prefill import chunk_size
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
-from tests.cache.rows import small_blocks
+from tests.blocks import small_blocks
 
 inputs_ = pytest.mark.parametrize("inputs", [prompt(2), ragged(), prompt(1, 1)], ids=["even", "ragged", "one-token"])
 

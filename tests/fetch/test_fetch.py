@@ -12,7 +12,7 @@ from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.structs import HostTable
 from kvrecall.fetch import Direct, Fetched, Moved, Staged, fetch_rows, rows_at
 from kvrecall.index.base import stack_selections
-from tests.cache.rows import filled, scattered, zone_of
+from tests.blocks import filled, scattered, zone_of
 from tests.strategies import SEEDS, examples, gaussian, generator
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvrecall
 from kvrecall.cache.host_memory import allocate
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.engine.prefill import prefill
@@ -19,6 +18,7 @@ from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, stage_sizes
+from tests.blocks import store
 
 pytestmark = pytest.mark.gpu
 ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8}
@@ -51,12 +51,13 @@ def test_released_memory_can_be_registered_again() -> None:
         del tensor
 
 
-def test_pool_segments_are_pinned() -> None:
-    pool = HostPool(2, 64, torch.bfloat16, pin=True, segment_tokens=256)
+def test_blocks_are_pinned() -> None:
+    made = store(1, 2, 64, torch.bfloat16, "cuda", block_size=256)
+    pool = made.host[0]
     rows = torch.randn(2, 700, 2, 64, device="cuda").bfloat16()
     for piece in rows.split(100, 1):
         pool.append(piece)
-    assert all(block.is_pinned() for block in pool.blocks())
+    assert made.pinned and all(block.is_pinned() for block in pool.blocks())
     ids = torch.randint(0, 700, (2, 50))
     expected = torch.stack([rows[h, ids[h].cuda()] for h in range(2)]).cpu()
     assert torch.equal(pool.gather(ids), expected)
@@ -148,7 +149,8 @@ def test_a_captured_decode_finds_announced_memory_large_enough() -> None:
         found = []
         for state in (layer.state for layer in cache.retrieval_layers):
             assert state is not None and isinstance(state.index, SphereIndex)
-            found += [state.index._signs.rows.data_ptr(), *(pool.segments()[0][1].data_ptr() for pool in state.store.host)]
+            table = state.store.reach(1)
+            found += [state.index._signs.rows.data_ptr(), table.rows.data_ptr(), *table.blocks.flatten().tolist()]
         return found
 
     before = places()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.fetch import Direct, Staged, fetch_rows
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
+from tests.blocks import store
 from tests.one_layer import ZONES, methods, normal, params
 from tests.strategies import DTYPES, HEAD_DIMS, generator, some_of_each
 
@@ -46,7 +46,7 @@ POLICIES = [(kind, policy) for policy in (Direct(), Staged(), Direct(reuse=True)
 @pytest.mark.parametrize(("dim", "how"), some_of_each(HEAD_DIMS, POLICIES, 4), ids=str)
 def test_fetched_rows_are_those_of_the_pool(dim: int, how: tuple[str, Direct | Staged]) -> None:
     dtype, policy = how
-    pool = HostPool(3, dim, DTYPES[dtype], pin=True, segment_tokens=64)
+    pool = store(1, 3, dim, DTYPES[dtype], "cuda").host[0]
     rows = torch.randn(3, 500, 2, dim, generator=generator(dim)).to(DTYPES[dtype])
     for piece in rows.split(37, 1):
         pool.append(piece)

@@ -17,17 +17,15 @@ from kvrecall import engine
 from kvrecall.attend import attend_rows, reference
 from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import allocate
-from kvrecall.cache.host_pool import HostPool
-from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring, bring_keys
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import DeviceMemoryError
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
-from kvrecall.fetch.in_place import SegmentTables
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge
+from tests.blocks import store
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian, generator
 
 pytestmark = pytest.mark.gpu
@@ -65,23 +63,23 @@ def test_attention_to_resident_rows(dtype: str, dim: int, group: int) -> None:
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_attention_to_rows_of_the_host(dtype: str, dim: int) -> None:
     kind = DTYPES[dtype]
-    pools = [HostPool(2, dim, kind, pin=True, segment_tokens=64) for _ in range(2)]
+    made = store(2, 2, dim, kind, "cuda")
     stored = [gaussian(b, 2, 500, 2, dim).to(kind).cuda() for b in range(2)]
-    for pool, rows, size in zip(pools, stored, (37, 500), strict=True):
+    for pool, rows, size in zip(made.host, stored, (37, 500), strict=True):
         for piece in rows.split(size, 1):
             pool.append(piece.clone())
     ids = torch.full((2, 2, 90), -1, dtype=torch.int32)
     for b in range(2):
         for h in range(2):
             ids[b, h, : 90 - 40 * h] = torch.randperm(500, generator=generator(h))[: 90 - 40 * h].sort().values
-    table = SegmentTables().of(pools, CUDA)
-    assert table is not None and table.shape[1] == len(pools[0].segments()) > 1
+    table = made.reach(500)
+    assert table.blocks.is_cuda and table.blocks.shape == (2, 8)
     index = ids.long().clamp_min(0)
     kv = torch.stack([torch.stack([stored[b][h, index[b, h]] for h in range(2)]) for b in range(2)])
     lengths = (ids >= 0).sum(-1, dtype=torch.int32).cuda()
     queries = gaussian(9, 2, 8, 1, dim).cuda().to(kind)
     close(
-        attend_rows(queries, HostRows(ids.cuda(), table, kind), dim**-0.5),
+        attend_rows(queries, HostRows(ids.cuda(), table), dim**-0.5),
         reference.attend_rows(queries, Rows(kv, lengths), dim**-0.5),
         kind,
     )
@@ -95,21 +93,21 @@ def test_merged_parts() -> None:
 
 
 def test_addresses_beyond_two_to_the_31() -> None:
-    """1.1 million tokens of 8 heads of 128: 2.3 billion numbers in one pool, the last rows of the last head among them."""
+    """1.1 million tokens of 8 heads of 128: 2.3 billion numbers in one zone, the last rows of the last head among them."""
     tokens, kind = 1_100_000, torch.bfloat16
-    pool = HostPool(8, 128, kind, pin=True)
+    pool, last = store(1, 8, 128, kind, "cuda", block_size=1024).host[0], gaussian(1, 8, 32, 2, 128).to(kind)
     pool.reserve(tokens)
     pool.make_room(1)
-    segment = pool.segments()[0][1]
     pool.extend(tokens)
     ids = torch.arange(tokens - 32, tokens, dtype=torch.int32).expand(1, 8, -1).contiguous()
-    segment[:, -32:] = gaussian(1, 8, 32, 2, 128).to(kind)
-    table = SegmentTables().of([pool], CUDA)
-    assert table is not None
+    pool.write(tokens - 32, last)
+    table = pool.table(CUDA)
+    assert table is not None and int(table.blocks.max()) * table.rows[0].numel() > 2**31
     queries, lengths = gaussian(2, 1, 32, 1, 128).to(kind).cuda(), torch.full((1, 8), 32, dtype=torch.int32, device=CUDA)
-    rows = Rows(segment[:, -32:].cuda().unsqueeze(0), lengths)
-    close(attend_rows(queries, HostRows(ids.cuda(), table, kind), 0.1), reference.attend_rows(queries, rows, 0.1), kind)
-    assert torch.equal(bring_keys(segment, CUDA)[:, -32:], rows.kv[0, :, :, 0])
+    rows = Rows(last.cuda().unsqueeze(0), lengths)
+    close(attend_rows(queries, HostRows(ids.cuda(), table), 0.1), reference.attend_rows(queries, rows, 0.1), kind)
+    keys = torch.cat([bring_keys(block, CUDA) for block in pool.blocks(tokens - 32, on_device=True)], 1)
+    assert torch.equal(keys, rows.kv[0, :, :, 0])
 
 
 def tiny(device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -193,13 +191,14 @@ def test_no_memory_grows_over_two_thousand_steps(name: str) -> None:
 
     run(400)
     torch.cuda.synchronize()
-    host = [[held.data_ptr() for _, held in pool.segments()] for pool in state.store.host]
+    host = state.store.reach(1)
     before = torch.cuda.memory_allocated()
     run(2000)
     torch.cuda.synchronize()
     # The scratch of the search grows with the candidates, which follow the zone: a few bytes per token and KV head.
     assert torch.cuda.memory_allocated() - before < 64 * 2000 * 2 * 2
-    assert [[held.data_ptr() for _, held in pool.segments()] for pool in state.store.host] == host
+    now = state.store.reach(1)
+    assert now.rows.data_ptr() == host.rows.data_ptr() and torch.equal(now.blocks, host.blocks)
     assert state.store.zones(0).total == 2600 and all(pool.length > 2500 for pool in state.store.host)
 
 
@@ -225,9 +224,7 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
 
 def course(seed: int, slow: Tensor | None, steps: int = 400) -> list[Tensor]:
     """Random appends, updates, crops, copies and reads of a tiny window. slow: work that keeps the GPU behind the host."""
-    draw, own, made = random.Random(seed), LayerStore(2, 2, 64, torch.float32, CUDA, ZoneSizes(2, 4, 3)), []
-    for pool in own.host:
-        pool._segment_tokens = 16
+    draw, own, made = random.Random(seed), store(2, 2, 64, torch.float32, "cuda", 16, ZoneSizes(2, 4, 3)), []
     numbers = torch.Generator("cuda").manual_seed(seed)
     for _ in range(steps):
         if slow is not None:
@@ -261,14 +258,14 @@ def test_rows_on_their_way_are_waited_for(seed: int) -> None:
 
 
 def test_an_update_returns_before_its_rows_have_arrived() -> None:
-    pool, rows = HostPool(2, 64, torch.bfloat16, pin=True), torch.randn(2, 4096, 2, 64, device=CUDA).bfloat16()
+    pool, rows = store(1, 2, 64, torch.bfloat16, "cuda").host[0], torch.randn(2, 4096, 2, 64, device=CUDA).bfloat16()
     pool.make_room(4096)
     big = torch.randn(8192, 8192, device=CUDA)
     torch.cuda.synchronize()
     for _ in range(20):
         big @ big
     pool.append(rows)
-    assert pool._pending is not None and not pool._pending.arrived()
+    assert pool._rows.pending is not None and not pool._rows.pending.arrived()
     assert torch.equal(pool.gather(torch.arange(4096).expand(2, -1)), rows.cpu())
 
 
@@ -300,7 +297,7 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
             assert sum("expected to pin" in str(x.message) for x in told) == refuse  # one, not one per layer
         answers.append(made.new_tokens)
         state = cache.retrieval_layers[0].state
-        assert state is not None and all(held.is_pinned() != refuse for _, held in state.store.host[0].segments())
+        assert state is not None and state.store.pinned != refuse
     assert answers[0] == answers[1]
 
 

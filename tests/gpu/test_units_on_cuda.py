@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape
 from kvrecall.index.clusters import ClusterConfig
@@ -21,6 +20,7 @@ from kvrecall.index.units import UnitIndex
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import ObservedQueries
+from tests.blocks import store
 from tests.one_layer import ZONES, normal, params
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian, some_of_each, whole_numbers
 
@@ -43,7 +43,7 @@ def index_of(config: PageConfig | ClusterConfig, keys: list[Tensor], group: int,
     """An index on the GPU of one sequence per tensor of keys `[H_kv, n, D]`; the last sum(segments) tokens were generated."""
     heads, _, dim = keys[0].shape
     index = config.build(LayerShape(len(keys), group * heads, heads, dim, keys[0].dtype, torch.device("cuda")))
-    index.bind([HostPool(heads, dim, keys[0].dtype) for _ in keys])
+    index.bind(store(len(keys), heads, dim, keys[0].dtype).host)
     for b, one in enumerate(keys):
         index._sources[b].append(torch.stack([one, one], 2))
         prompt = one.shape[1] - sum(segments)
@@ -189,7 +189,7 @@ def test_query_centroids_rerank_on_either_side(mode: str, dtype: str) -> None:
     for place in ("host", "device"):
         config = CentroidConfig(gqa=mode, rerank=place, list_tokens=400, pool_tokens=64, max_centroids=256)
         index = config.build(LayerShape(1, 8, heads, dim, kind, torch.device("cuda")))
-        pool = HostPool(heads, dim, kind, pin=True, segment_tokens=2_500)
+        pool = store(1, heads, dim, kind, "cuda", block_size=1024).host[0]
         index.bind([pool])
         for piece in keys.split(2_500, 1):
             pool.append(torch.stack([piece, piece], 2))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.blocks import small_blocks
+
 REASON = "needs TRITON_INTERPRET=1, which `make test` sets for this folder"
 
 
@@ -16,3 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.is_relative_to(here):
                 item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retrieval zones of a test's layers have several blocks."""
+    small_blocks(monkeypatch)

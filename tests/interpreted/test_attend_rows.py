@@ -1,14 +1,14 @@
-"""The kernels of decode attention against the fp32 reference: rows on the device, rows in segments of host memory, merges."""
+"""The kernels of decode attention against the fp32 reference: rows on the device, rows in blocks of host memory, merges."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvrecall.attend import reference
 from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.merge import merge
+from tests.blocks import host_table
 from tests.strategies import HEAD_DIMS, gaussian, generator, poisoned
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -59,36 +59,26 @@ def test_so_many_parts_that_groups_are_merged_first() -> None:
     close(attend_rows(queries, rows, 0.125), reference.attend_rows(queries, rows, 0.125))
 
 
-def segment_table(segments: list[list[Tensor]]) -> Tensor:
-    """By hand: first id, address and held tokens of each segment of each sequence."""
-    longest, table = max(map(len, segments)), []
-    for own in segments:
-        first, lines = 0, []
-        for segment in own:
-            lines.append([first, segment.data_ptr(), segment.shape[1]])
-            first += segment.shape[1]
-        table.append(lines + lines[-1:] * (longest - len(lines)))
-    return torch.tensor(table)
-
-
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(64, torch.float32), (80, torch.float32), (192, torch.float16), (256, torch.float32)]
 )
-def test_rows_in_segments_of_host_memory(dim: int, dtype: torch.dtype) -> None:
-    stored = [gaussian(b, HEADS, 60, 2, dim).to(dtype) for b in range(2)]
-    held = [[9, 32, 19], [60]]
-    segments = [[piece.contiguous() for piece in rows.split(sizes, 1)] for rows, sizes in zip(stored, held, strict=True)]
-    counts = [[21, 4], [0, 17]]
-    ids = torch.full((2, HEADS, 21), -1, dtype=torch.int32)
-    kv, lengths = torch.zeros(2, HEADS, 21, 2, dim, dtype=dtype), torch.tensor(counts, dtype=torch.int32)
-    for b in range(2):
+def test_rows_in_blocks_of_host_memory(dim: int, dtype: torch.dtype, block_size: int) -> None:
+    lengths = [100, 37, 64]
+    stored = [gaussian(b, HEADS, length, 2, dim).to(dtype) for b, length in enumerate(lengths)]
+    counts = [[21, 4], [0, 17], [21, 21]]
+    ids = torch.full((3, HEADS, 21), -1, dtype=torch.int32)
+    kv, real = torch.zeros(3, HEADS, 21, 2, dim, dtype=dtype), torch.tensor(counts, dtype=torch.int32)
+    for b, length in enumerate(lengths):
         for h in range(HEADS):
-            own = torch.randperm(60, generator=generator(7 * b + h))[: counts[b][h]].sort().values
+            own = torch.randperm(length, generator=generator(7 * b + h))[: counts[b][h]].sort().values
+            if len(own):
+                own[-1] = length - 1  # the last row of a ragged end
             ids[b, h, : len(own)] = own
             kv[b, h, : len(own)] = stored[b][h, own]
-    queries = gaussian(9, 2, 3 * HEADS, 1, dim).to(dtype)
-    made = attend_rows(queries, HostRows(ids, segment_table(segments), dtype), dim**-0.5, 3.0)
-    expected = reference.attend_rows(queries, Rows(kv, lengths), dim**-0.5, 3.0)
+    queries = gaussian(9, 3, 3 * HEADS, 1, dim).to(dtype)
+    made = attend_rows(queries, HostRows(ids, host_table(stored, block_size)), dim**-0.5, 3.0)
+    expected = reference.attend_rows(queries, Rows(kv, real), dim**-0.5, 3.0)
     near = 1e-5 if dtype == torch.float32 else 2**-10
     torch.testing.assert_close(made.out, expected.out, atol=near, rtol=near)
     torch.testing.assert_close(made.lse, expected.lse, atol=1e-5, rtol=1e-5)

@@ -24,6 +24,8 @@ pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured.layer import CapturedLayer
 from kvrecall.engine.captured.plan import StepPlan, pack
 
+pytestmark = pytest.mark.usefixtures("several_blocks")
+
 
 def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
     """As the decoder does it."""

@@ -20,6 +20,8 @@ from tests.layers import DIM, ZONES, start, state, tokens
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured.layers import Layers
 
+pytestmark = pytest.mark.usefixtures("several_blocks")
+
 PARAMS = AttentionParams(DIM**-0.5)
 CLUSTERS: dict[str, Any] = {"dense_layers": (), "cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": 6}
 CLUSTERED = "clusters:cluster_tokens=4,stretch_tokens=32,max_segment_tokens=6"

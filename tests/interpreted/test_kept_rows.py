@@ -1,4 +1,5 @@
-"""Rows that a step selects again are where the step before left them, however many there are, and the host is not asked."""
+"""A decode step at fixed addresses: selected rows come from blocks of host memory, and those that the step before selected too
+from where it left them, however many there are."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
-from tests.strategies import gaussian
+from tests.blocks import host_table, overwrite
+from tests.strategies import gaussian, generator
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.step import StepAttention
@@ -23,16 +25,15 @@ def attended(queries: Tensor, rows: Tensor, new: Tensor) -> Tensor:
     return attend_rows(queries, Rows(kv, torch.tensor([[kv.shape[2]]], dtype=torch.int32)), PARAMS.scaling).out
 
 
-@pytest.mark.parametrize("top_k", [300, 20])
+@pytest.mark.parametrize(("top_k", "block_size"), [(300, 64), (20, 16)])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_only_new_rows_are_read(top_k: int, share: float) -> None:
-    generator = torch.Generator().manual_seed(top_k)
-    order = torch.randperm(TOKENS, generator=generator)
+def test_only_new_rows_are_read(top_k: int, block_size: int, share: float) -> None:
+    order = torch.randperm(TOKENS, generator=generator(top_k))
     again = int(share * top_k)
     first, second = order[:top_k].sort().values, order[top_k - again : 2 * top_k - again].sort().values
-    pool = gaussian(1, 1, TOKENS, 2, DIM)
-    known = pool.clone()
-    step = StepAttention([pool], 2, 0, 4, top_k, True, torch.zeros(1))
+    known = gaussian(1, 1, TOKENS, 2, DIM)
+    table = host_table([known], block_size)
+    step = StepAttention(table, 2, 0, 4, top_k, True, torch.zeros(1))
     zone = torch.tensor([[0, 1, 0, 0, 0, 0]], dtype=torch.int32)  # nothing resident but the new token
     for number, ids in enumerate((first, second)):
         queries, new = gaussian(5 + number, 1, 2, 1, DIM), gaussian(9 + number, 1, 2, DIM)
@@ -40,5 +41,29 @@ def test_only_new_rows_are_read(top_k: int, share: float) -> None:
             queries, new[None, :, :1], new[None, :, 1:], ids.int().view(1, 1, -1), zone, torch.tensor([number]), PARAMS
         )
         torch.testing.assert_close(out, attended(queries, known[0, ids], new), atol=2e-6, rtol=2e-6)
-        pool[:, ids] = 1e4  # who read them again would see it
+        overwrite(table, 0, ids, 1e4)  # who read them again would see it
     assert step.read.tolist() == [2 * top_k - again]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_sequences_of_their_own_lengths(block_size: int, keep: bool) -> None:
+    lengths, heads, top_k = [100, 37, 64], 2, 21
+    stored = [gaussian(b, heads, length, 2, DIM) for b, length in enumerate(lengths)]
+    step = StepAttention(host_table(stored, block_size), 3 * heads, 0, 4, top_k, keep, torch.zeros(1))
+    zone = torch.tensor([[0, 1, 0, 0, 0, 0]] * 3 * heads, dtype=torch.int32)  # nothing resident but the new token
+    for number in range(2):
+        ids = torch.full((3, heads, top_k), -1, dtype=torch.int32)
+        for b, length in enumerate(lengths):
+            for h in range(heads):
+                own = torch.randperm(length, generator=generator(50 * number + 7 * b + h))[: top_k - 9 * h]
+                own[0] = length - 1  # the last row of a ragged end
+                ids[b, h, : len(own.unique())] = own.unique()
+        queries, new = gaussian(5 + number, 3, 3 * heads, 1, DIM), gaussian(9 + number, 3, heads, 2, DIM)
+        keys, values = (new[:, :, i : i + 1].contiguous() for i in range(2))
+        out = step.launch(queries, keys, values, ids, zone, torch.tensor([number]), PARAMS)
+        for b, rows in enumerate(stored):
+            for h in range(heads):
+                of, chosen = slice(3 * h, 3 * h + 3), rows[h, ids[b, h][ids[b, h] >= 0].long()]
+                expected = attended(queries[b : b + 1, of], chosen, new[b, h : h + 1])
+                torch.testing.assert_close(out[b : b + 1, of], expected, atol=2e-6, rtol=2e-6)

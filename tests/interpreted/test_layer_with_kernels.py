@@ -13,6 +13,8 @@ from tests.layers import DIM, ZONES, start, state, step
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 
+pytestmark = pytest.mark.usefixtures("several_blocks")
+
 METHODS = {
     "sphere": kvrecall.ParisKV(top_k=6, **ZONES),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, **ZONES),
@@ -38,7 +40,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(method: kvrecall.Method, lengths: list[int], steps: int) -> tuple[LayerState, list[torch.Tensor]]:
     layer = state(method, len(lengths))
-    layer.store.host[0]._segment_tokens = 8  # several segments
     history = start(layer, lengths)
     return layer, [step(layer, history, 100 + number)[1] for number in range(steps)]
 
@@ -50,7 +51,7 @@ def test_outputs_and_counters(method: kvrecall.Method, lengths: list[int], reque
     request.getfixturevalue("kernels")
     made, outs = run(method, lengths, 10)
     torch.testing.assert_close(torch.stack(outs), torch.stack(expected), atol=1e-5, rtol=1e-5)
-    assert len(made.store.host[0].segments()) > 1
+    assert len(list(made.store.host[0].blocks())) > 1
     assert bool(made.fetched) == made.keeps_rows == (method.trigger is not None)
     for name in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens", "bytes_fetched"):
         assert getattr(made.stats, name) == getattr(plain.stats, name), name

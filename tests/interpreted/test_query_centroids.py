@@ -7,6 +7,7 @@ import torch
 
 from kvrecall.index.query_centroids import reference
 from kvrecall.index.query_centroids.lists import CentroidLists, nearest
+from tests.blocks import host_table
 from tests.strategies import HEAD_DIMS, gaussian, generator, whole_numbers
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -53,13 +54,13 @@ def test_distinct(first_always: int) -> None:
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_exact_scores_of_rows_in_several_segments(dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_exact_scores_of_rows_in_several_blocks(dim: int, dtype: torch.dtype, block_size: int) -> None:
     rows = gaussian(1, 2, 70, 2, dim).to(dtype)
-    segments = [(0, rows[:, :30].contiguous()), (30, rows[:, 30:].contiguous())]
     ids = torch.stack([torch.randperm(70, generator=generator(h))[:41].sort().values for h in range(2)]).to(torch.int32)
     ids[1, 20:] = -1
     queries = gaussian(2, 2, 3, dim)
-    found = kernels.score_rows(queries, segments, ids)
+    found = kernels.score_rows(queries, host_table([rows], block_size), ids)
     keys = torch.stack([rows[h, ids[h].clamp_min(0).long(), 0] for h in range(2)]).float()
     expected = (queries @ keys.transpose(1, 2)).masked_fill((ids < 0).unsqueeze(1), float("-inf"))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)

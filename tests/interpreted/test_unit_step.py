@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.core.structs import HostTable
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.static.choice import StaticSet
@@ -49,8 +50,8 @@ def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         launch = search.launch
         monkeypatch.setattr(search, "launch", lambda queries, *rest: launch(-queries, *rest))
     elif what == "fetch":  # reads the rows of other tokens
-        others = attention._pools[0].flip(1).contiguous()
-        attention.hosts[0, 0] = others.data_ptr()
+        table = attention.table
+        attention.table = HostTable(table.rows[: int(table.blocks.max()) + 1].flip(2), table.blocks)
     else:  # spoils what the last search fetched
         inner = step.layer.step
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_pool import HostPool
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.clusters import ClusterConfig
 from kvrecall.index.pages import PageConfig
 from kvrecall.index.units import UnitIndex
+from tests.blocks import store
 from tests.strategies import HEAD_DIMS, gaussian, poisoned, whole_numbers
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -37,7 +37,7 @@ def index_of(config: PageConfig | ClusterConfig, keys: list[Tensor], group: int,
     """An index of one sequence per tensor of keys `[H_kv, n, D]`; the last sum(segments) tokens were generated."""
     heads, _, dim = keys[0].shape
     index = config.build(LayerShape(len(keys), group * heads, heads, dim, keys[0].dtype, torch.device("cpu")))
-    index.bind([HostPool(heads, dim, keys[0].dtype) for _ in keys])
+    index.bind(store(len(keys), heads, dim, keys[0].dtype).host)
     for b, one in enumerate(keys):
         index._sources[b].append(torch.stack([one, one], 2))
         prompt = one.shape[1] - sum(segments)

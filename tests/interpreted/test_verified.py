@@ -11,7 +11,9 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.cache.layer import LayerStore
 from kvrecall.core.errors import CaptureError, CaptureMismatchError
+from kvrecall.core.structs import HostTable
 from kvrecall.layer.state import LayerState
 from tests.backends.models import tiny
 
@@ -42,6 +44,9 @@ METHODS: dict[str, kvrecall.Method] = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("several_blocks")
+
+
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
@@ -58,26 +63,31 @@ def prefilled(model: Any, method: kvrecall.Method, sequences: int = 1) -> tuple[
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"dense"}))
 def test_a_trial_is_the_uncaptured_step_and_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first capture and at one made anew, where some triggers hold what they have found."""
-    model, differences = tiny("llama", **SINGLE), []
+    model, differences, tables = tiny("llama", **SINGLE), [], []
 
     def told(made: Tensor, expected: Tensor, difference: Any = verify.difference) -> float:
         differences.append(difference(made, expected))
         return differences[-1]
 
+    def reached(self: Any, tokens: int, reach: Any = LayerStore.reach) -> HostTable:
+        table = reach(self, tokens)
+        tables.append(table.blocks[:, : 27 // table.block_size + 1].tolist())
+        return table
+
     monkeypatch.setattr(verify, "difference", told)
+    monkeypatch.setattr(LayerStore, "reach", reached)
     answers, caches = [], []
     for capture in (False, True):
         cache, ids = prefilled(model, METHODS[name])
         caches.append(cache)
         if capture:
-            shared = [pool._shared for layer in cache.retrieval_layers for pool in layer.state.store.host]
             with captured.captured_decoding(model, cache, 2, required=True):
                 answers.append(engine.generate(model, None, ids, cache, max_new_tokens=5).new_tokens)
-            assert [pool._shared for layer in cache.retrieval_layers for pool in layer.state.store.host] == shared
         else:
             answers.append(engine.generate(model, None, ids, cache, max_new_tokens=5).new_tokens)
     assert answers[0] == answers[1]
     assert len(differences) == 2 * 2 and max(differences) < 1e-4  # a layer and logits; room for 2 tokens and for 4
+    assert all(blocks == tables[0] for blocks in tables)  # those of the 27 tokens of the zone are no copy's any more
     for counter in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens"):
         plain, made = (getattr(cache.stats().total.counters, counter) for cache in caches)
         assert made == plain, counter

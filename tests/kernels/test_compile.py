@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
+from kvrecall.core.structs import AttentionParams, HostRows, HostTable, Partial, Rows
 from tests.index.sphere.calibrated import OWN, Model
 from tests.layers import DIM, ZONES, state, tokens
 
@@ -198,8 +198,7 @@ def test_attention_to_rows_of_the_device_and_of_the_host(
     queries, lengths = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
     softcap = 30.0 if dim == 256 else 0.0
     attend_rows(queries, Rows(torch.zeros(2, 2, 832, 2, dim, dtype=dtype), lengths), 0.1, softcap)
-    ids, table = torch.zeros(2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, 3, dtype=torch.int64)
-    attend_rows(queries, HostRows(ids, table, dtype), 0.1, softcap)
+    attend_rows(queries, HostRows(torch.zeros(2, 2, 100, dtype=torch.int32), empty_table(2, dim, dtype)), 0.1, softcap)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {"rows_kernel", "host_rows_kernel", "merge_lse_kernel"}
     compile_all(launches, capability)
@@ -212,6 +211,10 @@ def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: di
     take_in(*(Partial(torch.zeros(1, 8, 300, dim), torch.zeros(1, 8, 300)) for _ in range(2)))
     assert {kernel.__name__ for kernel, *_ in launches.values()} == {"take_in_kernel"}
     compile_all(launches, capability)
+
+
+def empty_table(sequences: int, dim: int, dtype: torch.dtype) -> HostTable:
+    return HostTable(torch.zeros(3, 2, 64, 2, dim, dtype=dtype), torch.zeros(sequences, 3, dtype=torch.int32))
 
 
 def start_in(layer: Any, dtype: torch.dtype) -> None:
@@ -293,8 +296,8 @@ def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, laun
     from kvrecall.attend.step import StepAttention
     from kvrecall.attend.whole import WholeAttention
 
-    pools = [torch.zeros(2, 40, 2, dim, dtype=dtype)]
-    attention = StepAttention(pools, 8, 36, 320, 512 if dim == 128 else 20, dim != 80, torch.zeros(1, dtype=dtype))
+    table, top_k = empty_table(1, dim, dtype), 512 if dim == 128 else 20
+    attention = StepAttention(table, 8, 36, 320, top_k, dim != 80, torch.zeros(1, dtype=dtype))
     queries, new = torch.zeros(1, 8, 1, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=dtype)
     ids, zone, parity = torch.zeros(1, 2, attention.top_k).int(), torch.zeros(2, 6).int(), torch.zeros(1, dtype=torch.int64)
     params = AttentionParams(0.1, 30.0 if dim == 80 else 0.0)
@@ -315,7 +318,7 @@ def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capa
     from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
 
     NearestCentroids(torch.zeros(8, 20, dim, dtype=dtype), 2, 4).find(torch.zeros(8, dim, dtype=dtype))
-    score_rows(torch.zeros(2, 4, dim), [(0, torch.zeros(2, 9, 2, dim, dtype=dtype))], torch.zeros(2, 5, dtype=torch.int32))
+    score_rows(torch.zeros(2, 4, dim), empty_table(1, dim, dtype), torch.zeros(2, 5, dtype=torch.int32))
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {"score_kernel", "fill_kernel", "expand_kernel", "score_rows_kernel"}
     compile_all(launches, capability)

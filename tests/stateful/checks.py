@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.cache.block_rows import BlockRows
+from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.structs import Held
 from kvrecall.index.completed import CompletedIndex
 from kvrecall.index.exact import ExactIndex
@@ -127,7 +130,11 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int]) -> None:
         data = thing.detach().contiguous().reshape(-1).view(torch.uint8)
         found[path] = zlib.crc32(data.numpy().tobytes())
         return
-    if id(thing) in seen:
+    if isinstance(thing, ZoneRows):  # of the blocks' memory its own rows: other sequences write to other blocks
+        for number, rows in enumerate(thing.blocks()):
+            _walk(rows, f"{path}.rows[{number}]", found, seen)
+        return
+    if id(thing) in seen or isinstance(thing, BlockRows | BlockTable):
         return
     seen.add(id(thing))
     if isinstance(thing, dict):

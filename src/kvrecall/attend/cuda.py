@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import attend_block
+from kvrecall.core.host_rows import row_offset
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.merge.cuda import merge_splits
 
 _PART_ROWS = 16
 """Rows per program."""
-
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -44,32 +43,26 @@ def rows_kernel(
                  scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TABLE"])
 def host_rows_kernel(
-    p_queries, p_ids, p_table, p_out, p_lse, scaling, softcap, HEADS, K, SEGMENTS, TYPE: tl.constexpr, BYTES: tl.constexpr,
-    BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    p_queries, p_ids, p_pool, p_table, p_out, p_lse, scaling, softcap, HEADS, K, TABLE,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """As `rows_kernel`, for the rows of ids int32 `[BH, K]` (-1: none), which lie in segments of host memory.
+    """As `rows_kernel`, for the rows of ids int32 `[BH, K]` (-1: none), which lie in blocks of host memory.
 
-    table int64 `[B, SEGMENTS, 3]`, ascending: first id, address and held tokens of each segment `[HEADS, held, 2, D]` of TYPE.
+    pool `[blocks, HEADS, BLOCK, 2, D]`; table int32 `[B, TABLE]`: the blocks of each sequence, see `row_offset`.
     """
     i_bh, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_kv = i_bh % HEADS
-    p_segment = p_table + (i_bh // HEADS) * SEGMENTS * 3
-    o_k, o_s, o_d = i_p * R + tl.arange(0, R), tl.arange(0, BS), tl.arange(0, BD)
-    b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1).to(tl.int64)  # [R]
+    o_k, o_d = i_p * R + tl.arange(0, R), tl.arange(0, BD)
+    b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)  # [R]
     m_r = b_id >= 0
-    m_s = o_s < SEGMENTS
-    b_first = tl.load(p_segment + o_s * 3, mask=m_s, other=0)  # [BS]
-    b_behind = (b_id[:, None] >= b_first[None, :]) & m_s[None, :]
-    p_own = p_segment + (tl.maximum(tl.sum(b_behind.to(tl.int32), 1), 1) - 1) * 3
-    b_row = i_kv * tl.load(p_own + 2) + b_id - tl.load(p_own)
-    # Rows start at multiples of 16 bytes, which an address out of memory does not show.
-    p_row = tl.multiple_of((tl.load(p_own + 1) + b_row * (2 * D * BYTES)).to(tl.pointer_type(TYPE)), 16)
     m_row = m_r[:, None] & (o_d < D)[None, :]
-    b_k = tl.load(p_row[:, None] + o_d[None, :], mask=m_row, other=0.0)  # [R, BD]
-    b_v = tl.load(p_row[:, None] + D + o_d[None, :], mask=m_row, other=0.0)
+    b_row = row_offset(p_table + (i_bh // HEADS) * TABLE, b_id, m_r, i_kv, HEADS, BLOCK, D)  # [R]
+    p_row = p_pool + b_row[:, None] + o_d[None, :]
+    b_k = tl.load(p_row, mask=m_row, other=0.0)  # [R, BD]
+    b_v = tl.load(p_row + D, mask=m_row, other=0.0)
     attend_block(p_queries + i_bh * G * D, p_out + i_bh * G * PARTS * D, p_lse + i_bh * G * PARTS, i_p, b_k, b_v, m_r,
                  scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
 
@@ -98,10 +91,10 @@ def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap
             queries, rows.kv.contiguous(), lengths, out, lse, scaling, softcap, kv_heads, rows.width, *lengths.stride(), **sizes
         )
     else:
-        segments = rows.table.shape[1]
+        table = rows.table
         host_rows_kernel[grid](
-            queries, rows.ids.contiguous(), rows.table, out, lse, scaling, softcap, kv_heads, rows.width, segments,
-            TYPE=_TYPES[rows.dtype], BYTES=rows.dtype.itemsize, BS=next_power_of_2(segments), **sizes,
+            queries, rows.ids.contiguous(), table.rows, table.blocks, out, lse, scaling, softcap, kv_heads, rows.width,
+            table.blocks.stride(0), BLOCK=table.block_size, **sizes,
         )  # fmt: skip
     merged, total = merge_splits(out, lse)
     return Partial(merged.view(b, heads, 1, dim), total.view(b, heads, 1))

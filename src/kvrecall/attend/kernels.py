@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.host_rows import row_offset
+
 
 @triton.jit
 def capped(b_logit, softcap):
@@ -66,21 +68,19 @@ def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.c
 
 @triton.jit
 def selected_rows(
-    p_like, p_host, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, PAIRS, K,
-    D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
+    p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
     """K and V `[R, BD]` of selected rows: number o_k of a selection, whose ids `[R]` are -1 where there is none.
 
-    host int64 `[2]`: address of a pool `[H_kv, room, 2, D]` of p_like's dtype, and its room. REUSE: kept `[2, PAIRS, K, 2, D]`
-    holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; parity says which half is this step's, the other is
-    the last one's. Without REUSE nothing is kept. read[0] counts the rows that came from the host.
+    pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `row_offset`. REUSE:
+    kept `[2, PAIRS, K, 2, D]` holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; parity says which half is
+    this step's, the other is the last one's. Without REUSE nothing is kept. read[0] counts the rows that came from the host.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     m_r = b_id >= 0
-    # Pools begin on a page of memory, which the compiler cannot know: it would read two bytes at a time.
-    p_pool = tl.multiple_of(tl.load(p_host).to(tl.pointer_type(p_like.dtype.element_ty)), 16)
-    p_row = p_pool + (i_kv * tl.load(p_host + 1) + b_id)[:, None] * (2 * D) + o_d[None, :]
+    p_row = p_pool + row_offset(p_table, b_id, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
     if REUSE:
         parity = tl.load(p_parity)
         o_now = (parity * PAIRS + i_bh) * K
@@ -127,13 +127,14 @@ def readers_first(i_program, pairs, CHOSEN: tl.constexpr):
 
 @triton.jit
 def step_part(
-    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_host, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
-    scaling, softcap, i_bh, i_kv, i_part, CAPACITY, SINK, PAIRS, K,
-    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, p_out,
+    p_lse, scaling, softcap, i_bh, i_kv, i_part, HEADS, CAPACITY, SINK, PAIRS, K,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
     """Part number i_part of one decode step of a sequence and KV head: CHOSEN parts of R selected rows, then parts of W rows
-    that are resident, `[PAIRS, CAPACITY, 2, D]`. PARTS: of the step's attention, those of other launches included.
+    that are resident, `[PAIRS, CAPACITY, 2, D]`. PARTS: of the step's attention, those of other launches included. pool and
+    table as in `selected_rows`.
 
     The new token `[PAIRS, D]` is attended from where the model put it, and stored in its row of the window on the way; bad[0]
     becomes 1 if it is not finite. zone int32: lengths as in `window_rows`, then the row of the new token.
@@ -143,8 +144,8 @@ def step_part(
     if i_part < CHOSEN:
         o_k = i_part * R + tl.arange(0, R)
         b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
-        b_k, b_v = selected_rows(p_rows, p_host, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, PAIRS, K, D, BD,
-                                 BK, REUSE)  # fmt: skip
+        b_k, b_v = selected_rows(p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
+                                 BLOCK, D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
     else:
         o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)

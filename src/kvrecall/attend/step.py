@@ -19,7 +19,7 @@ from torch import Tensor
 from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.overlap import begin, end
-from kvrecall.core.structs import AttentionParams
+from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.merge.cuda import merge_step
 
 _CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48
@@ -27,34 +27,33 @@ _CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48
 _RESIDENT_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TABLE"])
 def attend_kernel(
-    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
-    scaling, softcap, HEADS, CAPACITY, FRONT, ZONE, PAIRS, K,
-    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
+    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, p_out,
+    p_lse, scaling, softcap, HEADS, TABLE, CAPACITY, FRONT, ZONE, PAIRS, K,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, part), see `readers_first` and `step_part`; zone int32 `[bh, ZONE]`."""
+    """Program (sequence and KV head, part), see `readers_first` and `step_part`. zone int32 `[bh, ZONE]`, table int32
+    `[b, TABLE]`."""
     begin(PDL)
     i_bh, i_p = readers_first(tl.program_id(0), PAIRS, CHOSEN)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    step_part(p_queries, p_keys, p_values, p_rows, p_zone + i_bh * ZONE, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids,
-              p_kept, p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_p, CAPACITY, FRONT, PAIRS, K, D, BD,
-              G, R, W, BK, CHOSEN, PARTS, CAP, REUSE)  # fmt: skip
+    step_part(p_queries, p_keys, p_values, p_rows, p_zone + i_bh * ZONE, p_bad + i_b, p_ids, p_pool, p_table + i_b * TABLE,
+              p_kept_ids, p_kept, p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_p, HEADS, CAPACITY,
+              FRONT, PAIRS, K, BLOCK, D, BD, G, R, W, BK, CHOSEN, PARTS, CAP, REUSE)  # fmt: skip
     end(PDL)
 
 
 class StepAttention:
     """Rows of one layer on the device, and the parts of an attention over them and selected rows."""
 
-    def __init__(
-        self, pools: list[Tensor], query_heads: int, front: int, ring: int, top_k: int, keep: bool, like: Tensor
-    ) -> None:
-        """pools: page-locked host rows `[H_kv, room, 2, D]`, one per sequence, which must stay where they are. front: rows in
-        front of the window. ring: most rows of the window. keep: whether selected rows stay for the next step. like: any tensor
-        on the device, of the rows' dtype."""
-        b, (heads, _, _, dim), device = len(pools), pools[0].shape, like.device
-        self.top_k, self.front, self.ring, self._pools = top_k, front, ring, pools
+    def __init__(self, table: HostTable, query_heads: int, front: int, ring: int, top_k: int, keep: bool, like: Tensor) -> None:
+        """table: host rows of the B sequences, page-locked, whose address and blocks must not change. front: rows in front of
+        the window. ring: most rows of the window. keep: whether selected rows stay for the next step. like: any tensor on the
+        device, of the rows' dtype."""
+        b, heads, dim, device = len(table.blocks), table.rows.shape[1], table.rows.shape[4], like.device
+        self.top_k, self.front, self.ring, self.table = top_k, front, ring, table
         self._dim, self._group, self._keep, self._options = dim, query_heads // heads, keep, overlapping(device)
         self._chosen_rows = _CHOSEN_ROWS
         while cdiv(top_k, self._chosen_rows) > _CHOSEN_PARTS:
@@ -66,8 +65,6 @@ class StepAttention:
 
         self.rows = zeros(b, heads, front + ring, 2, dim, dtype=like.dtype)
         """`[B, H_kv, front + ring, 2, D]`: the rows in front, then those of the window, each where its number says."""
-        self.hosts = torch.tensor([[p.data_ptr(), p.shape[1]] for p in pools], device=device)
-        """int64 `[B, 2]`: address of each pool, and its room."""
         self._kept = zeros(2, b, heads, top_k if keep else 0, 2, dim, dtype=like.dtype)
         self._kept_ids = zeros(2, b, heads, top_k)
         self.read, self.bad = zeros(b, dtype=torch.int64), zeros(b)
@@ -90,12 +87,13 @@ class StepAttention:
         ids: int32 `[B, H_kv, K]`, padded with -1. zone: int32 `[B H_kv, ·]`, see `step_part`. parity: int64 `[1]`, which of two
         places the kept rows go to. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
         """
-        (b, heads, capacity), k = self.rows.shape[:3], self.top_k
+        (b, heads, capacity), k, table = self.rows.shape[:3], self.top_k, self.table
         attend_kernel[(b * heads * self._parts,)](
-            queries, keys, values, self.rows, zone, self.bad, ids, self.hosts, self._kept_ids, self._kept, parity, self.read,
-            self._out, self._lse, params.scaling, params.softcap, heads, capacity, self.front, zone.stride(0), b * heads, k,
-            D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self._chosen_rows, W=_RESIDENT_ROWS,
-            BK=next_power_of_2(k), CHOSEN=cdiv(k, self._chosen_rows), PARTS=self._parts, CAP=params.softcap != 0,
-            REUSE=self._keep, num_warps=4, **self._options,
+            queries, keys, values, self.rows, zone, self.bad, ids, table.rows, table.blocks, self._kept_ids, self._kept,
+            parity, self.read, self._out, self._lse, params.scaling, params.softcap, heads, table.blocks.stride(0), capacity,
+            self.front, zone.stride(0), b * heads, k,
+            BLOCK=table.block_size, D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self._chosen_rows,
+            W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, self._chosen_rows), PARTS=self._parts,
+            CAP=params.softcap != 0, REUSE=self._keep, num_warps=4, **self._options,
         )  # fmt: skip
         return merge_step(queries, self._out, self._lse, params.sink_logits, total)

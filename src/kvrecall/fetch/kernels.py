@@ -10,32 +10,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrecall.core.host_rows import row_offset
+from kvrecall.core.structs import HostTable
+
 
 @triton.jit
-def gather_kernel(p_source, p_heads, p_ids, p_slots, p_out, start, HELD, W: tl.constexpr, BW: tl.constexpr):
-    """Row (heads[i], ids[i] - start) of source `[H_kv, HELD, W]` -> row slots[i] of out `[·, W]`, if the segment holds it."""
+def gather_kernel(
+    p_pool, p_table, p_heads, p_ids, p_slots, p_out, HEADS, BLOCK: tl.constexpr, W: tl.constexpr, BW: tl.constexpr
+):
+    """Row (heads[i], ids[i] >= 0) of pool `[blocks, HEADS, BLOCK, W]`, W even -> row slots[i] of out `[·, W]`.
+
+    table int32 `[·]`: the blocks of the sequence, see `row_offset`.
+    """
     i_row = tl.program_id(0)
-    i_id = tl.load(p_ids + i_row) - start
-    if (i_id >= 0) & (i_id < HELD):
-        o_w = tl.arange(0, BW)
-        m_w = o_w < W
-        o_row = (tl.load(p_heads + i_row) * HELD + i_id).to(tl.int64) * W
-        b_row = tl.load(p_source + o_row + o_w, mask=m_w)  # [W]
-        tl.store(p_out + tl.load(p_slots + i_row).to(tl.int64) * W + o_w, b_row, mask=m_w)
+    i_id = tl.load(p_ids + i_row)
+    o_w = tl.arange(0, BW)
+    m_w = o_w < W
+    o_row = row_offset(p_table, i_id, i_id >= 0, tl.load(p_heads + i_row), HEADS, BLOCK, W // 2)
+    b_row = tl.load(p_pool + o_row + o_w, mask=m_w)  # [W]
+    tl.store(p_out + tl.load(p_slots + i_row).to(tl.int64) * W + o_w, b_row, mask=m_w)
 
 
-def gather_rows(segments: list[tuple[int, Tensor]], heads: Tensor, ids: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Copies rows (heads[i], ids[i]) into out's rows slots[i]; the three are int64 `[n]` on the GPU.
+def gather_rows(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Copies rows (heads[i], ids[i]) into out's rows slots[i]; the three are int64 `[n]` on the GPU, and no id is negative.
 
-    segments: (first id, whole segment `[H_kv, held, 2, D]` in page-locked host memory). out: contiguous `[·, 2, D]` on the GPU.
-    Moves n rows of 2 D numbers over the bus, each as one contiguous read.
+    table: of one sequence, its rows page-locked. out: contiguous `[·, 2, D]` on the GPU, of the rows' dtype. Moves n rows of
+    2 D numbers over the bus, each as one contiguous read.
     """
     if not len(ids):
         return
-    words = out.view(torch.int32).view(-1, out.shape[-2] * out.shape[-1] * out.element_size() // 4)
+    words = out.view(torch.int32).flatten(1)
     width = words.shape[1]
-    for start, segment in segments:
-        source = segment.view(torch.int32)
-        gather_kernel[(len(ids),)](
-            source, heads, ids, slots, words, start, segment.shape[1], W=width, BW=triton.next_power_of_2(width), num_warps=1
-        )
+    gather_kernel[(len(ids),)](
+        table.rows.view(torch.int32), table.blocks, heads, ids, slots, words, table.rows.shape[1], BLOCK=table.block_size,
+        W=width, BW=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, cpu, reference
 from kvrecall.index.query_centroids.rerank import rerank
-from tests.cache.rows import filled
+from tests.blocks import filled
 from tests.index.query_centroids.zone import KV_HEADS, Zone, prompt, query_of
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
 
@@ -53,7 +53,9 @@ def test_distinct_is_the_union(seed: int, count: int, rho: int, tokens: int, poo
     seed=SEEDS, dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from(sorted(DTYPES)), group=st.sampled_from([1, 3, 8]),
     tokens=st.sampled_from([1, 16, 45, 130]), block_size=st.sampled_from([16, 64]), kept=st.sampled_from([1, 6, 200]),
 )  # fmt: skip
-def test_scores_are_exact_products(seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, kept: int) -> None:
+def test_scores_are_exact_products(
+    seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, kept: int
+) -> None:
     rows = gaussian(seed, KV_HEADS, tokens, 2, dim).to(DTYPES[dtype])
     table = filled(rows, block_size=block_size).table(rows.device)
     assert table is not None

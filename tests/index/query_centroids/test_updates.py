@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.query_centroids.lists import CentroidLists
-from tests.cache.rows import fork
+from tests.blocks import fork
 from tests.index.query_centroids.zone import DIM, KV_HEADS, SCALING, Zone, prompt, query_of
 from tests.strategies import SEEDS, examples, gaussian
 

@@ -10,7 +10,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
 from kvrecall.index.query_centroids.lists import CentroidLists
 from kvrecall.select.queries import ObservedQueries
-from tests.cache.rows import zone_of
+from tests.blocks import zone_of
 from tests.strategies import gaussian
 
 KV_HEADS, DIM, SCALING = 2, 64, 0.125

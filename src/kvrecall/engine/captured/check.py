@@ -48,7 +48,7 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
             continue
         if state.shape.device.type != "cuda":
             raise CaptureError(f"the model is on {state.shape.device}", "Move it to a CUDA device.")
-        if not all(block.is_pinned() for pool in state.store.host for _, block in pool.segments()):
+        if not state.store.pinned:
             raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 

@@ -10,19 +10,21 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.kernels import readers_first, step_part
+from kvrecall.core.host_rows import row_offset
 from kvrecall.core.overlap import begin, end
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
 
 @triton.jit
 def leave(
-    p_rows, p_zone, p_host, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms,
-    p_counts, p_live, p_zero_norms, i_bh, i_kv, i_piece, CAPACITY, TOKENS, MAP, MEANS, HIGHEST, LOWEST, MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, SPAN: tl.constexpr,
-    CENTRED: tl.constexpr, NORMS: tl.constexpr,
+    p_rows, p_zone, p_pool, p_table, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
+    p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_piece, HEADS, CAPACITY, TOKENS, MAP, MEANS, HIGHEST, LOWEST,
+    MIN_ALPHA, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
+    COUNTS: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS rotated coordinates of one window row behind the zone's last token; piece 0 copies the row to the host pool.
+    """Encodes ROWS rotated coordinates of one window row behind the zone's last token; piece 0 copies the row to the host.
 
+    pool `[blocks, HEADS, BLOCK, 2, D]`, of which the sequence has the blocks of its table, see `row_offset`.
     counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with the tokens that still wait. COUNTS:
     whether they are kept; counts takes over live when the zone grows with this step. MAP: numbers between the maps of two
     heads, 0 for one of them all. CENTRED: whether there are means and turns of SPAN tokens each (`encode.centres`). NORMS: the
@@ -35,10 +37,9 @@ def leave(
         p_row = p_rows + (i_bh.to(tl.int64) * CAPACITY + row) * (2 * D) + o_d
         b_k = tl.load(p_row, mask=o_d < D, other=0.0)
         if i_piece == 0:
-            p_pool = tl.load(p_host).to(tl.pointer_type(p_rows.dtype.element_ty))
-            p_pool += (i_kv * tl.load(p_host + 1) + number) * (2 * D) + o_d
-            tl.store(p_pool, b_k, mask=o_d < D)
-            tl.store(p_pool + D, tl.load(p_row + D, mask=o_d < D, other=0.0), mask=o_d < D)
+            p_host = p_pool + row_offset(p_table, number, row >= 0, i_kv, HEADS, BLOCK, D) + o_d
+            tl.store(p_host, b_k, mask=o_d < D)
+            tl.store(p_host + D, tl.load(p_row + D, mask=o_d < D, other=0.0), mask=o_d < D)
         token = i_bh.to(tl.int64) * TOKENS + number
         p_map, p_mean, span = p_maps + i_kv.to(tl.int64) * MAP, p_means + i_kv * D, number // SPAN
         if NORMS:  # noqa: SIM102 - one is the compiler's
@@ -63,36 +64,36 @@ def leave(
                     tl.store(p_counts + o_c, tl.load(p_live + o_c, mask=m_own), mask=m_own)
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "TABLE"])
 def step_kernel(
-    p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_hosts, p_kept_ids, p_kept, p_parity, p_read, p_out, p_lse,
-    p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live,
-    p_zero_norms, scaling, softcap, HEADS, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, MEANS, HIGHEST, LOWEST,
+    p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, p_out,
+    p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live,
+    p_zero_norms, scaling, softcap, HEADS, TABLE, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, MEANS, HIGHEST, LOWEST,
     MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, OTHERS: tl.constexpr,
-    FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr, SPAN: tl.constexpr,
-    CENTRED: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
+    OTHERS: tl.constexpr, FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr,
+    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
     Their order is that of `readers_first`; behind their parts of the attention is room for OTHERS of another launch. START: the
     first sequence and KV head of this one. The new token `[BH, D]` is attended from where the model put it, and stored in its
-    row of the window on the way; bad[b] becomes 1 if it is not finite.
+    row of the window on the way; bad[b] becomes 1 if it is not finite. table int32 `[b, TABLE]`.
     """
     i_bh, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
     i_bh += START
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    p_zone = p_plan + i_b * STRIDE + FIRST
+    p_zone, p_own = p_plan + i_b * STRIDE + FIRST, p_table + i_b * TABLE
     if i_p < CHOSEN:
         begin(PDL)  # only they read what the search has found
     if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
-        leave(p_rows, p_zone, p_hosts + i_b * 2, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
-              p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, CAPACITY, TOKENS, MAP, MEANS,
-              HIGHEST, LOWEST, MIN_ALPHA, D, BD, S, ROWS, COUNTS, SPAN, CENTRED, NORMS)  # fmt: skip
+        leave(p_rows, p_zone, p_pool, p_own, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
+              p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, HEADS, CAPACITY, TOKENS, MAP, MEANS,
+              HIGHEST, LOWEST, MIN_ALPHA, BLOCK, D, BD, S, ROWS, COUNTS, SPAN, CENTRED, NORMS)  # fmt: skip
     else:
         i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)
-        step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_hosts + i_b * 2, p_kept_ids, p_kept,
-                  p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_part, CAPACITY, SINK, PAIRS, K, D, BD,
-                  G, R, W, BK, CHOSEN, PARTS + OTHERS, CAP, REUSE)  # fmt: skip
+        step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_pool, p_own, p_kept_ids, p_kept,
+                  p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_part, HEADS, CAPACITY, SINK, PAIRS, K,
+                  BLOCK, D, BD, G, R, W, BK, CHOSEN, PARTS + OTHERS, CAP, REUSE)  # fmt: skip
     end(PDL)

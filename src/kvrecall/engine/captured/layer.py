@@ -65,12 +65,11 @@ class CapturedLayer(CapturedState):
         self._rest = None
         if isinstance(state.index, CompletedIndex):
             self._rest = RestPages(state.index, [zones.retrieval for zones in plan.zones])
-        self._pools = [pool.consolidate(tokens) for pool in state.store.host]
+        self._table = state.store.reach(tokens)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        self._hosts = torch.tensor([[p.data_ptr(), p.shape[1]] for p in self._pools], device=device)
         self._rows = zeros(b, heads, plan.sizes.sink_tokens + plan.ring, 2, dim, dtype=shape.dtype)
         self._fill_ring()
         self._first = [zones.retrieval for zones in plan.zones]
@@ -200,22 +199,23 @@ class CapturedLayer(CapturedState):
         """Selected rows, resident rows and the token that leaves, in one launch for `pairs`, by default all."""
         pairs = pairs or self._search.pairs
         index, k, maps = self._index, self._search.top_k, self._index.maps
-        tables, centring, centred = index.tables(), self._centring, maps.means is not None
+        tables, centring, centred, host = index.tables(), self._centring, maps.means is not None, self._table
         measured = tables.norms is not None
         pieces = cdiv(self._dim, _ENCODED_ROWS) + measured
         least, most = weight_range(tables.weights.dtype, centred)
         step_kernel[(len(pairs) * (self._parts + pieces),)](
-            queries, keys, values, self._rows, plan, self.bad, self._search.ids, self._hosts, self._kept_ids, self._kept,
-            parity, self.read, self._part_out, self._part_lse, maps.keys, centring.means, centring.cos, centring.sin,
-            self._levels, self._thresholds, tables.signs, tables.magnitudes, tables.weights,
+            queries, keys, values, self._rows, plan, self.bad, self._search.ids, host.rows, host.blocks, self._kept_ids,
+            self._kept, parity, self.read, self._part_out, self._part_lse, maps.keys, centring.means, centring.cos,
+            centring.sin, self._levels, self._thresholds, tables.signs, tables.magnitudes, tables.weights,
             tables.norms if measured else tables.signs, tables.counts, self._live, tables.zero_norms,
-            params.scaling, params.softcap, self._heads, pairs.start, self._rows.shape[2], ROW,
+            params.scaling, params.softcap, self._heads, host.blocks.stride(0), pairs.start, self._rows.shape[2], ROW,
             self._plan_of_all.sizes.sink_tokens, self._pairs, k, tables.signs.shape[2], maps.stride, centring.between,
             most, least, MIN_ALPHA,
-            D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group, R=_CHOSEN_ROWS,
-            W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces, PARTS=self._parts,
-            OTHERS=self._part_out.shape[2] - self._parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0, REUSE=self._reuse,
-            COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured, num_warps=_PART_WARPS, **self._options,
+            BLOCK=host.block_size, D=self._dim, BD=self._padded, S=self._dim // BLOCK, ROWS=_ENCODED_ROWS, G=self._group,
+            R=_CHOSEN_ROWS, W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, _CHOSEN_ROWS), PIECES=pieces,
+            PARTS=self._parts, OTHERS=self._part_out.shape[2] - self._parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0,
+            REUSE=self._reuse, COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured, num_warps=_PART_WARPS,
+            **self._options,
         )  # fmt: skip
 
     def _merge(self, queries: Tensor, params: AttentionParams) -> Tensor:
@@ -231,7 +231,7 @@ class CapturedLayer(CapturedState):
     def _store_buffer(self, b: int) -> None:
         """Copies the tokens that wait in the buffer already to the host, as `leave` copies later ones in their own steps."""
         zones = self._plan_of_all.zones[b]
-        self._pools[b][:, zones.retrieval : zones.retrieval + zones.buffer] = self._buffer(b).cpu()
+        self.state.store.host[b].write(zones.retrieval, self._buffer(b).cpu())  # graphs wait for no copy
 
     def _encode_buffer(self, b: int) -> None:
         """Encodes the tokens that wait in the buffer already, as `leave` encodes later ones in their own steps."""

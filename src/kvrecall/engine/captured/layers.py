@@ -31,6 +31,10 @@ class Layers:
         interval = states[0].store.sizes.update_interval
         zone = WIDE * cdiv(max(z.total - z.sink - z.local for z in zones) + room_tokens + 2 * interval, WIDE)
         behind_sink = max(z.total - z.sink for z in zones) + room_tokens + 1
+        for state, number in zip(states, numbers, strict=True):
+            # Layers share the blocks of a sequence: all are final before the first layer remembers which they are.
+            if state.index is not None:
+                state.store.reach(behind_sink if number is None else zone)
         self.all: list[CapturedState] = []
         try:
             for state, number in zip(states, numbers, strict=True):

@@ -75,22 +75,26 @@ class UnitTables:
         """Launches what ends a step: see `zone_kernels`."""
         shape, sizes = self._state.shape, self._state.store.sizes
         dim, group = shape.head_dim, shape.query_heads // shape.kv_heads
-        capacity = attention.rows.shape[2]
+        capacity, table = attention.rows.shape[2], attention.table
         logs = (queries, lse, 1) if log is None else (log.queries, log.lse, log.window)
-        common = {"D": dim, "BD": next_power_of_2(dim), "G": group, "FIELDS": FIELDS, "LOG": log is not None, "num_warps": 4}
+        common = {
+            "BLOCK": table.block_size, "D": dim, "BD": next_power_of_2(dim), "G": group, "FIELDS": FIELDS,
+            "LOG": log is not None, "num_warps": 4,
+        }  # fmt: skip
         index, grid = self._index, (self.plan.shape[0],)
         if isinstance(index, PageIndex):
             page_kernel[grid](
-                queries, lse, attention.rows, zone, attention.hosts, self.plan, self.reps, self._members, self._offsets,
-                self._tails, resident, *logs[:2], shape.kv_heads, capacity, attention.front, sizes.local_tokens,
-                sizes.update_interval, self.room, self._tokens, logs[2], PAGE=self._page, T=next_power_of_2(self._page),
-                SPREAD=index._config.bounds == "mean-deviation", POINTS=index._config.points, **common,
+                queries, lse, attention.rows, zone, table.rows, table.blocks, self.plan, self.reps, self._members,
+                self._offsets, self._tails, resident, *logs[:2], shape.kv_heads, table.blocks.stride(0), capacity,
+                attention.front, sizes.local_tokens, sizes.update_interval, self.room, self._tokens, logs[2], PAGE=self._page,
+                T=next_power_of_2(self._page), SPREAD=index._config.bounds == "mean-deviation", POINTS=index._config.points,
+                **common,
             )  # fmt: skip
             return
         segment_kernel[grid](
-            queries, lse, attention.rows, zone, attention.hosts, self.plan, self.reps, self._members, self._offsets, marks,
-            resident, *logs[:2], shape.kv_heads, capacity, attention.front, sizes.local_tokens, sizes.update_interval,
-            self._marks_longest, self.room, self._tokens, marks.shape[1], logs[2],
+            queries, lse, attention.rows, zone, table.rows, table.blocks, self.plan, self.reps, self._members, self._offsets,
+            marks, resident, *logs[:2], shape.kv_heads, table.blocks.stride(0), capacity, attention.front, sizes.local_tokens,
+            sizes.update_interval, self._marks_longest, self.room, self._tokens, marks.shape[1], logs[2],
             BM=next_power_of_2(self._marks_longest), T=_TOKENS, **common,
         )  # fmt: skip
 

@@ -46,11 +46,11 @@ class UnitLayer(CapturedState):
             raise CaptureError("the static set is the whole budget", "Lower its share, or decode uncaptured.")
         undecided = state.static_config is not None and None in state.static
         self._front = sizes.sink_tokens + (state.top_k if undecided else max(chosen))
-        pools = [pool.consolidate(tokens) for pool in state.store.host]
+        table = state.store.reach(tokens)
         ring = sizes.local_tokens + sizes.update_interval
         like = torch.empty(0, dtype=shape.dtype, device=device)
-        self.attention = StepAttention(pools, shape.query_heads, self._front, ring, top_k, keeps_rows(state), like)
-        self.bad, self._pools = self.attention.bad, pools
+        self.attention = StepAttention(table, shape.query_heads, self._front, ring, top_k, keeps_rows(state), like)
+        self.bad = self.attention.bad
         self.zone = torch.zeros(self._pairs, ZONE_FIELDS.value, dtype=torch.int32, device=device)
         self._marks = torch.zeros(b, tokens + 1, dtype=torch.uint8, device=device)
         marks = Marks(self._marks, self.zone.view(b, heads, -1)[:, 0, 5]) if state._marks_segments else None
@@ -197,11 +197,11 @@ class UnitLayer(CapturedState):
         self.trigger.adopt()
 
     def _store_window(self) -> None:
-        """Every token of the window lies in the host pool already, as later ones do from their own step on."""
-        for b, pool in enumerate(self._pools):
-            zones = self.state.store.zones(b)
-            rows = self.state.store.resident.view(b, zones.sink)
-            pool[:, zones.retrieval : zones.retrieval + rows.shape[1]] = rows.cpu()
+        """Every token of the window lies in its host row already, as later ones do from their own step on."""
+        store = self.state.store
+        for b, pool in enumerate(store.host):
+            zones = store.zones(b)
+            pool.write(zones.retrieval, store.resident.view(b, zones.sink).cpu())  # graphs wait for no copy
 
     def _count(self, moved: int) -> None:
         """Adds what the steps did to the counters."""

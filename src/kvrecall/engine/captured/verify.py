@@ -89,10 +89,7 @@ class _Glance(LayerState):
 def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
     queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
-    owned = [pool._shared for pool in state.store.host]
-    copy = state._copy(sequences)
-    for pool, shared in zip(state.store.host, owned, strict=True):
-        pool._shared = shared  # the copy only reads host rows, and is gone before the state adds any
+    copy = state._copy(sequences)  # which counts for itself, unlike that of `select`
     copy.__class__ = _Glance
     copy.held, copy.fetched, copy.on_search = {}, {}, None
     return decode_step(copy, queries, keys, values, None, asked.params)

@@ -1,6 +1,6 @@
 """What ends a captured step of a search over units: the token is stored for good, and old ones become units.
 
-Every token lies in the row of the host pool that its number says from its own step on, so nothing is left to copy when it
+Every token lies in the host row that its number says from its own step on, so nothing is left to copy when it
 leaves the window. How many leave is decided here: the host does not know where segments end. All programs of a sequence decide
 the same, each for its own KV head.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.host_rows import row_offset
+
 ZONE_FIELDS = tl.constexpr(7)
 """Numbers of a zone row, int32, one row per sequence and KV head: rows in front of the window (sink and static set) · window
 rows with the token of this step · ring place of the oldest · row of the token of this step · numbers of the oldest window
@@ -18,14 +20,15 @@ leaves the window. Tokens count from the end of the sink."""
 
 
 @triton.jit
-def store_token(p_rows, p_zone, p_host, i_kv, D: tl.constexpr, BD: tl.constexpr):
-    """Copies the row of this step's token to the host pool; p_rows `[CAPACITY, 2, D]`, host int64 `[2]`: address, room."""
+def store_token(p_rows, p_zone, p_pool, p_table, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Copies the row of this step's token, out of rows `[CAPACITY, 2, D]`, to the host: pool `[blocks, HEADS, BLOCK, 2, D]`, of
+    which the sequence has the blocks of its table, see `row_offset`."""
     o_d = tl.arange(0, BD)
     p_row = p_rows + tl.load(p_zone + 3).to(tl.int64) * (2 * D) + o_d
-    p_pool = tl.load(p_host).to(tl.pointer_type(p_rows.dtype.element_ty))
-    p_pool += (i_kv * tl.load(p_host + 1) + tl.load(p_zone + 5)) * (2 * D) + o_d
-    tl.store(p_pool, tl.load(p_row, mask=o_d < D), mask=o_d < D)
-    tl.store(p_pool + D, tl.load(p_row + D, mask=o_d < D), mask=o_d < D)
+    number = tl.load(p_zone + 5)
+    p_host = p_pool + row_offset(p_table, number, number >= 0, i_kv, HEADS, BLOCK, D) + o_d
+    tl.store(p_host, tl.load(p_row, mask=o_d < D), mask=o_d < D)
+    tl.store(p_host + D, tl.load(p_row + D, mask=o_d < D), mask=o_d < D)
 
 
 @triton.jit
@@ -39,11 +42,16 @@ def remember(p_queries, p_lse, p_log, p_log_lse, place, D: tl.constexpr, BD: tl.
 
 
 @triton.jit
-def keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_log_lse, i_bh, HEADS, WINDOW, D: tl.constexpr,
-               BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr):  # fmt: skip
-    """What every step does with its token, whatever its units are: row, queries (LOG) and the count of resident rows."""
+def keep_token(
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """What every step does with its token, whatever its units are: row, queries (LOG) and the count of resident rows.
+
+    table int32 `[b, TABLE]`; the rest as in `store_token`.
+    """
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    store_token(p_rows, p_zone, p_hosts + i_b * 2, i_kv, D, BD)
+    store_token(p_rows, p_zone, p_pool, p_table + i_b * TABLE, i_kv, HEADS, BLOCK, D, BD)
     if LOG:
         o_log, place = i_bh.to(tl.int64) * WINDOW * G, tl.load(p_zone + 5) % WINDOW
         remember(p_queries + i_bh * G * D, p_lse + i_bh * G, p_log + o_log * D, p_log_lse + o_log, place, D, BD, G)
@@ -82,10 +90,10 @@ def add_members(p_members, first, tokens, moved, T: tl.constexpr):
 
 @triton.jit
 def segment_kernel(
-    p_queries, p_lse, p_rows, p_zone, p_hosts, p_plan, p_reps, p_members, p_offsets, p_marks, p_resident, p_log, p_log_lse,
-    HEADS, CAPACITY, FRONT, LOCAL, INTERVAL, LONGEST, UNITS, TOKENS, MARKED, WINDOW,
-    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, FIELDS: tl.constexpr,
-    LOG: tl.constexpr,
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_reps, p_members, p_offsets, p_marks, p_resident, p_log,
+    p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL, INTERVAL, LONGEST, UNITS, TOKENS, MARKED, WINDOW,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
+    FIELDS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): the oldest segment of a full window becomes a unit, its mean key (LouisKV section 4.2).
 
@@ -96,7 +104,8 @@ def segment_kernel(
     i_b = i_bh // HEADS
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
     p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
-    keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_log_lse, i_bh, HEADS, WINDOW, D, BD, G, LOG)
+    keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
+               BLOCK, D, BD, G, LOG)  # fmt: skip
     first, token = tl.load(p_zone + 4), tl.load(p_zone + 5)
     moved = leaving(p_zone, LOCAL, INTERVAL)
     if moved > 0:
@@ -126,10 +135,10 @@ def segment_kernel(
 
 @triton.jit
 def page_kernel(
-    p_queries, p_lse, p_rows, p_zone, p_hosts, p_plan, p_reps, p_members, p_offsets, p_tails, p_resident, p_log, p_log_lse,
-    HEADS, CAPACITY, FRONT, LOCAL, INTERVAL, UNITS, TOKENS, WINDOW,
-    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr, SPREAD: tl.constexpr,
-    POINTS: tl.constexpr, FIELDS: tl.constexpr, LOG: tl.constexpr,
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_reps, p_members, p_offsets, p_tails, p_resident, p_log,
+    p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL, INTERVAL, UNITS, TOKENS, WINDOW,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
+    SPREAD: tl.constexpr, POINTS: tl.constexpr, FIELDS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): the buffer of a full window becomes pages of PAGE <= T tokens, from the partial one on.
 
@@ -139,7 +148,8 @@ def page_kernel(
     i_bh = tl.program_id(0)
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
     p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
-    keep_token(p_queries, p_lse, p_rows, p_zone, p_hosts, p_resident, p_log, p_log_lse, i_bh, HEADS, WINDOW, D, BD, G, LOG)
+    keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
+               BLOCK, D, BD, G, LOG)  # fmt: skip
     first = tl.load(p_zone + 4)
     moved = leaving(p_zone, LOCAL, INTERVAL)
     if moved > 0:

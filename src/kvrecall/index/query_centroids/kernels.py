@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrecall.core.host_rows import row_offset
 from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.structs import HostTable
 from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
 
 _KEYS = 16
@@ -45,19 +47,20 @@ class NearestCentroids:
 
 @triton.jit
 def score_rows_kernel(
-    p_queries, p_rows, p_ids, p_scores, start, HELD, COUNT, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr
+    p_queries, p_pool, p_table, p_ids, p_scores, HEADS, COUNT, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Program (R ids, KV head): scores fp32 `[H_kv, G, COUNT]` of those ids `[H_kv, COUNT]` that the segment holds.
+    """Program (R ids, KV head): scores fp32 `[HEADS, G, COUNT]` of ids int32 `[HEADS, COUNT]`; those of ids -1 stay unwritten.
 
-    rows `[H_kv, HELD, 2, D]`: the tokens from `start` on; only their keys are read. queries fp32 `[H_kv, G, D]`.
+    pool `[blocks, HEADS, BLOCK, 2, D]`: only keys are read; table int32 `[·]`: the blocks of the sequence, see `row_offset`.
+    queries fp32 `[HEADS, G, D]`.
     """
     i_part, i_kv = tl.program_id(0), tl.program_id(1)
     o_r, o_d = i_part * R + tl.arange(0, R), tl.arange(0, BD)
     b_id = tl.load(p_ids + i_kv * COUNT + o_r, mask=o_r < COUNT, other=-1)
-    b_at = b_id - start
-    m_r = (b_id >= 0) & (b_at >= 0) & (b_at < HELD)
+    m_r = b_id >= 0
     m_d = o_d < D
-    p_key = p_rows + (i_kv.to(tl.int64) * HELD + b_at)[:, None] * (2 * D) + o_d[None, :]
+    p_key = p_pool + row_offset(p_table, b_id, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
     b_key = tl.load(p_key, mask=m_r[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [R, BD]
     for g in tl.static_range(G):
         b_q = tl.load(p_queries + (i_kv * G + g) * D + o_d, mask=m_d, other=0.0)
@@ -65,19 +68,18 @@ def score_rows_kernel(
         tl.store(p_score, tl.sum(b_key * b_q[None, :], 1), mask=m_r)
 
 
-def score_rows(queries: Tensor, segments: list[tuple[int, Tensor]], ids: Tensor) -> Tensor:
+def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the keys of `ids` int32 `[H_kv, R]`.
 
-    segments: (first id, whole segment `[H_kv, held, 2, D]`), page-locked. Entries of ids -1 are -inf. Asks nothing of the host.
+    table: of one sequence, its rows page-locked. Entries of ids -1 are -inf. Asks nothing of the host.
     """
     heads, group, dim = queries.shape
     count = ids.shape[1]
     out = torch.full((heads, group, count), float("-inf"), device=queries.device)
-    for start, rows in segments:
-        score_rows_kernel[(cdiv(count, _KEYS), heads)](
-            queries.contiguous(), rows, ids.contiguous(), out, start, rows.shape[1], count,
-            D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
-        )  # fmt: skip
+    score_rows_kernel[(cdiv(count, _KEYS), heads)](
+        queries.contiguous(), table.rows, table.blocks, ids.contiguous(), out, heads, count,
+        BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
