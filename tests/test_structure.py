@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from kvrecall.core import extras
+from kvrecall.core.errors import MissingPackageError
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
@@ -102,6 +107,58 @@ for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_methods_are_made_without_transformers() -> None:
+    program = """
+import sys
+sys.modules["transformers"] = None
+import kvrecall
+assert kvrecall.ParisKV(top_k=100).top_k == 100
+assert kvrecall.methods.get("quest", top_k=8).name == "quest"
+assert str(kvrecall.parts.get("index", "pages")) == "pages"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("use", [
+    "kvrecall.RetrievalCache", "kvrecall.attach", "kvrecall.engine", "models.load('x')", "models.load_config('x')",
+    "importlib.import_module('kvrecall.backends.transformers.cache')", "importlib.import_module('kvrecall.evaluate.trace')",
+])  # fmt: skip
+def test_without_transformers_its_extra_is_named(use: str) -> None:
+    program = f"""
+import importlib, sys
+sys.modules["transformers"] = None
+import kvrecall
+from kvrecall import models
+try:
+    {use}
+except kvrecall.errors.MissingPackageError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    remedy = 'Run `pip install "kvrecall[transformers]"`.'
+    assert run.stdout.strip() == f"transformers: expected it to be installed, got none. {remedy}"
+
+
+@pytest.mark.parametrize("version, works", [
+    ("4.57.6", False), ("5.16.0", False), ("5.16.1", True), ("5.17.0.dev0", True), ("5.30", True), ("6.0.0", False),
+])  # fmt: skip
+def test_other_releases_of_transformers_are_refused(version: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras.metadata, "version", lambda _: version)
+    if works:
+        extras.require_transformers()
+        return
+    expected = f"transformers: expected 5.16.1 or newer, but before 6, got {version}. Run"
+    with pytest.raises(MissingPackageError, match=re.escape(expected)):
+        extras.require_transformers()
+
+
+def test_releases_of_transformers_are_those_of_its_extra() -> None:
+    oldest, end = (".".join(map(str, version)) for version in extras.TRANSFORMERS)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["transformers"] == [f"transformers>={oldest},<{end}"]
+    assert not [name for name in project["dependencies"] if "transformers" in name]
 
 
 def test_the_wheel_needs_nothing_that_stays_in_the_repository() -> None:
