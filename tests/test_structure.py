@@ -13,6 +13,7 @@ import pytest
 
 from kvrecall.core import extras
 from kvrecall.core.errors import MissingPackageError
+from tests import import_graph
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
@@ -35,6 +36,8 @@ DRIVER_FILES = {"static/sets.py"}
 """A static set is judged by an index, read from the cache and fetched ahead."""
 HOST_ROWS = {"rows_ahead", "host_keys", "host_keys_kernel"}
 """Readers of host rows, which know no zones: every stage may import them from the cache."""
+LATE = {("kvrecall.index.sphere.config", "kvrecall.index.sphere")}
+"""Pairs of modules that import each other, one of them inside a function."""
 FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]
 """What imports without transformers."""
 
@@ -96,6 +99,21 @@ def test_nothing_that_a_baseline_is_made_of_imports_one() -> None:
 def test_what_all_stages_share_imports_none_of_them() -> None:
     for path in (PACKAGE / "core").rglob("*.py"):
         assert imports(path) <= {"core"}, path.relative_to(PACKAGE)
+
+
+def test_folders_import_each_other_in_one_direction() -> None:
+    loaded, _ = import_graph.graphs(PACKAGE)
+    assert import_graph.cycle(import_graph.by_folder(loaded)) == []
+    assert import_graph.cycle(loaded) == []
+
+
+def test_no_import_waits_in_a_function_because_it_would_be_a_cycle() -> None:
+    """Imports inside functions are for what is slow to import or not always installed."""
+    loaded, called = import_graph.graphs(PACKAGE)
+    folders = import_graph.by_folder(loaded)
+    assert import_graph.cycle({name: folders[name] | more for name, more in import_graph.by_folder(called).items()}) == []
+    late = {(name, target) for name, targets in called.items() for target in targets}
+    assert {pair for pair in late if import_graph.reaches(loaded, pair[1], pair[0])} == LATE
 
 
 def test_layers_and_methods_need_no_framework() -> None:
