@@ -13,7 +13,7 @@ import pytest
 
 from kvrecall.core import extras
 from kvrecall.core.errors import MissingPackageError
-from tests import import_graph
+from tests import import_graph, private_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
@@ -38,6 +38,16 @@ HOST_ROWS = {"rows_ahead", "host_keys", "host_keys_kernel"}
 """Readers of host rows, which know no zones: every stage may import them from the cache."""
 LATE = {("kvrecall.index.sphere.config", "kvrecall.index.sphere")}
 """Pairs of modules that import each other, one of them inside a function."""
+THIRD_PARTY = {
+    "_C", "_cuda_hasPrimaryContext", "_dynamo", "_buffers", "_call_impl", "_compiled_call_impl", "_torchdynamo_orig_callable",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+    "_attn_implementation", "_attn_implementation_internal", "_can_set_attn_implementation", "_device_mesh", "_global_mapping",
+    "_current_frames", "_getframe", "_replace",
+}  # fmt: skip
+"""Names of torch, transformers and Python that have no public form."""
+CAPTURED = PACKAGE / "engine" / "captured"
+CAPTURED_USES = 29
+"""Private names of other objects that captured steps use: may fall, not rise."""
 FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]
 """What imports without transformers."""
 
@@ -114,6 +124,23 @@ def test_no_import_waits_in_a_function_because_it_would_be_a_cycle() -> None:
     assert import_graph.cycle({name: folders[name] | more for name, more in import_graph.by_folder(called).items()}) == []
     late = {(name, target) for name, targets in called.items() for target in targets}
     assert {pair for pair in late if import_graph.reaches(loaded, pair[1], pair[0])} == LATE
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    """A subclass may use what its own folder names alike."""
+    folders: dict[str, list[Path]] = {}
+    for path in FILES:
+        folders.setdefault(_home(path), []).append(path)
+    for files in folders.values():
+        own = private_names.defined(files) | THIRD_PARTY
+        for path in files:
+            if not path.is_relative_to(CAPTURED):
+                assert {name for name, _ in private_names.used(path)} <= own, path.relative_to(PACKAGE)
+
+
+def test_captured_steps_use_fewer_private_names_of_others() -> None:
+    found = [name for path in CAPTURED.rglob("*.py") for name, own in private_names.used(path) if not own]
+    assert len([name for name in found if name not in THIRD_PARTY]) == CAPTURED_USES
 
 
 def test_layers_and_methods_need_no_framework() -> None:

@@ -50,7 +50,7 @@ class PageMeansIndex(IndexAround):
     @property
     def means(self) -> TokenTable:
         """Rows of whole pages, mean key and mean value side by side."""
-        return self._tables[0]
+        return self.tables[0]
 
     @property
     def nbytes(self) -> int:
