@@ -14,10 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks import gpu_layer
 from kvrecall.baselines.freekv import FreeKV
+from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.base import Method
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.prkv import PRKV
-from kvrecall.select.rest import PageMeans
 from kvrecall.trigger.speculative import Speculative
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -93,9 +93,9 @@ def stages(method: Method, heads: Heads, zones: ZoneLengths) -> dict[str, Moved]
         "top-k": Moved(heads.kv * (candidates * (4 + 4 * kept) + 4 * top_k)),
         "attend+merge": Moved(heads.cache_bytes(zones.resident + 1), heads.cache_bytes(top_k)),
     }
-    rest = method.rest_config()
-    if rest is not None:
-        found["rest"] = Moved(heads.cache_bytes(tokens // rest.page_tokens))
+    means = method.rest_config()
+    if means is not None:
+        found["page means"] = Moved(heads.cache_bytes(tokens // means.page_tokens))
     return found
 
 

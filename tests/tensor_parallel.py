@@ -25,7 +25,10 @@ NEAR_TIE, ANY = 1e-3, 0.25
 """Logits of captured and uncaptured steps in fp32, relative to their norm: rounding alone makes less than the first. Rounding
 moves a near-tie at a budget's edge about once in ten thousand rankings, and then less than the second differs."""
 
-SPHERE, UNITS = ("pariskv", "pariskv-balanced", "early", "stride", "rest"), ("louiskv", "prkv", "quest", "freekv", "shadowkv")
+SPHERE, UNITS = (
+    ("pariskv", "pariskv-balanced", "early", "stride", "page-means"),
+    ("louiskv", "prkv", "quest", "freekv", "shadowkv"),
+)
 GROUPS: dict[str, list[tuple[str, int, int, str]]] = {
     "sphere": [("llama", 64, 6_000, name) for name in SPHERE],
     "units": [("llama", 64, 6_000, name) for name in UNITS],
@@ -50,7 +53,7 @@ def method_of(name: str) -> Any:
         "products": lambda: kvrecall.ParisKV(weight_dtype="float32", **product | {"top_k": 8}),
         "early": lambda: kvrecall.ParisKV(trigger="speculative:threshold=0.9", **product),
         "stride": lambda: kvrecall.ParisKV(trigger="fixed-stride:steps=3", **settings),
-        "rest": lambda: kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=8", **settings),
+        "page-means": lambda: kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=8", **settings),
         "louiskv": lambda: kvrecall.LouisKV(dense_layers=(0,), cluster_tokens=8, max_segment_tokens=16, **settings),
         "prkv": lambda: kvrecall.PRKV(window_tokens=32, refresh_interval=20, **pages),
         "quest": lambda: kvrecall.methods.Quest(dense_layers=(0,), **pages),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from kvrecall.core import extras
+from kvrecall.core.errors import MissingPackageError
+from tests import import_graph, private_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
@@ -30,6 +36,18 @@ DRIVER_FILES = {"static/sets.py"}
 """A static set is judged by an index, read from the cache and fetched ahead."""
 HOST_ROWS = {"rows_ahead", "host_keys", "host_keys_kernel"}
 """Readers of host rows, which know no zones: every stage may import them from the cache."""
+LATE = {("kvrecall.index.sphere.config", "kvrecall.index.sphere")}
+"""Pairs of modules that import each other, one of them inside a function."""
+THIRD_PARTY = {
+    "_C", "_cuda_hasPrimaryContext", "_dynamo", "_buffers", "_call_impl", "_compiled_call_impl", "_torchdynamo_orig_callable",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+    "_attn_implementation", "_attn_implementation_internal", "_can_set_attn_implementation", "_device_mesh", "_global_mapping",
+    "_current_frames", "_getframe", "_replace",
+}  # fmt: skip
+"""Names of torch, transformers and Python that have no public form."""
+CAPTURED = PACKAGE / "engine" / "captured"
+CAPTURED_USES = 27
+"""Private names of other objects that captured steps use: may fall, not rise."""
 FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]
 """What imports without transformers."""
 
@@ -93,6 +111,38 @@ def test_what_all_stages_share_imports_none_of_them() -> None:
         assert imports(path) <= {"core"}, path.relative_to(PACKAGE)
 
 
+def test_folders_import_each_other_in_one_direction() -> None:
+    loaded, _ = import_graph.graphs(PACKAGE)
+    assert import_graph.cycle(import_graph.by_folder(loaded)) == []
+    assert import_graph.cycle(loaded) == []
+
+
+def test_no_import_waits_in_a_function_because_it_would_be_a_cycle() -> None:
+    """Imports inside functions are for what is slow to import or not always installed."""
+    loaded, called = import_graph.graphs(PACKAGE)
+    folders = import_graph.by_folder(loaded)
+    assert import_graph.cycle({name: folders[name] | more for name, more in import_graph.by_folder(called).items()}) == []
+    late = {(name, target) for name, targets in called.items() for target in targets}
+    assert {pair for pair in late if import_graph.reaches(loaded, pair[1], pair[0])} == LATE
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    """A subclass may use what its own folder names alike."""
+    folders: dict[str, list[Path]] = {}
+    for path in FILES:
+        folders.setdefault(_home(path), []).append(path)
+    for files in folders.values():
+        own = private_names.defined(files) | THIRD_PARTY
+        for path in files:
+            if not path.is_relative_to(CAPTURED):
+                assert {name for name, _ in private_names.used(path)} <= own, path.relative_to(PACKAGE)
+
+
+def test_captured_steps_use_fewer_private_names_of_others() -> None:
+    found = [name for path in CAPTURED.rglob("*.py") for name, own in private_names.used(path) if not own]
+    assert len([name for name in found if name not in THIRD_PARTY]) == CAPTURED_USES
+
+
 def test_layers_and_methods_need_no_framework() -> None:
     modules = [".".join(("kvrecall", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in FILES if _home(p) in FREE]
     program = f"""
@@ -102,6 +152,58 @@ for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_methods_are_made_without_transformers() -> None:
+    program = """
+import sys
+sys.modules["transformers"] = None
+import kvrecall
+assert kvrecall.ParisKV(top_k=100).top_k == 100
+assert kvrecall.methods.get("quest", top_k=8).name == "quest"
+assert str(kvrecall.parts.get("index", "pages")) == "pages"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("use", [
+    "kvrecall.RetrievalCache", "kvrecall.attach", "kvrecall.engine", "models.load('x')", "models.load_config('x')",
+    "importlib.import_module('kvrecall.backends.transformers.cache')", "importlib.import_module('kvrecall.evaluate.trace')",
+])  # fmt: skip
+def test_without_transformers_its_extra_is_named(use: str) -> None:
+    program = f"""
+import importlib, sys
+sys.modules["transformers"] = None
+import kvrecall
+from kvrecall import models
+try:
+    {use}
+except kvrecall.errors.MissingPackageError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    remedy = 'Run `pip install "kvrecall[transformers]"`.'
+    assert run.stdout.strip() == f"transformers: expected it to be installed, got none. {remedy}"
+
+
+@pytest.mark.parametrize("version, works", [
+    ("4.57.6", False), ("5.16.0", False), ("5.16.1", True), ("5.17.0.dev0", True), ("5.30", True), ("6.0.0", False),
+])  # fmt: skip
+def test_other_releases_of_transformers_are_refused(version: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras.metadata, "version", lambda _: version)
+    if works:
+        extras.require_transformers()
+        return
+    expected = f"transformers: expected 5.16.1 or newer, but before 6, got {version}. Run"
+    with pytest.raises(MissingPackageError, match=re.escape(expected)):
+        extras.require_transformers()
+
+
+def test_releases_of_transformers_are_those_of_its_extra() -> None:
+    oldest, end = (".".join(map(str, version)) for version in extras.TRANSFORMERS)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["transformers"] == [f"transformers>={oldest},<{end}"]
+    assert not [name for name in project["dependencies"] if "transformers" in name]
 
 
 def test_the_wheel_needs_nothing_that_stays_in_the_repository() -> None:
@@ -130,6 +232,15 @@ def test_references_import_no_kernel() -> None:
 @pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_tests_lie_in_the_folder_of_what_they_test() -> None:
+    """Folders of tests are folders of the package, of the repository, or kinds of tests that go through many of them."""
+    folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    package = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert folders <= package | {"benchmarks", "gpu", "interpreted", "stateful", "zoo"}
+    alone = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    assert alone <= {path.stem for path in PACKAGE.glob("*.py")} | {"invariants", "refused_memory", "structure"}
 
 
 def test_the_median_file_is_short() -> None:

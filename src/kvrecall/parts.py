@@ -40,7 +40,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "outlier-pages": ("kvrecall.baselines.shadowkv.outliers", "OutlierPages"),
     },
     "prune": {"top-p": ("kvrecall.baselines.twilight.index", "TopP")},
-    "rest": {"page-means": ("kvrecall.select.rest", "PageMeans")},
+    "rest": {"page-means": ("kvrecall.index.page_means", "PageMeans")},
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }
 

@@ -14,8 +14,8 @@ from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.methods import Method
 from tests.backends.models import tiny
 from tests.backends.test_transformers import prompt, ragged
+from tests.layer.test_state import assert_holds, assert_same_answers
 from tests.layers import start, state, step
-from tests.test_layer_state import assert_holds, assert_same_answers
 
 OTHER: dict[str, Any] = {"sink_tokens": 3, "local_tokens": 9, "update_interval": 8, "full_attention_threshold": 0}
 RESIDENT = kvrecall.Full(sink_tokens=0, local_tokens=400, update_interval=1)

@@ -292,7 +292,7 @@ def test_methods_that_are_captured(method: kvrecall.Method) -> None:
     (kvrecall.LouisKV(dense_layers=(), attend="host"), "the CPU attends"),
     (kvrecall.Method(index="sphere", static="observation-window"), "static sets beside a sphere index"),
     (kvrecall.Method(index="pages", prune="top-p:p=0.9"), "pruned on the host"),
-    (kvrecall.Method(index="pages", rest="page-means"), "what stands for the rest beside index 'pages' has no kernel"),
+    (kvrecall.Method(index="pages", rest="page-means"), "page means beside index 'pages' have no kernel"),
     (kvrecall.ParisKV(rest="page-means", trigger="fixed-stride:steps=3"), "trigger 'fixed-stride'.*outlives the pages"),
     (kvrecall.Full(), "searches nothing"),
     (kvrecall.LouisKV(dense_layers=tuple(range(8))), "searches nothing"),

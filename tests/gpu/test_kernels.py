@@ -192,7 +192,7 @@ METHODS = {
         **ZONES,
     ),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=24, full_attention_threshold=0, **ZONES),
-    "rest": kvrecall.methods.get(
+    "page-means": kvrecall.methods.get(
         "pariskv-balanced", top_k=24, rest="page-means:page_tokens=8", full_attention_threshold=0, **ZONES
     ),
     "balanced-collisions": kvrecall.ParisKV(top_k=24, balance=True, gqa="max", full_attention_threshold=0, **ZONES),
@@ -211,7 +211,7 @@ def test_captured_generation_equals_the_uncaptured_one(name: str, ragged: bool) 
     compare_generations(METHODS[name], ragged)
 
 
-@pytest.mark.parametrize("name", ["paper", "products", "balanced", "rest"])
+@pytest.mark.parametrize("name", ["paper", "products", "balanced", "page-means"])
 def test_captured_generation_in_branches_equals_the_uncaptured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrecall.engine.captured.layer.branches", lambda pairs, tokens: 3)
     compare_generations(METHODS[name], ragged=True)
@@ -287,7 +287,7 @@ def test_a_captured_generation_leaves_the_codes_of_a_fresh_index() -> None:
 
 # Graphs of plain modules compare themselves so before they are used; what torch.compile makes takes long to make.
 @pytest.mark.parametrize(
-    ("name", "compiled"), [(name, False) for name in ("rest", "early", "prkv")] + [("balanced", True), ("louiskv", True)]
+    ("name", "compiled"), [(name, False) for name in ("page-means", "early", "prkv")] + [("balanced", True), ("louiskv", True)]
 )
 def test_layers_of_a_replay_answer_as_uncaptured_ones(name: str, compiled: bool) -> None:
     from benchmarks.first_step import check_step

@@ -26,7 +26,7 @@ METHODS = {
 }
 BASELINES = {
     name: small(name, top_k=6) for name in ("arkvale", "magicpig", "quest", "raas", "retroinfer", "shadowkv", "twilight")
-} | {"rest": kvrecall.Exact(top_k=6, rest="page-means:page_tokens=8", **ZONES)}
+} | {"page-means": kvrecall.Exact(top_k=6, rest="page-means:page_tokens=8", **ZONES)}
 """Their selections are weighed, pruned or completed by estimates, or made by units of other kinds."""
 
 
@@ -65,7 +65,7 @@ def test_what_kernels_do_not_know_is_left_to_torch(name: str, request: pytest.Fi
     torch.testing.assert_close(torch.stack(outs), torch.stack(expected), atol=1e-5, rtol=1e-5)
     for key in ("searches", "attended_tokens", "retrieved_tokens", "estimated_units", "bytes_fetched"):
         assert getattr(made.stats, key) == getattr(plain.stats, key), key
-    assert (made.stats.estimated_units > 0) == (name in ("retroinfer", "rest"))
+    assert (made.stats.estimated_units > 0) == (name in ("retroinfer", "page-means"))
     assert any(held.bias is not None for held in made.held.values()) == (name == "magicpig")
 
 

@@ -12,8 +12,8 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.structs import Held
-from kvrecall.index.completed import CompletedIndex
 from kvrecall.index.exact import ExactIndex
+from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.layer.state import LayerState
 from tests.stateful.model import GROUP, HEADS, Inputs, Tokens, attention, best_ids, causal
 
@@ -85,7 +85,7 @@ def _retrieved(state: LayerState, b: int, h: int, query: Tensor, keys: Tensor, v
     rows.append((keys[at], values[at], bias))
     if held.estimated is not None:
         rows.append(_estimated(held, h))
-        if fresh and isinstance(state.index, CompletedIndex):
+        if fresh and isinstance(state.index, PageMeansIndex):
             _check_means(rows[-1], keys[sink:], values[sink:], [*found, *chosen], zone, state.index.page_tokens)
     all_keys, all_values, biases = zip(*rows, strict=True)
     return attention(query, torch.cat(all_keys), torch.cat(all_values), torch.cat(biases, 1).unsqueeze(1))

@@ -11,12 +11,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.core.host_rows import row_offset
-
-
-@triton.jit
-def capped(b_logit, softcap):
-    """softcap * tanh(b_logit / softcap)."""
-    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * b_logit / softcap) + 1.0))
+from kvrecall.core.softcap import capped
 
 
 @triton.jit

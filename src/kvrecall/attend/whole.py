@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.attend.kernels import capped, flag_odd
+from kvrecall.attend.kernels import flag_odd
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.overlap import begin, end
+from kvrecall.core.softcap import capped
 from kvrecall.core.structs import AttentionParams
 from kvrecall.merge.cuda import merge_step
 

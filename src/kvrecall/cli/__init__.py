@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
-"""What a shell says of a program that SIGPIPE ended."""
+from kvrecall.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 import typer
 from rich.text import Text
 
-from kvrecall.cli import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED
+from kvrecall.cli.exits import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED
 from kvrecall.cli.screen import discard_stdout, notes, printable
 from kvrecall.core.errors import KVRecallError
 

@@ -211,9 +211,12 @@ class CalibrationError(KVRecallError, ValueError):
 
 
 class MissingPackageError(KVRecallError, ModuleNotFoundError):
-    """An optional package that is not installed."""
+    """An optional package that is not installed, or installed in a release that does not work."""
 
-    def __init__(self, package: str, extra: str, missing: str | None = None) -> None:
+    def __init__(
+        self, package: str, extra: str, missing: str | None = None, expected: str = "it to be installed", got: str = "none"
+    ) -> None:
         inner = f" (no module {missing!r})" if missing else ""
-        super().__init__(f'{package}: expected it to be installed, got none{inner}. Run `pip install "kvrecall[{extra}]"`.')
-        self.package, self.extra = package, extra
+        remedy = f'Run `pip install "kvrecall[{extra}]"`.'
+        super().__init__(f"{package}: expected {expected}, got {got}{inner}. {remedy}")
+        self.package, self.extra, self.remedy = package, extra, remedy

@@ -1,7 +1,11 @@
 """Running a model over a RetrievalCache: chunked prefill, generation with streaming, memory plans."""
 
-from kvrecall.engine.generate import GenerateResult, generate
-from kvrecall.engine.plan import Plan, plan
-from kvrecall.engine.prefill import prefill
+from kvrecall.core.extras import require_transformers
+
+require_transformers()
+
+from kvrecall.engine.generate import GenerateResult, generate  # noqa: E402
+from kvrecall.engine.plan import Plan, plan  # noqa: E402
+from kvrecall.engine.prefill import prefill  # noqa: E402
 
 __all__ = ["GenerateResult", "Plan", "generate", "plan", "prefill"]

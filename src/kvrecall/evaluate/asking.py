@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrecall import engine
 from kvrecall.backends.transformers import RetrievalCache
@@ -16,6 +15,9 @@ from kvrecall.engine.prompts import next_turn, plain_ids
 from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.tasks.base import Turn
 from kvrecall.methods.full import Full
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _OBSERVED = 2048
 """Last queries of a prompt that are kept, so that forks under any method can judge keys by them."""

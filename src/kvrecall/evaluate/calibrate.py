@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError
@@ -24,6 +23,9 @@ from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.suite import Suite
 from kvrecall.methods.full import Full
 from kvrecall.trigger import SemanticBoundary, mean_cosine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,18 @@ import argparse
 import inspect
 from collections.abc import Callable
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.calibration import ModelCalibration, fresh
 from kvrecall.engine.prefill import prefill
 from kvrecall.methods.full import Full
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PACKAGED = "a harbour log and Python's argparse"
 """What `packaged_text` is."""

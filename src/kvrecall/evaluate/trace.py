@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.calibration import calibration_of
@@ -23,6 +22,9 @@ from kvrecall.evaluate.trace_calibration import from_file, frozen, to_tensors
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.methods.full import Full
 from kvrecall.methods.settings import first_mistake
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = ("keys", "values", "queries", "prompt_queries")

@@ -35,7 +35,8 @@ class IndexAround(Index):
     """Hands everything on to `base`; a subclass keeps tables of its own beside it."""
 
     def __init__(self, base: Index, *tables: TokenTable) -> None:
-        self.base, self._tables = base, tables
+        self.base, self.tables = base, tables
+        """The index around which this one is, and tables of tokens that a copy takes along."""
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -43,7 +44,7 @@ class IndexAround(Index):
 
     @property
     def nbytes(self) -> int:
-        return self.base.nbytes + sum(table.nbytes for table in self._tables)
+        return self.base.nbytes + sum(table.nbytes for table in self.tables)
 
     def take_rows(self, sequence: int, rows: Tensor) -> None:
         self.base.take_rows(sequence, rows)
@@ -94,7 +95,7 @@ class IndexAround(Index):
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
         chosen.base = self.base.select(sequences)
-        chosen._tables = tuple(table.select(sequences) for table in self._tables)
+        chosen.tables = tuple(table.select(sequences) for table in self.tables)
         return chosen
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:

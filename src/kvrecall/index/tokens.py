@@ -20,7 +20,8 @@ class TokenIndex(Index):
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self._gqa = shape.kv_heads, config.gqa
-        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        self.excluded: list[Tensor | None] = [None] * shape.sequences
+        """Ids int32 `[H_kv, n]` of the tokens that no search finds, by sequence."""
 
     @abstractmethod
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
@@ -33,11 +34,11 @@ class TokenIndex(Index):
         return reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        self._excluded[sequence] = ids
+        self.excluded[sequence] = ids
 
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
-        chosen._excluded = [self._excluded[b] for b in sequences]
+        chosen.excluded = [self.excluded[b] for b in sequences]
         return chosen
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
@@ -45,7 +46,7 @@ class TokenIndex(Index):
         found = []
         for query, sequence in zip(grouped, sequences, strict=True):
             reduced = self.rank(query, sequence, budget.scaling)
-            top_k, barred = budget.top_k, self._excluded[sequence]
+            top_k, barred = budget.top_k, self.excluded[sequence]
             if barred is not None:
                 top_k = min(top_k, reduced.shape[-1] - barred.shape[-1])
                 reduced = reduced.scatter(-1, barred.long().unsqueeze(1).expand(-1, reduced.shape[1], -1), float("-inf"))

@@ -7,13 +7,17 @@ U log U; a heap costs U, plus log U for each of the few units that are taken.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.core.numeric import as_bits, load_float
-from kvrecall.index.units import Units
+
+if TYPE_CHECKING:
+    from kvrecall.index.units import Units
 
 _PIECE = 512  # units per task
 

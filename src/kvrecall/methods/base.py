@@ -11,9 +11,8 @@ from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.around import Pruning
 from kvrecall.index.base import Index, IndexConfig, LayerShape
-from kvrecall.index.completed import CompletedIndex, completed_nbytes
+from kvrecall.index.page_means import PageMeans, PageMeansIndex
 from kvrecall.methods.compose import check
-from kvrecall.select.rest import PageMeans
 from kvrecall.static.choice import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 from kvrecall.trigger.speculative import Speculative
@@ -33,7 +32,7 @@ class Method:
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
     attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only part
-    of what a search found, as many tokens as a step needs. rest: what stands for the tokens that were not found. fetch: how
+    of what a search found, as many tokens as a step needs. rest: the estimate of the tokens that were not found. fetch: how
     rows reach the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at
     the same time. None takes the method's own part; the published systems have names of their own and may have single parts
     exchanged.
@@ -125,7 +124,7 @@ class Method:
         return None
 
     def own_rest(self) -> PageMeans | None:
-        """What stands for the tokens that a published system did not find; None: nothing does."""
+        """A published system's estimate of the tokens that it did not find; None: it leaves them out."""
         return None
 
     def own_fetch(self) -> Direct | Staged:
@@ -152,7 +151,7 @@ class Method:
         return self.own_prune() if self.prune is None else self.prune
 
     def rest_config(self) -> PageMeans | None:
-        """What is used to stand for the tokens that were not found."""
+        """The estimate that is used of the tokens that were not found."""
         return self.own_rest() if self.rest is None else self.rest
 
     def fetch_config(self) -> Direct | Staged:
@@ -174,13 +173,13 @@ class Method:
 
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
-        config, prune, rest = self.index_config(), self.prune_config(), self.rest_config()
+        config, prune, estimate = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return None
         index = config.build(replace(shape, zone_start=self.sink_tokens))
         if prune is not None:
             index = prune.build(index, shape, config.gqa)
-        return index if rest is None else CompletedIndex(index, shape, rest)
+        return index if estimate is None else PageMeansIndex(index, shape, estimate)
 
     def build_trigger(self, sequences: int, layer: int) -> Trigger:
         """The trigger of one layer, by its number in the model."""
@@ -188,11 +187,11 @@ class Method:
 
     def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""
-        config, prune, rest = self.index_config(), self.prune_config(), self.rest_config()
+        config, prune, estimate = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return 0
         more = 0 if prune is None else prune.nbytes(shape, tokens)
-        more += 0 if rest is None else completed_nbytes(shape, rest, tokens)
+        more += 0 if estimate is None else estimate.nbytes(shape, tokens)
         return config.nbytes(shape, tokens) + more
 
     def shared_bytes(self, shape: LayerShape, layers: int, tokens: int) -> int:

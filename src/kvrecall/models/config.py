@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.core.errors import ModelFilesError
+from kvrecall.core.extras import require_transformers
 from kvrecall.models import hub, sound
 from kvrecall.models.gguf_header import check_header
 from kvrecall.models.load import first_line, quiet, require_gguf_packages
@@ -17,8 +18,10 @@ from kvrecall.models.unpack import find_unpacked
 def load_config(spec: str | Path) -> Any:
     """The transformers config of anything that `load` takes.
 
-    Known models need no file: their configs are part of the package. Raises `ModelFilesError`, `UnknownNameError`.
+    Known models need no file: their configs are part of the package. Raises `ModelFilesError`, `UnknownNameError`, and
+    `MissingPackageError` without transformers.
     """
+    require_transformers()
     from transformers import AutoConfig
 
     source = resolve(spec)

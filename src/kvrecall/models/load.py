@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvrecall.core.errors import ModelFilesError
+from kvrecall.core.extras import require_transformers
 from kvrecall.models import hub, sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
 from kvrecall.models.gguf_header import HeaderError, check_header
@@ -32,8 +33,10 @@ def load(
     """(model, tokenizer) of a known name, a folder, a `.gguf` file or a hub repository; the model in eval mode on `device`.
 
     Known models are fetched first if need be, with on_progress(bytes_done, bytes_total). Packed weights are dequantised: on
-    CPUs packed ones compute in float32 and prefill slowly. Raises `ModelFilesError`, `UnknownNameError`, `ParameterError`.
+    CPUs packed ones compute in float32 and prefill slowly. Raises `ModelFilesError`, `UnknownNameError`, `ParameterError`,
+    and `MissingPackageError` without transformers.
     """
+    require_transformers()
     place = as_device(device)
     kind = default_dtype(place) if dtype is None else as_dtype(dtype)
     source = resolve(spec)

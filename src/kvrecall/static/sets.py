@@ -70,7 +70,7 @@ class StaticRefresh:
         shape, held = self._shape, self._tokens if self._spent and self.chosen is None else 0
         return shape.kv_heads * held * shape.head_dim * shape.dtype.itemsize
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Gives memory back; the work begins anew when it is asked for."""
         if self.chosen is None:
             self._begin()
@@ -167,11 +167,11 @@ class StaticSets:
         sets = sum(known.rows.nbytes + known.ids.nbytes for known in self.sets if known is not None)
         return sets + sum(refresh.nbytes for refresh in self._refreshes if refresh is not None)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Nobody decodes for a while: gives memory back for which only a refresh has a use."""
         for refresh in self._refreshes:
             if refresh is not None:
-                refresh.rest()
+                refresh.pause()
 
     def drop(self, sequence: int) -> None:
         """The refresh of a sequence comes to nothing: a new prompt has begun."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.transformers import passes
+from kvrecall.backends.transformers.attention import retrieval_attention, retrieval_mask
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
 from kvrecall.backends.transformers.interrupt import deferred_interrupt
@@ -124,7 +126,8 @@ class Attachment:
         with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass
             if not self._contexts or not any(module is part for part in self._parts):
                 raise NotAttachedError
-            opened = passes.enter(cache, module, _inputs(args, kwargs), lambda: switched(self.configs))
+            switch = partial(switched, self.configs, retrieval_attention, retrieval_mask)
+            opened = passes.enter(cache, module, _inputs(args, kwargs), switch)
             if opened is not None:
                 self._running.append(opened)
 

@@ -32,14 +32,13 @@ _switched: dict[int, _Switched] = {}
 
 
 @contextmanager
-def switched(configs: list[PretrainedConfig]) -> Iterator[None]:
-    """Inside, the configs name our attention function; at the end of the last pass over a config its own name is back."""
-    from kvrecall.backends.transformers.attention import retrieval_attention, retrieval_mask
-
+def switched(configs: list[PretrainedConfig], attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the configs name our attention and mask functions; at the end of the last pass over a config its own name is
+    back."""
     with _lock:
         if not _switched:
-            AttentionInterface.register(NAME, retrieval_attention)
-            AttentionMaskInterface.register(NAME, retrieval_mask)
+            AttentionInterface.register(NAME, attention)
+            AttentionMaskInterface.register(NAME, mask)
         for config in configs:
             entry = _switched.setdefault(id(config), _Switched(config, config._attn_implementation or "sdpa"))
             entry.passes += 1

@@ -93,7 +93,7 @@ class AccumulatedIndex(TokenIndex):
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         """Also remembers who would be left, for `learn`."""
         for b in sequences:
-            ranked, barred = self.rank(queries, b, budget.scaling), self._excluded[b]
+            ranked, barred = self.rank(queries, b, budget.scaling), self.excluded[b]
             kept = torch.zeros_like(ranked, dtype=torch.bool)
             top_k = budget.top_k
             if barred is not None:

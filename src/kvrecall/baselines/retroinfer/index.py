@@ -16,7 +16,7 @@ from kvrecall.cache.rows_ahead import zone_rows
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.base import LayerShape
-from kvrecall.index.clusters import ClusterConfig, ClusterIndex, grouped_units
+from kvrecall.index.clusters import ClusterConfig, ClusterIndex
 from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.units import Units
 from kvrecall.select.gqa import reduce_scores
@@ -64,11 +64,9 @@ class EstimatingIndex(ClusterIndex):
         return super().nbytes + sum(held[1].nbytes for held in self._values if held is not None)
 
     def append_generated(self, sequence: int, keys: Tensor) -> None:
-        self._close(sequence, self._open[sequence])
-        start = self._closed[sequence].members.shape[1]
         clusters = -(-keys.shape[1] // self._config.cluster_tokens)
-        units = grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
-        self._add(sequence, units, [keys.shape[1]])
+        assigned = cluster(keys, clusters, self._config.iterations)
+        self.append_grouped(sequence, keys, assigned, clusters, [keys.shape[1]])
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.values(sequence)
@@ -124,15 +122,15 @@ class EstimatingIndex(ClusterIndex):
     def _mean_values(self, sequence: int, units: Units, first: int) -> Tensor:
         """Mean values of the units from number `first` on, whose members are all tokens behind those of the units before."""
         start, stop = int(units.offsets[0, first]), units.members.shape[1]
-        heads, dim = self._shape.kv_heads, self._shape.head_dim
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
         sizes = units.sizes[:, first:].long()
-        sums = torch.zeros(heads, sizes.shape[1], dim, dtype=torch.float64, device=self._shape.device)
+        sums = torch.zeros(heads, sizes.shape[1], dim, dtype=torch.float64, device=self.shape.device)
         if stop > start:
-            values = zone_rows(self._sources[sequence], start, stop)[:, :, 1].to(self._shape.device).double()
+            values = zone_rows(self._sources[sequence], start, stop)[:, :, 1].to(self.shape.device).double()
             order = (units.members[:, start:].long() - start).unsqueeze(-1).expand(-1, -1, dim)
             owner = torch.stack([torch.arange(sizes.shape[1], device=sizes.device).repeat_interleave(own) for own in sizes])
             sums.scatter_add_(1, owner.unsqueeze(-1).expand_as(order), values.gather(1, order))
-        return (sums / sizes.clamp_min(1).unsqueeze(-1)).to(self._shape.dtype)
+        return (sums / sizes.clamp_min(1).unsqueeze(-1)).to(self.shape.dtype)
 
 
 def _continues(units: Units, before: Units) -> bool:

@@ -63,11 +63,11 @@ class PrunedIndex(IndexAround):
         super().append_generated(sequence, keys)
 
     def reserve(self, tokens: int) -> None:
-        for part in (self.base, *self._tables):
+        for part in (self.base, *self.tables):
             part.reserve(tokens)
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        for part in (self.base, *self._tables):
+        for part in (self.base, *self.tables):
             part.truncate(sequence, tokens)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
@@ -81,11 +81,11 @@ class PrunedIndex(IndexAround):
 
     def _keep(self, sequence: int, keys: Tensor) -> None:
         packed = quantise(keys, self._config.bits)
-        for table, part in zip(self._tables, packed, strict=True):
+        for table, part in zip(self.tables, packed, strict=True):
             table.append(sequence, part)
 
     def _keys(self, sequence: int, ids: Tensor) -> Tensor:
         """Estimated keys fp64 `[H_kv, K, D]` of ids int32 `[H_kv, K]`; anything where an id is -1."""
         at = ids.long().clamp_min(0).unsqueeze(-1)
-        tables = (table.view(sequence) for table in self._tables)
+        tables = (table.view(sequence) for table in self.tables)
         return restore(Quantised(*(rows.gather(1, at.expand(-1, -1, rows.shape[2])) for rows in tables)), self._config.bits)

@@ -110,13 +110,13 @@ def _check_method(method: Method) -> None:
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
     if method.rest_config() is not None:
-        _check_rest(method, config)
+        _check_page_means(method, config)
 
 
-def _check_rest(method: Method, config: IndexConfig) -> None:
+def _check_page_means(method: Method, config: IndexConfig) -> None:
     remedy = "Decode uncaptured (capture=None), or with rest=None."
     if not isinstance(config, SphereConfig):
-        raise CaptureError(f"what stands for the rest beside index {config.name!r} has no kernel", remedy)
+        raise CaptureError(f"page means beside index {config.name!r} have no kernel", remedy)
     if (trigger := method.trigger_config().name) != "every-step":
         raise CaptureError(f"with trigger {trigger!r} a selection outlives the pages that it was estimated with", remedy)
 

@@ -118,7 +118,7 @@ class CapturedDecoder:
         with deferred_interrupt(), ExitStack() as every:  # the last one that is named goes first
             self._open = False
             for layer, holder, state in zip(self._layers.all, self._cache.retrieval_layers, self._states, strict=True):
-                every.callback(state.statics.rest)
+                every.callback(state.statics.pause)
                 every.callback(holder.give_back)
                 every.callback(layer.finish)
             for window in self._windows:

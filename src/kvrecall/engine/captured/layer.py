@@ -17,10 +17,10 @@ from kvrecall.engine.captured.base import CapturedState, adopt_held, count_steps
 from kvrecall.engine.captured.branches import beside, branches, divided
 from kvrecall.engine.captured.kernels import step_kernel
 from kvrecall.engine.captured.plan import ROW, SEARCH_FIELDS, StepPlan
-from kvrecall.engine.captured.rest import RestPages
 from kvrecall.engine.captured.trigger import DeviceTrigger
 from kvrecall.engine.captured.window import places
-from kvrecall.index.completed import CompletedIndex
+from kvrecall.index.page_means import PageMeansIndex
+from kvrecall.index.page_means.step import PageMeansStep
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.kernels.encode import Centring
@@ -37,7 +37,7 @@ _ENCODED_ROWS = 32
 
 def searched(state: LayerState) -> SphereIndex | None:
     """The sphere index that a layer searches, which another index may complete; None for a layer of another kind."""
-    index = state.index.base if isinstance(state.index, CompletedIndex) else state.index
+    index = state.index.base if isinstance(state.index, PageMeansIndex) else state.index
     return index if isinstance(index, SphereIndex) else None
 
 
@@ -62,9 +62,9 @@ class CapturedLayer(CapturedState):
         self._heads, self._dim, self._pairs = heads, dim, b * heads
         state.index.reserve(tokens)
         self._centring = Centring.of(index.maps, tokens)
-        self._rest = None
-        if isinstance(state.index, CompletedIndex):
-            self._rest = RestPages(state.index, [zones.retrieval for zones in plan.zones])
+        self._page_means = None
+        if isinstance(state.index, PageMeansIndex):
+            self._page_means = PageMeansStep(state.index, [zones.retrieval for zones in plan.zones])
         self._table = state.store.reach(tokens)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -91,7 +91,7 @@ class CapturedLayer(CapturedState):
         self._levels = magnitude_levels(device)
         self._thresholds = magnitude_thresholds(device)
         self._parts = cdiv(k, _CHOSEN_ROWS) + cdiv(self._rows.shape[2], _RESIDENT_ROWS)
-        every_part = self._parts + (self._rest.parts if self._rest else 0)
+        every_part = self._parts + (self._page_means.parts if self._page_means else 0)
         self._part_out = zeros(b, shape.query_heads, every_part, dim, dtype=torch.float32)
         self._part_lse = zeros(b, shape.query_heads, every_part, dtype=torch.float32)
         # The kept rows matter where a selection outlives a step, or where rows that are selected again are not read again.
@@ -130,8 +130,8 @@ class CapturedLayer(CapturedState):
         def part(pairs: range) -> None:
             self._search_for(pairs, queries, plan, params.scaling)
             self._attend(queries, keys, values, plan, parity, params, pairs)
-            if self._rest:
-                self._rest.attend(queries, self._search.ids, self._part_out, self._part_lse, self._parts, params, pairs)
+            if self._page_means:
+                self._page_means.attend(queries, self._search.ids, self._part_out, self._part_lse, self._parts, params, pairs)
 
         beside(self._branches, queries, part)
         return self._merge(queries, params)
@@ -150,13 +150,13 @@ class CapturedLayer(CapturedState):
         self._trigger.adopt()
 
     def moved_on(self) -> None:
-        if not self._rest:
+        if not self._page_means:
             return
-        self._rest.count()
+        self._page_means.count()
         for b, zones in enumerate(self._plan_of_all.zones):
-            if self._rest.lacks(b, zones.retrieval):
+            if self._page_means.lacks(b, zones.retrieval):
                 with self._stored(b, zones.retrieval):
-                    self._rest.catch_up(b, zones.retrieval)
+                    self._page_means.catch_up(b, zones.retrieval)
 
     @contextmanager
     def _stored(self, b: int, tokens: int) -> Iterator[None]:
@@ -262,5 +262,5 @@ class CapturedLayer(CapturedState):
             self.state, steps, searches=self._trigger.give_back(steps), resident=self._plan_of_all.resident_tokens,
             selected=selected, static=0, read=int(self.read.sum()),
             moved=sum(z.retrieval for z in self._plan_of_all.zones) - sum(self._first),
-            estimated=self._rest.attended if self._rest else 0,
+            estimated=self._page_means.attended if self._page_means else 0,
         )  # fmt: skip

@@ -68,7 +68,7 @@ class ClusterIndex(UnitIndex):
 
     def __init__(self, shape: LayerShape, config: ClusterConfig) -> None:
         super().__init__(shape, config)
-        self._shape, self._config = shape, config
+        self.shape, self._config = shape, config
         empty = Units.none(shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
         self._closed = [empty] * shape.sequences  # whole stretches and segments
         self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at the end of each of those
@@ -100,12 +100,19 @@ class ClusterIndex(UnitIndex):
 
     def append_segments(self, sequence: int, keys: Tensor, lengths: list[int]) -> None:
         """As `append_generated` for several segments at once: keys `[H_kv, sum(lengths), D]`."""
-        self._close(sequence, self._open[sequence])
-        start = self._closed[sequence].members.shape[1]
         numbers = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
         for number, own in enumerate(numbers.split(lengths, 1)):
             own.fill_(number)
-        self._add(sequence, grouped_units(keys, numbers, len(lengths), start), lengths)
+        self.append_grouped(sequence, keys, numbers, len(lengths), lengths)
+
+    def append_grouped(self, sequence: int, keys: Tensor, assigned: Tensor, clusters: int, lengths: list[int]) -> None:
+        """Appends keys `[H_kv, n, D]` as `clusters` units of their own, by cluster numbers int64 `[H_kv, n]`.
+
+        lengths: tokens of each part that a cut dissolves as a whole, n in all: one unit each, or all where there is one part.
+        """
+        self._close(sequence, self._open[sequence])
+        start = self._closed[sequence].members.shape[1]
+        self._add(sequence, grouped_units(keys, assigned, clusters, start), lengths)
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.units(sequence)
@@ -169,12 +176,12 @@ class ClusterIndex(UnitIndex):
 
     def _clustered(self, sequence: int, tokens: int) -> Units:
         start = self._closed[sequence].members.shape[1]
-        keys = zone_rows(self._sources[sequence], start, start + tokens)[:, :, 0].to(self._shape.device)
+        keys = zone_rows(self._sources[sequence], start, start + tokens)[:, :, 0].to(self.shape.device)
         clusters = -(-tokens // self._config.cluster_tokens)
         return grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
 
     def _add(self, sequence: int, units: Units, lengths: list[int]) -> None:
-        """lengths: tokens of each part that a cut dissolves as a whole: one unit each, or all where it is the only part."""
+        """lengths: see `append_grouped`."""
         closed = self._closed[sequence]
         ends, before = list(self._borders[sequence]), (closed.members.shape[1], closed.reps.shape[1])
         for length in lengths:

@@ -1,4 +1,4 @@
-"""Any index, completed by estimates: pages of the zone stand, by their means, for those of their tokens that were not found.
+"""An index around any other: pages of the zone stand, by their means, for those of their tokens that were not found.
 
 A page whose mean key is c and mean value v, of whose tokens m are not attended, adds m exp(q c) to the softmax's sum and that
 times v to the output: one row with log m added to its logit. The means are those of all its tokens, chosen ones included. That
@@ -19,15 +19,15 @@ from kvrecall.cache.rows_ahead import pieces_ahead
 from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, RowSource
+from kvrecall.index.page_means.config import PageMeans
 from kvrecall.index.table import TokenTable
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.select.rest import PageMeans
 
 _PIECE_TOKENS = 8192
 """Rows whose means are taken at a time: bounds what is there in fp32, and what comes from the host at once."""
 
 
-class CompletedIndex(IndexAround):
+class PageMeansIndex(IndexAround):
     """Searches in `base` and adds the means of whole pages, `[H_kv, pages, 2 D]` in the cache's dtype.
 
     The tokens behind the last whole page are not estimated. A row never changes once it is there, so what a search returned
@@ -50,7 +50,7 @@ class CompletedIndex(IndexAround):
     @property
     def means(self) -> TokenTable:
         """Rows of whole pages, mean key and mean value side by side."""
-        return self._tables[0]
+        return self.tables[0]
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +88,7 @@ class CompletedIndex(IndexAround):
         self._begun[sequence] = self._begun[sequence][:, : max(0, tokens - whole)]  # of a page that was whole: none
         self.means.truncate(sequence, tokens // self.page_tokens)
 
-    def select(self, sequences: list[int]) -> CompletedIndex:
+    def select(self, sequences: list[int]) -> PageMeansIndex:
         chosen = super().select(sequences)
         chosen._begun = [self._begun[b] for b in sequences]
         chosen._excluded = [self._excluded[b] for b in sequences]
@@ -156,9 +156,3 @@ class CompletedIndex(IndexAround):
     def _mean_rows(self, rows: Tensor) -> Tensor:
         """Means `[H_kv, n, 2 D]` of n whole pages of rows `[H_kv, n * page, 2, D]`."""
         return rows.flatten(2).unflatten(1, (-1, self.page_tokens)).float().mean(2).to(self._shape.dtype)
-
-
-def completed_nbytes(shape: LayerShape, config: PageMeans, tokens: int) -> int:
-    """Device bytes that the means and a page that is not whole take per sequence."""
-    begun = min(tokens, config.page_tokens - 1)  # rows that wait for their page to be whole, at most
-    return shape.kv_heads * (tokens // config.page_tokens + begun) * 2 * shape.head_dim * shape.dtype.itemsize

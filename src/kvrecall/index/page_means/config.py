@@ -1,4 +1,4 @@
-"""What stands for the tokens of the retrieval zone that a search did not choose."""
+"""The page means' hyper-parameter, and what they cost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvrecall.core.errors import ParameterError
+from kvrecall.index.base import LayerShape
 from kvrecall.parts import Part
 
 
@@ -25,3 +26,8 @@ class PageMeans(Part):
     def __post_init__(self) -> None:
         if not isinstance(self.page_tokens, int) or self.page_tokens < 2:
             raise ParameterError("page_tokens", "an integer >= 2", self.page_tokens, "The default is 64.")
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        """Device bytes that the means, and the rows of a page that is not whole, take for a sequence of `tokens` tokens."""
+        begun = min(tokens, self.page_tokens - 1)  # rows that wait for their page to be whole, at most
+        return shape.kv_heads * (tokens // self.page_tokens + begun) * 2 * shape.head_dim * shape.dtype.itemsize

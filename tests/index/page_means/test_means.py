@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvrecall import methods
 from kvrecall.core.structs import Budget
-from kvrecall.index import completed
-from kvrecall.index.completed import CompletedIndex, completed_nbytes
+from kvrecall.index.page_means import PageMeansIndex
+from kvrecall.index.page_means import index as page_means
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it
@@ -48,10 +48,10 @@ def generate(state: LayerState, seed: int, sequence: int = 0) -> None:
     state.evict(sequence)
 
 
-def end(state: LayerState, sequence: int = 0) -> CompletedIndex:
+def end(state: LayerState, sequence: int = 0) -> PageMeansIndex:
     """The end of a prompt, whose index is given back."""
     index = state.index
-    assert isinstance(index, CompletedIndex)
+    assert isinstance(index, PageMeansIndex)
     index.end_of_prompt(sequence, None, state.store.zones(sequence).sink)
     return index
 
@@ -66,9 +66,9 @@ def assert_means(state: LayerState, sequence: int = 0) -> None:
         for number in range(pool.length // page):
             own = rows[h, number * page : (number + 1) * page].flatten(1)
             assert torch.equal(found[h, number], own.float().mean(0).to(state.shape.dtype)), (h, number)
-    rest = state.method.rest_config()
-    assert rest is not None
-    promised = completed_nbytes(replace(state.shape, sequences=1), rest, pool.length)
+    means = state.method.rest_config()
+    assert means is not None
+    promised = means.nbytes(replace(state.shape, sequences=1), pool.length)
     assert index._begun[sequence].nbytes + found.nbytes <= promised
     held = index._begun[sequence].untyped_storage().nbytes()
     assert held <= page * 2 * 2 * state.shape.head_dim * state.shape.dtype.itemsize  # and not the chunk that it was part of
@@ -78,14 +78,14 @@ def assert_means(state: LayerState, sequence: int = 0) -> None:
 def host_reads() -> Iterator[list[tuple[int, int]]]:
     """What is read from the host inside, as (first token, token behind the last)."""
     found: list[tuple[int, int]] = []
-    read = completed.pieces_ahead
+    read = page_means.pieces_ahead
 
     def watched(source: Any, start: int, stop: int, *rest: Any) -> Any:
         found.append((start, stop))
         return read(source, start, stop, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completed, "pieces_ahead", watched)
+        patch.setattr(page_means, "pieces_ahead", watched)
         yield found
 
 
@@ -98,7 +98,7 @@ def test_chunks_make_no_difference_and_nothing_is_read_back(
     parts, whole = (layer(method(page), dtype=DTYPES[dtype], dim=DIM) for _ in range(2))
     keys, values = (normal(2, sum(chunks), DIM, seed=2 * seed + i).to(DTYPES[dtype]) for i in range(2))
     with host_reads() as reads, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completed, "_PIECE_TOKENS", piece)
+        patch.setattr(page_means, "_PIECE_TOKENS", piece)
         for k, v in zip(keys.split(chunks, 1), values.split(chunks, 1), strict=True):
             parts.absorb(0, parts.store.append_chunk(0, k, v))
         whole.absorb(0, whole.store.append_chunk(0, keys, values))
@@ -204,17 +204,17 @@ def test_rows_that_captured_steps_stored_are_read_once() -> None:
 @pytest.mark.parametrize("fails", range(1, 8))
 def test_an_error_while_means_are_taken(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a chunk, then in the middle of what a search reads from the host: nothing false is left behind."""
-    monkeypatch.setattr(completed, "_PIECE_TOKENS", 16)
-    state, calls, mean_rows = layer(method(8), dim=DIM), [0], CompletedIndex._mean_rows
+    monkeypatch.setattr(page_means, "_PIECE_TOKENS", 16)
+    state, calls, mean_rows = layer(method(8), dim=DIM), [0], PageMeansIndex._mean_rows
 
-    def failing(index: CompletedIndex, rows: torch.Tensor) -> torch.Tensor:
+    def failing(index: PageMeansIndex, rows: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
         if calls[0] == fails:
             raise torch.OutOfMemoryError
         return mean_rows(index, rows)
 
     add(state, 53, 1)
-    monkeypatch.setattr(CompletedIndex, "_mean_rows", failing)
+    monkeypatch.setattr(PageMeansIndex, "_mean_rows", failing)
     with pytest.raises(torch.OutOfMemoryError), all_of_it(state):
         add(state, 190, 2)
     assert state.store.zones(0).total == 53
@@ -223,7 +223,7 @@ def test_an_error_while_means_are_taken(fails: int, monkeypatch: pytest.MonkeyPa
 
     rows = normal(2, 190, 2, DIM)
     state.store.host[0].append(rows)
-    assert isinstance(state.index, CompletedIndex)
+    assert isinstance(state.index, PageMeansIndex)
     state.index.append(0, rows[:, :, 0])
     calls[0] = 0
     with pytest.raises(torch.OutOfMemoryError):
@@ -236,7 +236,7 @@ def test_an_error_while_means_are_taken(fails: int, monkeypatch: pytest.MonkeyPa
 def test_an_index_that_cannot_look_back_takes_nothing_where_it_does_not_belong() -> None:
     state = layer(method(4), dtype=torch.bfloat16, dim=DIM)
     index = state.method.build_index(state.shape)
-    assert isinstance(index, CompletedIndex)
+    assert isinstance(index, PageMeansIndex)
     rows = normal(2, 30, 2, DIM)  # of another dtype than the host's
     for number, part in enumerate(rows.split([7, 3, 20], 1)):
         if number != 1:

@@ -221,7 +221,7 @@ def test_steps_of_either_mode_may_do_the_work() -> None:
 
 
 def test_memory_of_a_refresh_is_counted_and_goes_when_nobody_decodes() -> None:
-    """The keys that a set is chosen from: while it is under way, until a rest or the next prompt."""
+    """The keys that a set is chosen from: while it is under way, until a pause or the next prompt."""
     layer, other = course("pages"), course("pages")
     for one in (layer, other):
         go(one, 0, INTERVAL - LEAD)
@@ -232,7 +232,7 @@ def test_memory_of_a_refresh_is_counted_and_goes_when_nobody_decodes() -> None:
     keys = layer.statics.nbytes - before
     assert 0 < zone - keys // (shape.kv_heads * shape.head_dim * 4) < ZONES["update_interval"] + 1
     assert CacheStats.collect(layer.method, [layer]).total.device_bytes >= layer.statics.nbytes + layer.store.resident.nbytes
-    layer.statics.rest()
+    layer.statics.pause()
     assert layer.statics.nbytes == before
     go(layer, INTERVAL - LEAD + 2, LEAD), go(other, INTERVAL - LEAD + 2, LEAD)
     assert torch.equal(ids(layer), ids(other))  # the next steps make up for it

@@ -83,7 +83,7 @@ METHODS = {
     "semantic": kvrecall.ParisKV(top_k=6, stage1="product", gqa="max", trigger="semantic-boundary", **ZONES),
     "early": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", trigger="speculative", **ZONES),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, gqa="max", **ZONES),
-    "rest": kvrecall.methods.get("pariskv-balanced", top_k=70, rest="page-means:page_tokens=2", **ZONES),
+    "page-means": kvrecall.methods.get("pariskv-balanced", top_k=70, rest="page-means:page_tokens=2", **ZONES),
 }
 
 
@@ -109,7 +109,7 @@ def test_kernels_of_a_captured_layer(
     } | {
         "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
         "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
-        "balanced": {"product_kernel"}, "rest": {"product_kernel", "rest_kernel"},
+        "balanced": {"product_kernel"}, "page-means": {"product_kernel", "page_means_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 
@@ -117,7 +117,8 @@ def test_kernels_of_a_captured_layer(
 @pytest.mark.parametrize(
     ("name", "dim", "group", "dtype", "capability"),
     [
-        ("balanced", 80, 7, torch.float16, 90), ("rest", 96, 1, torch.bfloat16, 80), ("rest", 128, 4, torch.bfloat16, 90),
+        ("balanced", 80, 7, torch.float16, 90), ("page-means", 96, 1, torch.bfloat16, 80),
+        ("page-means", 128, 4, torch.bfloat16, 90),
         ("collisions", 128, 8, torch.bfloat16, 100), ("products", 192, 5, torch.bfloat16, 100),
         ("early", 256, 8, torch.bfloat16, 80), ("balanced", 256, 4, torch.float16, 100),
     ],

@@ -1,4 +1,4 @@
-"""Attention of a captured step to what stands for the tokens that were not found: page means, as `index.completed` has them.
+"""Attention of a captured step to page means, which stand for the tokens that were not found.
 
 Bytes per KV head and step: 4 D per page in 16-bit types, and the ids of the selection. Nothing is fetched.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import capped
 from kvrecall.core.overlap import begin, end
+from kvrecall.core.softcap import capped
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def found_in(p_ids, o_p, K, PAGE, W: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["START"])
-def rest_kernel(
+def page_means_kernel(
     p_queries, p_means, p_pages, p_ids, p_out, p_lse, scaling, softcap, HEADS, START, CAPACITY, K, PAGE, BLOCKS,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
     FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,

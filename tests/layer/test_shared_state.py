@@ -12,9 +12,9 @@ from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it
+from tests.layer.test_state import assert_holds
 from tests.layers import ZONES, start, state, step
 from tests.stateful.checks import memory_of
-from tests.test_layer_state import assert_holds
 
 
 def test_estimated_rows_that_a_copy_holds_are_its_own() -> None:

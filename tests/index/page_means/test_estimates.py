@@ -14,7 +14,7 @@ from kvrecall import methods
 from kvrecall.attend import attend_rows
 from kvrecall.core.errors import CaptureError, CompositionError, ParameterError
 from kvrecall.core.structs import Budget
-from kvrecall.index.completed import CompletedIndex
+from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.methods import Method
 from tests.baselines.course import Course, weighted
 from tests.one_layer import ZONES, dense, params
@@ -99,7 +99,7 @@ def test_a_selection_of_everything_leaves_nothing_to_estimate() -> None:
     course = Course(Method(index="exact", top_k=10, rest="page-means:page_tokens=8", **ZONES))
     course.step()
     index, queries = course.state.index, course.queries[None, :, -1]
-    assert isinstance(index, CompletedIndex)
+    assert isinstance(index, PageMeansIndex)
     rows = index.search(queries, Budget(1000, 0.125), [0]).estimated
     assert rows is not None and rows.width > 0
     part = attend_rows(queries.unsqueeze(2), rows, 0.125)
@@ -111,13 +111,13 @@ def test_crops_and_copies_forget_and_keep_pages() -> None:
     for _ in range(4):
         course.step()
     state = course.state
-    assert isinstance(state.index, CompletedIndex)
+    assert isinstance(state.index, PageMeansIndex)
     twin, pages = state.index.select([0, 0]), state.index.means.view(0).clone()
     other = state.fork(replace(state.method, rest="page-means:page_tokens=5"))
     state.crop(0, 50)
     assert state.index.means.lengths == [(50 - 4) // 8 if state.store.host[0].length >= 46 else state.store.host[0].length // 8]
     assert torch.equal(twin.means.view(1), pages)
-    assert isinstance(other.index, CompletedIndex)
+    assert isinstance(other.index, PageMeansIndex)
     assert state.index.nbytes > state.index.base.nbytes
     shape = course.state.shape
     with_rest = state.method.summary_bytes(shape, 80) - replace(state.method, rest=None).summary_bytes(shape, 80)

@@ -1,4 +1,4 @@
-"""What stands, in a captured layer, for the tokens that were not found: page means at fixed addresses."""
+"""The page means' part of the device step: means at fixed addresses, attended to in parts of the step's merge."""
 
 # A launch takes what only Triton knows.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.rest_kernel import rest_kernel
-from kvrecall.index.completed import CompletedIndex
+from kvrecall.index.page_means.index import PageMeansIndex
+from kvrecall.index.page_means.kernels import page_means_kernel
 
 _PAGES, _MOST_PARTS = 64, 32
 """Pages that a program attends to at a time, and parts at most: as many as one merge takes beside the others."""
 
 
-class RestPages:
+class PageMeansStep:
     """The means of one layer's pages, and the launch that attends to them, as `parts` parts of its step.
 
     Pages become whole when a zone grows, which happens between two steps: the host takes their means then (`catch_up`).
     """
 
-    def __init__(self, index: CompletedIndex, zones: list[int]) -> None:
+    def __init__(self, index: PageMeansIndex, zones: list[int]) -> None:
         """zones: lengths of the retrieval zones. The index has room already for all that they may grow to."""
         self._index, self.page_tokens = index, index.page_tokens
         self._means = index.means
@@ -58,7 +58,7 @@ class RestPages:
         """
         (_, query_heads, parts, dim), (_, heads, capacity, _) = out.shape, self._means.rows.shape
         top_k = ids.shape[-1]
-        rest_kernel[(len(pairs) * self.parts,)](
+        page_means_kernel[(len(pairs) * self.parts,)](
             queries, self._means.rows, self._pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start, capacity,
             top_k, self.page_tokens, self._blocks, D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES,
             BK=next_power_of_2(top_k), TILES=self.parts, FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4,

@@ -1,0 +1,6 @@
+"""Exit codes of the command line."""
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+"""What a shell says of a program that SIGPIPE ended."""

@@ -1,0 +1,23 @@
+"""Packages that are not always installed: each is brought by an extra of this package."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
+
+from kvrecall.core.errors import MissingPackageError
+
+TRANSFORMERS = ((5, 16, 1), (6,))
+"""The oldest release of transformers that works, and the first that is not tried; as in pyproject.toml."""
+
+
+def require_transformers() -> None:
+    """Raises MissingPackageError if transformers is missing or of a release that the extra `transformers` does not allow."""
+    if find_spec("transformers") is None:
+        raise MissingPackageError("transformers", "transformers")
+    oldest, end = TRANSFORMERS
+    version = metadata.version("transformers")
+    if not oldest <= tuple(map(int, re.findall(r"\d+", version)[:3])) < end:
+        expected = f"{'.'.join(map(str, oldest))} or newer, but before {'.'.join(map(str, end))}"
+        raise MissingPackageError("transformers", "transformers", expected=expected, got=version)
