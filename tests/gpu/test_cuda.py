@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvrecall
-from kvrecall.cache.host_memory import allocate
+from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.engine.prefill import prefill
@@ -33,10 +33,19 @@ def _tiny(dtype: torch.dtype) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().to("cuda", dtype)
 
 
+def pinned_region(tokens: int) -> Region:
+    """All of it given: rows of 256 bytes, page-locked in three pieces."""
+    region = Region((tokens, 2, 64), torch.bfloat16, torch.device("cuda"))
+    for pieces in (tokens // 3, tokens // 2, tokens):
+        region.give(pieces)
+    return region
+
+
 def test_host_memory_is_pinned_and_exactly_sized() -> None:
-    tensor = allocate((3, 1000, 2, 64), torch.bfloat16, pin=True)
-    assert tensor.is_pinned()
-    assert tensor.untyped_storage().nbytes() == 3 * 1000 * 2 * 64 * 2  # not rounded up to a power of two
+    region = pinned_region(3000)
+    tensor = region.tensor
+    assert region.pinned and tensor.is_pinned() and tensor[-1].is_pinned()
+    assert tensor.untyped_storage().nbytes() == 3000 * 256  # not rounded up to a power of two
     device = torch.empty_like(tensor, device="cuda")
     tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape).to(torch.bfloat16))
     device.copy_(tensor, non_blocking=True)
@@ -46,9 +55,9 @@ def test_host_memory_is_pinned_and_exactly_sized() -> None:
 
 def test_released_memory_can_be_registered_again() -> None:
     for _ in range(20):
-        tensor = allocate((1 << 20,), torch.uint8, pin=True)
-        assert tensor.is_pinned()
-        del tensor
+        region = pinned_region(1 << 12)
+        assert region.pinned and region.tensor.is_pinned()
+        del region
 
 
 def test_blocks_are_pinned() -> None:
@@ -72,9 +81,10 @@ def test_refused_pinning_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
     monkeypatch.setattr("kvrecall.cache.host_memory._warned", False)  # another test may have heard it
     with pytest.warns(RuntimeWarning, match="pageable"):
-        tensor = allocate((1000,), torch.float32, pin=True)
-    tensor.fill_(1.0)
-    assert tensor.sum() == 1000
+        region = pinned_region(1000)
+    assert not region.pinned
+    region.tensor.fill_(1.0)
+    assert region.tensor.float().sum() == 1000 * 2 * 64
 
 
 @pytest.mark.parametrize("mode", ["mean_q", "mean_softmax", "max", "per_head"])

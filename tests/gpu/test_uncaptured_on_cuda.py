@@ -16,7 +16,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.attend import attend_rows, reference
 from kvrecall.cache import host_memory
-from kvrecall.cache.host_memory import allocate
+from kvrecall.cache.host_memory import Region
 from kvrecall.cache.transfer import bring, bring_keys
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import DeviceMemoryError
@@ -304,11 +304,14 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_real_refusal_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registering the same pages twice is refused by CUDA itself; the next launch must not be blamed for it."""
     monkeypatch.setattr(host_memory, "_warned", False)
-    first = allocate((1 << 20,), torch.uint8, pin=True)
+    region = Region((1 << 20,), torch.uint8, CUDA)
+    region.give(1 << 20)
+    registered: list[int] = []
     with pytest.warns(RuntimeWarning, match="expected to pin"):
-        host_memory._register(first, host_memory.mmap.mmap(-1, 1 << 20))
+        assert not host_memory._register(region.tensor, registered)
+    assert not registered
     assert torch.ones(3, device=CUDA).sum() == 3
-    assert first.is_pinned()
+    assert region.tensor.is_pinned()
 
 
 def test_memory_is_given_back_with_the_cache() -> None:

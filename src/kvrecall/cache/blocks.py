@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvrecall.cache.host_memory import staging
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
@@ -141,8 +142,7 @@ class BlockTable:
     def on(self, device: torch.device) -> Tensor:
         """int32 `[blocks]` on a device; made once per device as long as nothing changes. Not to be written to."""
         if device not in self._near:
-            with lasting_tensors():
-                self._near[device] = torch.tensor(self.blocks, dtype=torch.int32).to(device)
+            self._near[device] = _sent(torch.tensor(self.blocks, dtype=torch.int32), device)
         return self._near[device]
 
     def _held(self) -> int:
@@ -153,6 +153,13 @@ def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
     """int32 `[B, W]` on a device, as `HostTable.blocks`."""
     if len(tables) == 1:
         return tables[0].on(device).unsqueeze(0)
+    rows = [torch.tensor(table.blocks, dtype=torch.int32) for table in tables]
+    return _sent(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), device)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """The same on a device; the host does not wait for a GPU."""
+    if device.type == "cuda":
+        numbers = staging(tuple(numbers.shape), numbers.dtype).copy_(numbers)
     with lasting_tensors():
-        rows = [torch.tensor(table.blocks, dtype=torch.int32) for table in tables]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        return numbers.to(device, non_blocking=True)
