@@ -16,3 +16,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.is_relative_to(here):
                 item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Kernels give the same numbers sooner."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.interpreted import shortcuts
+
+        shortcuts.take()
