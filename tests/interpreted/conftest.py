@@ -24,3 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The retrieval zones of a test's layers have several blocks."""
     small_blocks(monkeypatch)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Kernels give the same numbers sooner."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.interpreted import shortcuts
+
+        shortcuts.take()
