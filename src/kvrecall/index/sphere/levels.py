@@ -45,10 +45,16 @@ def lloyd_max(subspace_dim: int, bits: int = MAGNITUDE_BITS) -> tuple[np.ndarray
     return thresholds, levels
 
 
+@cache
+def _gauss_legendre() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights on [-1, 1]; finding them takes longer than all else in a step of the iteration."""
+    return np.polynomial.legendre.leggauss(48)
+
+
 def _conditional_means(edges: np.ndarray, m: int) -> np.ndarray:
     """E[X | edge_t <= X < edge_(t+1)] for consecutive edges."""
     angles = np.arcsin(edges)
-    nodes, node_weights = np.polynomial.legendre.leggauss(48)
+    nodes, node_weights = _gauss_legendre()
     low, high = angles[:-1, None], angles[1:, None]
     t = (high - low) / 2 * nodes + (high + low) / 2
     mass = ((high - low) / 2 * node_weights * np.cos(t) ** (m - 2)).sum(axis=1)
