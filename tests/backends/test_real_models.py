@@ -14,10 +14,10 @@ from kvrecall.layer.state import LayerState
 
 pytestmark = pytest.mark.model
 
-ZONES: dict[str, Any] = {"sink_tokens": 16, "local_tokens": 48, "update_interval": 24, "full_attention_threshold": 0}
+ZONES: dict[str, Any] = {"sink_tokens": 8, "local_tokens": 24, "update_interval": 12, "full_attention_threshold": 0}
 SUBJECTS = ("the lighthouse", "the survey ship Petrel and what its crew found", "a goat")
-LENGTHS = (460, 150, 300)
-NEW_TOKENS, SECOND_TOKENS = 64, 24
+LENGTHS = (230, 75, 150)
+NEW_TOKENS, SECOND_TOKENS = 32, 12
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "qwen2.5-coder-0.5b"])
@@ -28,7 +28,7 @@ def loaded(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def prompts(loaded: tuple[Any, Any]) -> Any:
-    """Three left-padded prompts of 460, 150 and 300 tokens of real prose."""
+    """Three left-padded prompts of 230, 75 and 150 tokens of real prose."""
     from importlib.resources import files
 
     _, tokenizer = loaded
