@@ -109,9 +109,9 @@ class DeviceRows:
         """See `RowSource`."""
         return torch.stack([rows[of.to(rows.device)] for rows, of in zip(self._rows, ids.long(), strict=True)]).cpu()
 
-    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
+    def blocks(self, start: int = 0, stop: int | None = None, on_device: bool = False) -> Iterator[Tensor]:
         """See `RowSource`; on the device."""
-        yield self._rows[:, start:]
+        yield self._rows[:, start:stop]
 
     def table(self, device: torch.device) -> HostTable | None:
         """See `RowSource`; none, for rows that are not in blocks."""

@@ -13,7 +13,11 @@ NO_GPU = "needs a CUDA GPU; torch sees none"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is none, and those marked `gpu2` where there are not two."""
+    """Tests marked `gpu` are skipped, with the reason, where there is none, and those marked `gpu2` where there are not two.
+
+    Tests with real weights come first: they take longest, and one worker of several gets them all and loads the models.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("model") is None)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("gpu") and not there:

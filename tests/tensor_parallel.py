@@ -169,8 +169,10 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
     kind: Any = CapturedDecoder
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if device == "cpu":
+            from tests.interpreted import shortcuts
             from tests.interpreted.launched import Launched, without_gpu
 
+            shortcuts.take()
             without_gpu(patch)
             kind = Launched
         tokens = torch.tensor(answer, device=device).view(-1, 1, 1)

@@ -17,13 +17,19 @@ pytestmark = pytest.mark.model
 ZONES: dict[str, Any] = {"sink_tokens": 8, "local_tokens": 24, "update_interval": 12, "full_attention_threshold": 0}
 SUBJECTS = ("the lighthouse", "the survey ship Petrel and what its crew found", "a goat")
 LENGTHS = (230, 75, 150)
-NEW_TOKENS, SECOND_TOKENS = 32, 12
+NEW_TOKENS = {"smollm2-135m": (32, 12), "qwen2.5-coder-0.5b": (16, 12)}
+"""Of the first and of the second answer; in each the buffer goes over, and the larger model takes longer for a token."""
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m", "qwen2.5-coder-0.5b"])
-def loaded(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+@pytest.fixture(scope="module", params=NEW_TOKENS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(name: str) -> tuple[Any, Any]:
     """In float32: rounding differences between kernels then stay far below the gaps between logits."""
-    return models.load(request.param, dtype=torch.float32, device="cpu")
+    return models.load(name, dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +67,13 @@ def _second_turn(tokenizer: Any, first: torch.Tensor, mask: torch.Tensor) -> dic
 
 
 @pytest.fixture(scope="module")
-def truth(loaded: tuple[Any, Any], prompts: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+def truth(name: str, loaded: tuple[Any, Any], prompts: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
     """(first answer, prompt of the second turn, second answer) with a DynamicCache."""
     model, tokenizer = loaded
     cache = DynamicCache(config=model.config)
-    first = _generate(model, cache, prompts, NEW_TOKENS)
+    first = _generate(model, cache, prompts, NEW_TOKENS[name][0])
     turn = _second_turn(tokenizer, first, prompts["attention_mask"])
-    return first, turn, _generate(model, cache, turn, SECOND_TOKENS)
+    return first, turn, _generate(model, cache, turn, NEW_TOKENS[name][1])
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,9 @@ def truth(loaded: tuple[Any, Any], prompts: Any) -> tuple[torch.Tensor, dict[str
     ids=["zone-attended-in-place", "zone-searched-and-fetched"],
 )
 def test_two_turns_of_a_ragged_batch_equal_dynamic_cache(
-    loaded: tuple[Any, Any], prompts: Any, truth: Any, method: kvrecall.Method, searching: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name: str, loaded: tuple[Any, Any], prompts: Any, truth: Any, method: kvrecall.Method, searching: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     model, _ = loaded
     first, turn, second = truth
     if searching:
@@ -85,8 +92,8 @@ def test_two_turns_of_a_ragged_batch_equal_dynamic_cache(
         monkeypatch.setattr(LayerState, "attends_whole_zone", lambda self, b: self.store.host[b].length == 0)
     cache = kvrecall.RetrievalCache(model.config, method)
     with kvrecall.attach(model):
-        assert torch.equal(_generate(model, cache, prompts, NEW_TOKENS), first)
-        assert torch.equal(_generate(model, cache, turn, SECOND_TOKENS), second)
+        assert torch.equal(_generate(model, cache, prompts, NEW_TOKENS[name][0]), first)
+        assert torch.equal(_generate(model, cache, turn, NEW_TOKENS[name][1]), second)
     total = cache.stats().total
     assert total.tokens["retrieval"] > 300
     assert (total.counters.searches > 0) == searching

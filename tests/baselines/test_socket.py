@@ -73,8 +73,8 @@ class Rows:
     def gather(self, ids: Tensor) -> Tensor:
         return self.rows.gather(1, ids[..., None, None].expand(-1, -1, *self.rows.shape[2:]))
 
-    def blocks(self, start: int = 0) -> Any:
-        yield self.rows[:, start:]
+    def blocks(self, start: int = 0, stop: int | None = None) -> Any:
+        yield self.rows[:, start:stop]
 
 
 @pytest.mark.parametrize(("changes", "says"), [

@@ -89,5 +89,6 @@ def test_qwen_answers_from_far_back(qwen05b: tuple[Any, Any], monkeypatch: pytes
     half = excerpt(document, questions[:3], lambda text: len(qwen05b[1](text).input_ids), 4300)
     monkeypatch.setattr(demo, "harbour_log", lambda: (half, questions))
     told = cli.json("demo", "-m", "qwen2.5-coder-0.5b")
+    assert all(row["retrieval"]["stats"]["total"]["searches"] > 0 for row in told["questions"])
     assert [row["retrieval"]["right"] for row in told["questions"]] == [True] * 3
     assert [row["full_attention"]["right"] for row in told["questions"]] == [True] * 3

@@ -19,8 +19,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
+@functools.cache
 def take() -> None:
-    """Replaces these parts of the interpreter in this process."""
+    """Replaces these parts of the interpreter in this process, once."""
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     scope = interpreter._patch_lang(everything)
     interpreter._patch_lang = lambda fn: type(scope)()  # which restores nothing

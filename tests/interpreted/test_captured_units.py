@@ -119,6 +119,18 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(name: str) -> None:
         torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
 
 
+def test_a_refresh_sees_what_has_left_the_window_since_the_capture() -> None:
+    """Kernels have stored those rows; the host counts them in only when the layer is given back."""
+    method = kvrecall.PRKV(top_k=16, **PAGES | {"refresh_interval": 22, "static_ratio": 0.9}, **ZONES)
+    plain, other = both(method, 2, [74, 55])
+    for b in range(2):
+        other.store.host[b].reach(200)
+        for rows in other.store.host[b].blocks(other.store.host[b].length, 200):
+            rows.fill_(float("nan"))
+    go_on(plain, other, 24, 1000)
+    same(plain, other)
+
+
 @pytest.mark.parametrize("name", ["louiskv", "prkv"])
 def test_a_prompt_that_has_just_ended_and_a_second_turn(name: str) -> None:
     plain, other = both(METHODS[name], 0, [74, 55])

@@ -76,14 +76,19 @@ def test_keys_of_any_dtype_between_their_values(weight: torch.dtype, dtype: torc
     check(encode(keys, maps, 0, weight), expected_codes(keys, maps, 0, weight), 2**-6)
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("number", [0, 50, 63, 64, 1000])
-def test_centres_of_positions_maps_of_heads_and_norms(number: int, dtype: torch.dtype, dim: int) -> None:
+NUMBERS = (0, 50, 63, 64, 1000)
+PAIRS = [
+    (number, list(DTYPES)[(i + j) % len(DTYPES)], dim) for i, number in enumerate(NUMBERS) for j, dim in enumerate(HEAD_DIMS)
+]
+"""Every first token with every head size; dtypes take turns, so that each meets every one of both."""
+
+
+@pytest.mark.parametrize(("number", "dtype", "dim"), PAIRS)
+def test_centres_of_positions_maps_of_heads_and_norms(number: int, dtype: str, dim: int) -> None:
     """From any token of a span on, over the ends of spans."""
     model = Model(dim, 2, 1, dim, Halves(dim, dim // 2) if dim % 3 else None)
     layer = replace(model.layer(), zone_start=7)
-    keys = torch.cat([model.keys(1, 80, 7 + number), gaussian(2, 2, 3, dim) * 1e3], 1).to(dtype)
+    keys = torch.cat([model.keys(1, 80, 7 + number), gaussian(2, 2, 3, dim) * 1e3], 1).to(DTYPES[dtype])
     made = SphereConfig(**OWN).build(layer).maps
     centres = fused_centres(made, number, 83)
     torch.testing.assert_close(centres, made.centres(number, 83), rtol=1e-6, atol=1e-6)

@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from contextlib import suppress
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ class Region:
         """shape: `[most, …]`; pieces are counted along the first dimension. device: the GPU that reads, None for none.
         Raises OSError where there is not so much address space."""
         self._piece = prod(shape[1:]) * dtype.itemsize
+        self._step = mmap.PAGESIZE // gcd(mmap.PAGESIZE, self._piece or 1)
+        """Memory is given by so many pieces, which are whole pages: no copy may cross the border of two that were page-locked
+        one after the other."""
         self._pages = mmap.mmap(-1, max(1, shape[0] * self._piece), **_flags())
         with lasting_tensors():
             self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=prod(shape)).view(shape)
@@ -64,7 +67,7 @@ class Region:
 
     def missing(self, pieces: int) -> int:
         """Bytes that the system has yet to give for the first `pieces`."""
-        return max(0, _whole_pages(pieces * self._piece) - self._given)
+        return max(0, -(-pieces // self._step) * self._step * self._piece - self._given)
 
     def give(self, pieces: int) -> None:
         """Makes the first `pieces` usable."""
@@ -95,10 +98,6 @@ def _flags() -> dict[str, int]:
         return {}
     known = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return {"flags": known | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
-
-
-def _whole_pages(count: int) -> int:
-    return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _fault_in(slab: Tensor) -> None:

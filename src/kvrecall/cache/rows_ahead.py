@@ -19,20 +19,17 @@ Taken = TypeVar("Taken")
 class Zone(Protocol):
     """The retrieval-zone rows of one sequence on the host."""
 
-    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
-        """Views of rows start and up, in order, each `[H_kv, n, 2, D]`, for the CPU, or for a GPU's current stream alone."""
+    def blocks(self, start: int = 0, stop: int | None = None, on_device: bool = False) -> Iterator[Tensor]:
+        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; None: all that are counted in.
+
+        For the CPU, or for a GPU's current stream alone.
+        """
         ...
 
 
 def zone_rows(source: Zone, start: int, stop: int) -> Tensor:
     """Rows `[H_kv, stop - start, 2, D]` of a stretch of the retrieval zone, on the host; start < stop."""
-    parts, left = [], stop - start
-    for block in source.blocks(start):
-        parts.append(block[:, :left])
-        left -= parts[-1].shape[1]
-        if not left:
-            break
-    return torch.cat(parts, 1)
+    return torch.cat(list(source.blocks(start, stop)), 1)
 
 
 def read_keys(source: Zone, start: int, keys: Tensor) -> None:
@@ -58,12 +55,9 @@ def fill_keys(rows: Tensor, keys: Tensor) -> None:
 def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of the tokens from `start` on, each with its part of the place `[H_kv, n, …]` for all."""
     at = 0
-    for rows in source.blocks(start, on_device=True):
-        part = rows[:, : place.shape[1] - at]
-        yield part, place[:, at : at + part.shape[1]]
-        at += part.shape[1]
-        if at == place.shape[1]:
-            break
+    for rows in source.blocks(start, start + place.shape[1], on_device=True):
+        yield rows, place[:, at : at + rows.shape[1]]
+        at += rows.shape[1]
 
 
 @contextmanager
@@ -95,7 +89,7 @@ class _Pieces(Generic[Taken]):
 
     def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
-        rows = next(source.blocks(on_device=True))
+        rows = next(source.blocks(0, 1, on_device=True))
         self._take = take
         self._sent: list[torch.cuda.Event] = []
         shape = rows.shape[0], min(starts.step, starts.stop - starts.start), *rows.shape[2:]

@@ -11,6 +11,7 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.host_memory import staging
 from kvrecall.cache.transfer import send
+from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable
 
 
@@ -133,15 +134,16 @@ class ZoneRows:
         heads = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
         return self.take(heads, ids.long().flatten()).view(*ids.shape, *self._rows.tensor.shape[3:])
 
-    def blocks(self, start: int = 0, on_device: bool = False) -> Iterator[Tensor]:
-        """Views of the rows start .. length - 1 in order, each `[H_kv, n, 2, D]`; valid while the zone is not truncated.
+    def blocks(self, start: int = 0, stop: int | None = None, on_device: bool = False) -> Iterator[Tensor]:
+        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; valid while the zone is not truncated.
 
-        on_device: only the GPU's current stream will read them, so it waits for those that are on their way, and not the host.
+        stop: `length` by default; more for rows that were written but are not counted in yet. on_device: only the GPU's current
+        stream will read them, so it waits for those that are on their way, and not the host.
         """
         self._rows.arrive(on_device)
-        size = self._rows.block_size
-        for place in range(start // size, -(-self.length // size)):
+        size, stop = self._rows.block_size, self.length if stop is None else stop
+        for place in range(start // size, cdiv(stop, size)):
             rows = self._rows.tensor[self._table.blocks[place]]
-            begin, end = max(0, start - place * size), min(size, self.length - place * size)
+            begin, end = max(0, start - place * size), min(size, stop - place * size)
             if end > begin:
                 yield rows[:, begin:end]
