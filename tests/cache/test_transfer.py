@@ -59,7 +59,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     """As if all rows were on a GPU, and its copies slow; what was not written is NaN."""
     stream = SideStream()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr("kvrecall.cache.zone_rows.send", stream.send)
+    monkeypatch.setattr("kvrecall.cache.block_rows.send", stream.send)
     small_blocks(monkeypatch)
     poison(monkeypatch)
     return stream
@@ -113,7 +113,7 @@ def test_reads_wait_for_what_is_on_its_way(seed: int, late: SideStream) -> None:
     made = course(seed)
     assert late.most > 1  # some copies really waited
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrecall.cache.zone_rows.send", late.send_at_once)
+        patch.setattr("kvrecall.cache.block_rows.send", late.send_at_once)
         expected = course(seed)
     assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
     assert all(torch.isfinite(x).all() for x in made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -248,3 +250,41 @@ def test_the_table_says_where_rows_lie() -> None:
     for token in (0, 15, 16, 39):
         found = table.rows[table.blocks[0, token // 16], :, token % 16]
         assert torch.equal(found, rows(token, 1)[:, 0])
+
+
+class Slow(list[int]):
+    """Lets other threads go on in the middle of what must not be divided."""
+
+    def append(self, number: int) -> None:
+        super().append(number)
+        time.sleep(1e-4)
+
+
+def test_copies_in_threads_of_their_own() -> None:
+    """They share blocks, memory and the ids that nobody uses; none sees a row of another."""
+    first, wrong = zone(), []
+    first.append(rows(0, 40))
+    pool = first.blocks_of_all_layers.pool
+    pool._users = Slow(pool._users)
+
+    def work(number: int) -> None:
+        own, expected = fork(first), rows(0, 40)
+        for turn in range(60):
+            new = rows(1000 * number + 10 * turn, 1 + (number + turn) % 9)
+            own.append(new)
+            expected = torch.cat([expected, new], 1)
+            if turn % 7 == number % 7:
+                keep = 20 + turn
+                own.truncate(keep)
+                own.trim()
+                expected = expected[:, :keep]
+            if not torch.equal(contents(own), expected):
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and torch.equal(contents(first), rows(0, 40))
+    assert pool.used == 3

@@ -85,7 +85,7 @@ def test_appending_keys_waits_for_nothing(stage1: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     signs = index.codes(0).signs
     assert torch.equal(signs[:, :1000], signs[:, 1000:])
-    assert int(index._counts.sum()) == (2 * 2000 * 16 if stage1 == "collision" else 0)
+    assert int(index.counts.sum()) == (2 * 2000 * 16 if stage1 == "collision" else 0)
 
 
 SEARCHES = [

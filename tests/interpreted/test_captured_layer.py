@@ -119,7 +119,7 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method
         if made.norms is not None and expected.norms is not None:
             assert torch.equal(made.norms, expected.norms) and made.norms.all()
         assert torch.equal(other.index.maps.keys, plain.index.maps.keys)
-        assert torch.equal(other.index._counts, plain.index._counts)
+        assert torch.equal(other.index.counts, plain.index.counts)
         assert torch.equal(other.held[b].ids, plain.held[b].ids)
     for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens"):
         assert getattr(other.stats, name) == getattr(plain.stats, name), name
@@ -195,7 +195,7 @@ def same_codes(made: LayerState, expected: LayerState) -> None:
     mine, theirs = made.index, expected.index
     assert isinstance(mine, SphereIndex) and isinstance(theirs, SphereIndex)
     assert mine.lengths == theirs.lengths and mine.maps is theirs.maps
-    assert torch.equal(mine._counts, theirs._counts)
+    assert torch.equal(mine.counts, theirs.counts)
     for b in range(2):
         ours, plain = mine.codes(b), theirs.codes(b)
         assert torch.equal(ours.signs, plain.signs) and torch.equal(ours.magnitudes, plain.magnitudes)

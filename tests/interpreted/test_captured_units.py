@@ -100,7 +100,7 @@ def same(plain: LayerState, other: LayerState) -> None:
         if plain.static[b] is not None:
             assert torch.equal(other.static[b].ids, plain.static[b].ids) and other.static[b].age == plain.static[b].age
     if plain.segments is not None:
-        assert other.segments._starts == plain.segments._starts
+        assert other.segments.starts == plain.segments.starts
     for name in ("steps", "searches", "attended_tokens", "attended_rows", "retrieved_tokens", "static_tokens"):
         assert getattr(other.stats, name) == getattr(plain.stats, name), name
 

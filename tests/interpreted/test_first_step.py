@@ -57,7 +57,7 @@ def left(cache: kvrecall.RetrievalCache) -> list[Any]:
     assert not any(s.held or s.fetched or any(s.static) for s in states)
     assert not any("attend" in vars(holder) for holder in cache.retrieval_layers)
     logs = [s.log and s.log.seen(b) for s in states for b in range(2)]
-    starts = [s.segments and list(s.segments._starts[b]) for s in states for b in range(2)]
+    starts = [s.segments and list(s.segments.starts[b]) for s in states for b in range(2)]
     zones = [s.store.zones(b) for s in states for b in range(2)]
     rows = [s.store.resident.view(b).clone() for s in states for b in range(2)]
     counts = [cache.get_seq_length(), cache.stats().total.counters.steps]

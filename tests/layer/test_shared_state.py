@@ -60,7 +60,7 @@ def test_who_watches_a_layer_is_not_told_of_its_forks() -> None:
 def test_a_copy_in_other_zones_knows_of_non_finite_keys() -> None:
     layer = state(kvrecall.ParisKV(top_k=5, **ZONES), 2)
     start(layer, [40, 30])
-    layer._non_finite |= torch.tensor([False, True])  # as a GPU flags them
+    layer.non_finite |= torch.tensor([False, True])  # as a GPU flags them
     for copy in (layer.fork(layer.method), rezoned(layer, kvrecall.Full(**ZONES))):
         with pytest.raises(NonFiniteError, match="sequence 1"):
             copy.raise_non_finite()

@@ -93,7 +93,7 @@ def test_promised_summary_bytes_are_those_of_its_index(name: str, tokens: int) -
         return
     held = state.index.nbytes - (before - promised if name == "exact" else 0)
     if isinstance(state.index, SphereIndex):
-        held -= state.index._counts.nbytes  # the same whatever the length
+        held -= state.index.counts.nbytes  # the same whatever the length
     least, most = 0.9 * promised, 1.02 * promised + 4096
     if name in ("ctkvr", "h2o"):  # the resident tokens count for the number of centroids, and what they receive is counted
         most = method.summary_bytes(shape, prompt)

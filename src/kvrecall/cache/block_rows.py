@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from threading import RLock
 
 import torch
+from torch import Tensor
 
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
-from kvrecall.cache.transfer import Pending
+from kvrecall.cache.transfer import Pending, send
 from kvrecall.core.errors import HostMemoryError
 from kvrecall.core.launch import cdiv
 
@@ -19,6 +21,7 @@ class BlockRows:
     """Rows `[blocks, H_kv, block_size, K|V, D]` at one address for as long as they live, page-locked where a GPU reads them.
 
     Memory is given as block ids rise. Rows of a GPU are still on their way when a copy was asked for: who reads waits first.
+    Sequences that share blocks may belong to several threads.
     """
 
     def __init__(self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -27,11 +30,9 @@ class BlockRows:
         self._bytes = prod(shape) * dtype.itemsize
         self._region = _reserved(shape, self._bytes, dtype, device if device.type == "cuda" else None)
         self.tensor = self._region.tensor
-        self.block_size, self.device, self.pending = block_size, device, None
-        self._blocks = 0
-
-    pending: Pending | None
-    """The last copy from the GPU. Copies arrive in order, so it arrives last."""
+        self.block_size, self.device = block_size, device
+        self._pending: Pending | None = None  # the last copy from the GPU; copies arrive in order
+        self._blocks, self._lock = 0, RLock()
 
     @property
     def pinned(self) -> bool:
@@ -40,6 +41,11 @@ class BlockRows:
 
     def give(self, blocks: int) -> None:
         """Makes the blocks below id `blocks` usable. Raises HostMemoryError, and changes nothing, where memory is short."""
+        if blocks > self._blocks:
+            with self._lock:
+                self._give(blocks)
+
+    def _give(self, blocks: int) -> None:
         if blocks <= self._blocks:
             return
         wanted = min(max(blocks, self._blocks + cdiv(_SLAB_TOKENS, self.block_size)), self._region.most)
@@ -67,15 +73,25 @@ class BlockRows:
 
     def arrive(self, on_device: bool = False) -> None:
         """Rows may be read from now on, by the CPU or by the current stream of the GPU."""
-        if self.pending is None:
+        pending = self._pending
+        if pending is None:
             return
-        if self.pending.arrived():
-            self.pending = None
-        elif on_device:
-            self.pending.wait_on_device()
+        if on_device and not pending.arrived():
+            pending.wait_on_device()
+            return
+        pending.wait_on_host()
+        with self._lock:
+            if self._pending is pending:
+                self._pending = None
+
+    def store(self, rows: Tensor, block: int, offset: int) -> None:
+        """Stores rows `[H_kv, n, 2, D]` of any device in a block; a GPU's are on their way then."""
+        target = self.tensor[block][:, offset : offset + rows.shape[1]]
+        if rows.is_cuda:
+            with self._lock:  # the copy that was asked for last is the one to wait for
+                self._pending = send(rows, target)
         else:
-            self.pending.wait_on_host()
-            self.pending = None
+            target.copy_(rows)
 
 
 def _reserved(shape: tuple[int, ...], block_bytes: int, dtype: torch.dtype, device: torch.device | None) -> Region:

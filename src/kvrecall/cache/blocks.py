@@ -8,6 +8,7 @@ writes to it; a block that none uses is given out again.
 from __future__ import annotations
 
 import heapq
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ class BlockMemory(Protocol):
 
 
 class BlockPool:
-    """Block ids of one cache and of all that share rows with it."""
+    """Block ids of one cache and of all that share rows with it, which other threads may use."""
 
     def __init__(self, block_size: int = BLOCK_TOKENS) -> None:
         """block_size: tokens per block, a power of two from 16 to 4,096."""
@@ -45,36 +46,41 @@ class BlockPool:
         self._users: list[int] = []
         self._free: list[int] = []  # a heap: low ids first, so that memory is given as late as possible
         self._returned: list[int] = []
+        self._lock = RLock()
 
     @property
     def used(self) -> int:
         """Blocks that some sequence uses."""
-        self._collect()
-        return len(self._users) - len(self._free)
+        with self._lock:
+            self._collect()
+            return len(self._users) - len(self._free)
 
     def take(self) -> int:
         """The id of a block that nobody uses; it has one user now."""
-        self._collect()
-        if self._free:
-            block = heapq.heappop(self._free)
-            self._users[block] = 1
-            return block
-        self._users.append(1)
-        return len(self._users) - 1
+        with self._lock:
+            self._collect()
+            if self._free:
+                block = heapq.heappop(self._free)
+                self._users[block] = 1
+                return block
+            self._users.append(1)
+            return len(self._users) - 1
 
     def share(self, blocks: list[int]) -> None:
         """Each has one user more."""
-        for block in blocks:
-            self._users[block] += 1
+        with self._lock:
+            for block in blocks:
+                self._users[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Each has one user less. May be called at any moment, by a table that Python throws away."""
+        """Each has one user less. May be called at any moment, by a table that Python throws away, so it takes no lock."""
         self._returned.extend(blocks)
 
     def shared(self, block: int) -> bool:
         """Whether several use a block."""
-        self._collect()
-        return self._users[block] > 1
+        with self._lock:
+            self._collect()
+            return self._users[block] > 1
 
     def copied(self, block: int) -> int:
         """A new block, with one user, that holds what `block` holds in every layer."""

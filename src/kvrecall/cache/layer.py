@@ -66,7 +66,7 @@ class LayerStore:
         they lie, for the device. Blocks stay what they are as long as nothing is cropped; rows on their way are waited for."""
         for rows in self.host:
             rows.reach(tokens)
-        self._rows.arrive(on_device=True)
+        self._rows.arrive()
         return HostTable(self._rows.tensor, stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
 
     @property

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.host_memory import staging
-from kvrecall.cache.transfer import send
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable
 
@@ -74,11 +73,7 @@ class ZoneRows:
         while at < rows.shape[1]:
             place, offset = divmod(start + at, size)
             part = rows[:, at : at + size - offset]
-            target = self._rows.tensor[self._table.blocks[place]][:, offset : offset + part.shape[1]]
-            if part.is_cuda:
-                self._rows.pending = send(part, target)
-            else:
-                target.copy_(part)
+            self._rows.store(part, self._table.blocks[place], offset)
             at += part.shape[1]
 
     def extend(self, tokens: int) -> None:

@@ -59,6 +59,15 @@ class RowSource(Zone, Protocol):
 
 
 @dataclass(frozen=True)
+class Captured:
+    """What a captured step can do beside the search of an index. static: leave out a static set. page_means: estimate what is
+    not found."""
+
+    static: bool = False
+    page_means: bool = False
+
+
+@dataclass(frozen=True)
 class IndexConfig(Part, ABC):
     """What an index is made with: its hyper-parameters, and how the query heads of a group share its search (`gqa`)."""
 
@@ -83,6 +92,12 @@ class IndexConfig(Part, ABC):
 
     estimates: ClassVar[bool] = False
     """Whether its selections have rows that stand for tokens that were not found."""
+
+    captured: ClassVar[Captured | None] = None
+    """What its searches can do in captured steps; None: they ask the host, so they cannot be in one."""
+
+    searches_on_host: ClassVar[bool] = False
+    """Whether the CPU searches where it attends to the selection."""
 
     watches: ClassVar[bool] = False
     """Whether its indexes look at the attention of every query, of the prompt too (`Index.watch`)."""

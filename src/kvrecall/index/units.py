@@ -73,7 +73,8 @@ class UnitIndex(Index):
     """Base of the indexes over units; a subclass builds them and says how queries score them."""
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
-        self._kv_heads, self._gqa = shape.kv_heads, config.gqa
+        self._kv_heads, self.gqa = shape.kv_heads, config.gqa
+        """gqa: how the query heads of a group share a search."""
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuUnitSearch | None = None  # scratch of the last search on a GPU
         self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # what it was told, which changes when units do
@@ -92,9 +93,9 @@ class UnitIndex(Index):
         """fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', D]`; times `scaling` they are attention logits."""
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        if self._kernels and self._gqa != "per_head":
+        if self._kernels and self.gqa != "per_head":
             return self._search_gpu(queries, budget, sequences)
-        grouped = search_queries(queries, self._kv_heads, self._gqa)
+        grouped = search_queries(queries, self._kv_heads, self.gqa)
         return stack_selections([self._search_one(q, b, budget) for q, b in zip(grouped, sequences, strict=True)])
 
     def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
@@ -109,7 +110,7 @@ class UnitIndex(Index):
             # Room to grow: a search that was captured, or is repeated, need not be made anew for every page that fills up.
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
-                gpu = kernels.GpuUnitSearch(*sizes, self._gqa, self.kind, top_k, most * 9 // 8, reps)
+                gpu = kernels.GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
             self._gpu = gpu
         planned = self._planned
         if (
@@ -139,8 +140,8 @@ class UnitIndex(Index):
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
         units = self.units(sequence)
         scores = self.score(query, units, budget.scaling).masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
-        ranked = reduce_scores(scores, self._gqa, budget.scaling)
-        ranked = ranked if self._gqa == "per_head" else ranked.unsqueeze(1)
+        ranked = reduce_scores(scores, self.gqa, budget.scaling)
+        ranked = ranked if self.gqa == "per_head" else ranked.unsqueeze(1)
         return union_rows(_fill(ranked, units, budget.top_k))
 
 

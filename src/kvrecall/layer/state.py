@@ -47,7 +47,8 @@ class LayerState:
         """Factor of the attention logits; the pipeline sets what the model asks for."""
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
-        self._non_finite = NonFinite(layer, shape.sequences, shape.device)
+        self.non_finite = NonFinite(layer, shape.sequences, shape.device)
+        """Which sequences were given a key or value that is not finite."""
         self.half_built = False
         """Whether an error has struck while tables of the index were written."""
         self.mark: Mark | None = None
@@ -61,7 +62,8 @@ class LayerState:
         self.method = method
         self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
         self.trigger = method.build_trigger(sequences, self.layer)
-        self._marks_segments = method.trigger_config().marks_segments
+        self.marks_segments = method.trigger_config().marks_segments
+        """Whether a segment ends where the trigger fires."""
         fetch = method.fetch_config()
         self._fetch = fetch
         self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
@@ -76,11 +78,12 @@ class LayerState:
         self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing was read yet
         config = None if self.index is None else method.index_config()
         window = self.static_config.observed_queries if self.static_config else 0
-        self._decode_window = window
+        self.decode_window = window
+        """Last queries of a decode that are remembered, for static sets; 0: none."""
         window = max(window, config.observed_queries if config else 0, self._observe)
         self.log = QueryLog(sequences, window) if window else None
         lengths = config.segment_lengths if config else None
-        self.segments = SegmentLog(sequences, *lengths, marked=self._marks_segments) if lengths else None
+        self.segments = SegmentLog(sequences, *lengths, marked=self.marks_segments) if lengths else None
         if self.index is not None:
             self.index.bind(self.store.host)
 
@@ -134,16 +137,16 @@ class LayerState:
                 self.held.pop(b)
             if fired:
                 self.held.pop(b, None)
-                if self.segments is not None and self._marks_segments:
+                if self.segments is not None and self.marks_segments:
                     self.segments.mark(b, self.store.zones(b).total - 1)
 
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
         for b in sequences:
             self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
-            if self.log is not None and self._decode_window:
+            if self.log is not None and self.decode_window:
                 self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
-                self.log.shrink(b, self._decode_window)
+                self.log.shrink(b, self.decode_window)
 
     def watch(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
         """Shows the index who attended to what, if it wants to know. step: in a decode step."""
@@ -241,7 +244,7 @@ class LayerState:
         if moved is None:
             return
         self.counters.offloaded(moved)
-        self._non_finite.tell_later()
+        self.non_finite.tell_later()
         if self.index is not None:
             with self.clock("encode"), self.building_index():
                 self.index.take_rows(sequence, moved)
@@ -259,15 +262,15 @@ class LayerState:
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
         """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at a later host check on a GPU."""
-        self._non_finite.guard(keys, values)
+        self.non_finite.guard(keys, values)
 
     def raise_non_finite(self) -> None:
         """Host check of what `guard` saw on a GPU (synchronises)."""
-        self._non_finite.tell()
+        self.non_finite.tell()
 
     def flagged_as(self, other: LayerState) -> None:
         """Takes over what another state of the same sequences has not told yet."""
-        self._non_finite = other._non_finite.select(list(range(self.store.sequences)))
+        self.non_finite = other.non_finite.select(list(range(self.store.sequences)))
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
@@ -302,14 +305,14 @@ class LayerState:
         """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared.
 
         tables: as in `LayerStore.select`."""
-        other = self._copy(sequences, tables)
+        other = self.copied(sequences, tables)
         other.counters = self.counters
         return other
 
     def fork(self, method: Method, shape: LayerShape | None = None, tables: list[BlockTable] | None = None) -> LayerState:
         """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from them,
         for `shape` if given, if the method differs. It knows the prompt's queries as far as this state observed them."""
-        other = self._copy(list(range(self.store.sequences)), tables)
+        other = self.copied(list(range(self.store.sequences)), tables)
         other.on_search = None  # who watches this state has not asked for the other one
         if method.at(self.layer) != self.method:
             other.shape, log = shape or other.shape, other.log
@@ -345,13 +348,14 @@ class LayerState:
             if seen is not None:
                 self.watch(b, seen)
 
-    def _copy(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
+    def copied(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
+        """As `select`, with counters of its own, at zero."""
         mend(self)
         other = copy(self)
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences, tables)
         other.counters, other._tables = self.counters.fresh(), RowTables()
-        other._non_finite = self._non_finite.select(sequences)
+        other.non_finite = self.non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.prompt_from = [self.prompt_from[b] for b in sequences]
         other.held = {i: self.held[b].own() for i, b in enumerate(sequences) if b in self.held}
@@ -382,7 +386,7 @@ class LayerState:
             self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
         self.statics.forget(sequence, count=True)  # chosen anew, by this prompt's last queries
         if self.log is not None:
-            self.log.shrink(sequence, self._decode_window)
+            self.log.shrink(sequence, self.decode_window)
         if self.segments is not None:
             self.segments.cut(sequence, zones.sink + zones.retrieval, end)
         self.prompt_from[sequence] = None

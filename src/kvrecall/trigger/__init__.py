@@ -110,20 +110,21 @@ class StrideTrigger(Trigger):
     """Counts steps per sequence."""
 
     def __init__(self, steps: int, sequences: int) -> None:
-        self._steps, self._since = steps, [0] * sequences
+        self._steps, self.since = steps, [0] * sequences
+        """since: steps of each sequence since it was last made to forget."""
 
     def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
-        fired = [self._since[b] % self._steps == 0 for b in sequences]
+        fired = [self.since[b] % self._steps == 0 for b in sequences]
         for b in sequences:
-            self._since[b] += 1
+            self.since[b] += 1
         return fired
 
     def forget(self, sequence: int) -> None:
-        self._since[sequence] = 0
+        self.since[sequence] = 0
 
     def select(self, sequences: list[int]) -> StrideTrigger:
         chosen = StrideTrigger(self._steps, 0)
-        chosen._since = [self._since[b] for b in sequences]
+        chosen.since = [self.since[b] for b in sequences]
         return chosen
 
 
@@ -132,30 +133,32 @@ class BoundaryTrigger(Trigger):
 
     def __init__(self, config: SemanticBoundary, threshold: float, sequences: int) -> None:
         self._config, self._threshold = config, threshold
-        self._reference: list[Tensor | None] = [None] * sequences
-        self._since = [0] * sequences
+        self.reference: list[Tensor | None] = [None] * sequences
+        """The query that each sequence's next ones are compared with, `[H_q, D]`; None before the first."""
+        self.since = [0] * sequences
+        """Steps since a sequence's trigger last fired."""
 
     def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
         config, fired = self._config, []
         for query, b in zip(queries.float(), sequences, strict=True):
-            before = self._reference[b]
+            before = self.reference[b]
             now = before is None or float(mean_cosine(query, before)) < self._threshold
-            self._since[b] += 1
-            now = now or (config.max_stride is not None and self._since[b] >= config.max_stride)
+            self.since[b] += 1
+            now = now or (config.max_stride is not None and self.since[b] >= config.max_stride)
             if now:
-                self._since[b] = 0
+                self.since[b] = 0
             if now or config.compare == "previous":
-                self._reference[b] = query.clone()
+                self.reference[b] = query.clone()
             fired.append(now)
         return fired
 
     def forget(self, sequence: int) -> None:
-        self._reference[sequence], self._since[sequence] = None, 0
+        self.reference[sequence], self.since[sequence] = None, 0
 
     def select(self, sequences: list[int]) -> BoundaryTrigger:
         chosen = BoundaryTrigger(self._config, self._threshold, 0)
-        chosen._reference = [self._reference[b] for b in sequences]  # never written to, only replaced
-        chosen._since = [self._since[b] for b in sequences]
+        chosen.reference = [self.reference[b] for b in sequences]  # never written to, only replaced
+        chosen.since = [self.since[b] for b in sequences]
         return chosen
 
 

@@ -14,12 +14,14 @@ class SegmentLog:
     """
 
     def __init__(self, sequences: int, usual: int, longest: int, *, marked: bool) -> None:
-        self._usual, self._most = usual, longest if marked else usual
-        self._starts: list[list[int]] = [[] for _ in range(sequences)]
+        self._usual, self.longest = usual, longest if marked else usual
+        """longest: most tokens of a segment."""
+        self.starts: list[list[int]] = [[] for _ in range(sequences)]
+        """Positions at which the segments of each sequence's window begin, ascending."""
 
     def mark(self, sequence: int, position: int) -> None:
         """A segment begins at the token of this position; positions come in order."""
-        starts = self._starts[sequence]
+        starts = self.starts[sequence]
         if not starts or position > starts[-1]:
             starts.append(position)
 
@@ -31,18 +33,18 @@ class SegmentLog:
 
     def oldest(self, sequence: int, start: int, end: int) -> int:
         """Length in tokens of the first segment of the window that holds the positions start .. end - 1."""
-        starts = self._starts[sequence]
+        starts = self.starts[sequence]
         following = bisect_right(starts, start)
-        stop = min(start + self._most, end)
+        stop = min(start + self.longest, end)
         return (min(starts[following], stop) if following < len(starts) else stop) - start
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets the segments that begin behind the first `tokens` tokens."""
-        starts = self._starts[sequence]
+        starts = self.starts[sequence]
         del starts[bisect_left(starts, tokens) :]
 
     def select(self, sequences: list[int]) -> SegmentLog:
         """A log whose sequence i is a copy of this one's `sequences[i]`."""
         chosen = copy(self)
-        chosen._starts = [list(self._starts[b]) for b in sequences]
+        chosen.starts = [list(self.starts[b]) for b in sequences]
         return chosen

@@ -41,12 +41,13 @@ class SpeculativeTrigger(Trigger):
 
     def __init__(self, threshold: float, sequences: int) -> None:
         self._threshold = threshold
-        self._last: list[Tensor | None] = [None] * sequences
+        self.last: list[Tensor | None] = [None] * sequences
+        """The queries of each sequence's last step, `[H_q, D]`; None before the first."""
         self._before: list[Tensor | None] = [None] * sequences
 
     def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
         for query, b in zip(queries, sequences, strict=True):
-            self._before[b], self._last[b] = self._last[b], query.clone()
+            self._before[b], self.last[b] = self.last[b], query.clone()
         return [True] * len(sequences)
 
     def asks(self, queries: Tensor, sequences: list[int], kv_heads: int) -> Tensor:
@@ -61,10 +62,10 @@ class SpeculativeTrigger(Trigger):
         return torch.stack(asked)
 
     def forget(self, sequence: int) -> None:
-        self._last[sequence] = self._before[sequence] = None
+        self.last[sequence] = self._before[sequence] = None
 
     def select(self, sequences: list[int]) -> SpeculativeTrigger:
         chosen = SpeculativeTrigger(self._threshold, 0)
-        chosen._last = [self._last[b] for b in sequences]  # never written to, only replaced
+        chosen.last = [self.last[b] for b in sequences]  # never written to, only replaced
         chosen._before = [self._before[b] for b in sequences]
         return chosen

@@ -98,7 +98,7 @@ def test_rerank(seed: int) -> None:
     coarse_hits = 0
     for query in queries:
         bonus = reference.collision_bonus(
-            (query @ index.maps.rotation.T).view(1, 1, -1), index._counts[0].unsqueeze(1), sizes.tier_targets
+            (query @ index.maps.rotation.T).view(1, 1, -1), index.counts[0].unsqueeze(1), sizes.tier_targets
         )
         scores = reference.collision_scores(index.codes(0).signs.unsqueeze(1), bonus)[0, 0]
         coarse_hits += len(truth(keys, query) & set(top_k_positions(scores, K).tolist()))

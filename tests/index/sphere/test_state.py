@@ -22,7 +22,7 @@ paths = pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference
 
 def same_state(a: SphereIndex, b: SphereIndex) -> bool:
     """The same codes and counts for every sequence."""
-    if a.lengths != b.lengths or not torch.equal(a._counts, b._counts):
+    if a.lengths != b.lengths or not torch.equal(a.counts, b.counts):
         return False
     pairs = [(a.codes(i), b.codes(i)) for i in range(len(a.lengths))]
     return all(torch.equal(mine, theirs) for x, y in pairs for mine, theirs in zip(x.parts, y.parts, strict=True))
@@ -45,7 +45,7 @@ def test_appending_in_pieces_is_appending_at_once(numba: bool, seed: int, cuts: 
     for start, end in pairwise(edges):
         pieces.append(0, keys[:, start:end])
     assert pieces.lengths == [200]
-    assert torch.equal(pieces._counts[0], counted(pieces, 0).int()) and same_state(pieces, whole)
+    assert torch.equal(pieces.counts[0], counted(pieces, 0).int()) and same_state(pieces, whole)
 
 
 @paths
@@ -55,7 +55,7 @@ def test_one_token_at_a_time(numba: bool) -> None:
     for token in keys.split(1, dim=1):
         index.append(0, token)
     assert index.lengths == [111]
-    assert torch.equal(index._counts[0], counted(index, 0).int()) and same_state(index, whole)
+    assert torch.equal(index.counts[0], counted(index, 0).int()) and same_state(index, whole)
 
 
 @paths
@@ -91,7 +91,7 @@ def test_any_course_of_appends_and_truncations(numba: bool, seed: int, steps: li
         left[b] = torch.cat([left[b][:, :keep], pool[:, :new]], 1)
     assert index.lengths == [x.shape[1] for x in left]
     for b in range(2):
-        assert torch.equal(index._counts[b], counted(index, b).int())
+        assert torch.equal(index.counts[b], counted(index, b).int())
     fresh = index_of(left, 2, numba)
     queries = gaussian(seed + 1, 2, 4, 64)
     assert torch.equal(search_both(index, queries, 7).counts, search_both(fresh, queries, 7).counts)

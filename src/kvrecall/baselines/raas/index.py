@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
-from kvrecall.index.base import LayerShape
+from kvrecall.index.base import Captured, LayerShape
 from kvrecall.index.pages import PageConfig, PageIndex
 from kvrecall.index.units import Units, fill_budget
 from kvrecall.select.gqa import reduce_scores
@@ -26,6 +26,7 @@ class MilestoneConfig(PageConfig):
     keep_prompt: whether prompts whose pages fit the budget together are never dropped."""
 
     name: ClassVar[str] = "milestones"
+    captured: ClassVar[Captured | None] = None
     static_refusal: ClassVar[str] = "pages would close up around static tokens, and a page's time would mean other tokens"
 
     page_tokens: int = 16
@@ -96,8 +97,8 @@ class MilestoneIndex(PageIndex):
         size, tokens = self._rule.page_tokens, units.members.shape[1]
         times = self._current(sequence, units)
         scores = self.score(query, units, budget.scaling)
-        ranked = reduce_scores(scores, self._gqa, budget.scaling)
-        ranked = ranked if self._gqa == "per_head" else ranked.unsqueeze(1)
+        ranked = reduce_scores(scores, self.gqa, budget.scaling)
+        ranked = ranked if self.gqa == "per_head" else ranked.unsqueeze(1)
         left = times >= 0
         ranked = ranked.masked_fill(~left, float("-inf"))
         marked = (left.sum(-1, keepdim=True) * self._rule.stamp_ratio).ceil()

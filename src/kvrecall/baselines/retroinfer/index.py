@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrecall.cache.rows_ahead import zone_rows
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Rows, Selection
-from kvrecall.index.base import LayerShape
+from kvrecall.index.base import Captured, LayerShape
 from kvrecall.index.clusters import ClusterConfig, ClusterIndex
 from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.units import Units
@@ -29,6 +29,7 @@ class EstimatingConfig(ClusterConfig):
     decoding is clustered by itself; max_segment_tokens has no effect."""
 
     name: ClassVar[str] = "estimating-clusters"
+    captured: ClassVar[Captured | None] = None
     estimates: ClassVar[bool] = True
     static_refusal: ClassVar[str] = "the estimates would count static tokens twice"
 
@@ -64,8 +65,8 @@ class EstimatingIndex(ClusterIndex):
         return super().nbytes + sum(held[1].nbytes for held in self._values if held is not None)
 
     def append_generated(self, sequence: int, keys: Tensor) -> None:
-        clusters = -(-keys.shape[1] // self._config.cluster_tokens)
-        assigned = cluster(keys, clusters, self._config.iterations)
+        clusters = -(-keys.shape[1] // self.config.cluster_tokens)
+        assigned = cluster(keys, clusters, self.config.iterations)
         self.append_grouped(sequence, keys, assigned, clusters, [keys.shape[1]])
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:

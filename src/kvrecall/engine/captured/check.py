@@ -12,16 +12,11 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.launch import LEAST_CAPABILITY
-from kvrecall.index.base import IndexConfig
-from kvrecall.index.clusters import ClusterConfig
-from kvrecall.index.pages import PageConfig
-from kvrecall.index.query_centroids import CentroidConfig
-from kvrecall.index.sphere import SphereConfig
+from kvrecall.index.base import Captured, IndexConfig
 from kvrecall.methods.base import Method
 
 PLAIN = "Decode with model.generate, which needs no capture."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-_INDEXES = (SphereConfig, PageConfig, ClusterConfig)
 
 
 def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
@@ -93,29 +88,30 @@ def check_methods(cache: RetrievalCache) -> None:
 
 def _check_method(method: Method) -> None:
     config = method.index_config()
-    if isinstance(config, CentroidConfig) and method.attends_on_host:
+    if config is not None and config.searches_on_host and method.attends_on_host:
         raise CaptureError(
             f"{method.name} reranks and attends on the CPU while the GPU works, and a graph holds the GPU's share only",
             "Decode uncaptured (capture=None), or with an index that the GPU searches alone.",
         )
     if method.attends_on_host:
         raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
-    if type(config) not in _INDEXES or config is None or method.top_k is None:
+    if config is None or config.captured is None or method.top_k is None:
         name = "no index" if config is None else f"index {config.name!r}"
         raise CaptureError(f"{method.name} has {name}, which asks the host in every step", PLAIN)
     if config.gqa == "per_head":  # the kernels make one selection per KV head
         raise CaptureError(f"gqa={config.gqa!r} has no kernel", 'Use another mode, for example "mean_softmax".')
-    if method.static_config() is not None and isinstance(config, SphereConfig):
-        raise CaptureError("static sets beside a sphere index are not captured", 'Use index="pages", or static=None.')
+    if method.static_config() is not None and not config.captured.static:
+        told = f"static sets beside a {config.name} index are not captured"
+        raise CaptureError(told, 'Use index="pages", or static=None.')
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
     if method.rest_config() is not None:
-        _check_page_means(method, config)
+        _check_page_means(method, config, config.captured)
 
 
-def _check_page_means(method: Method, config: IndexConfig) -> None:
+def _check_page_means(method: Method, config: IndexConfig, captured: Captured) -> None:
     remedy = "Decode uncaptured (capture=None), or with rest=None."
-    if not isinstance(config, SphereConfig):
+    if not captured.page_means:
         raise CaptureError(f"page means beside index {config.name!r} have no kernel", remedy)
     if (trigger := method.trigger_config().name) != "every-step":
         raise CaptureError(f"with trigger {trigger!r} a selection outlives the pages that it was estimated with", remedy)

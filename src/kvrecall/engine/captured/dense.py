@@ -68,6 +68,6 @@ class DenseLayer(CapturedState):
                 b, 0, torch.cat([rows[:, : zones.sink], rows[:, start + count : first + self._steps]], 1)
             )
             moved += count
-        state._non_finite |= self.bad.bool()
+        state.non_finite |= self.bad.bool()
         count_steps(state, self._steps, searches=0, resident=resident, selected=0, static=0, read=0, moved=moved)
         self._steps = 0

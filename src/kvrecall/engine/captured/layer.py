@@ -73,7 +73,7 @@ class CapturedLayer(CapturedState):
         self._rows = zeros(b, heads, plan.sizes.sink_tokens + plan.ring, 2, dim, dtype=shape.dtype)
         self._fill_ring()
         self._first = [zones.retrieval for zones in plan.zones]
-        self._first_counts, self._live = index._counts.clone(), index._counts.clone()
+        self._first_counts, self._live = index.counts.clone(), index.counts.clone()
         for i in range(b):
             self._store_buffer(i)
             self._encode_buffer(i)
@@ -172,7 +172,7 @@ class CapturedLayer(CapturedState):
     def finish(self) -> None:
         """Gives the state back as if the steps had been made uncaptured."""
         state, index, plan = self.state, self._index, self._plan_of_all
-        index._counts.copy_(self._first_counts)
+        index.counts.copy_(self._first_counts)
         ids, counts = self._found()
         for b, zones in enumerate(plan.zones):
             state.store.host[b].extend(zones.retrieval)
@@ -180,7 +180,7 @@ class CapturedLayer(CapturedState):
             state.store.resident.replace(b, 0, self._in_order(b))
             state.held[b] = Held(ids[b].clone(), counts[b].clone(), zones.retrieval)
         state.fetched = {}
-        state._non_finite |= self.bad.bool()
+        state.non_finite |= self.bad.bool()
         self._count(plan.steps)
 
     def _found(self) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ class CapturedLayer(CapturedState):
         index, zones = self._index, self._plan_of_all.zones[b]
         if zones.buffer:
             signs = index.encode_ahead(b, self._buffer(b)[:, :, 0], slice(zones.retrieval, zones.retrieval + zones.buffer))
-            index._add_counts(self._live[b], signs, 1)
+            index.add_counts(self._live[b], signs, 1)
 
     def _buffer(self, b: int) -> Tensor:
         """Rows `[H_kv, n, 2, D]` of the tokens that wait in the buffer of a sequence, oldest first."""

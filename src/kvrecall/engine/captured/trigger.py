@@ -85,14 +85,14 @@ class DeviceTrigger:
         state, every = self._state, range(self._state.shape.sequences)
         trigger, fresh = state.trigger, [0 if b in state.held else MISSING.value for b in every]
         if isinstance(trigger, BoundaryTrigger | SpeculativeTrigger):
-            known = trigger._reference if isinstance(trigger, BoundaryTrigger) else trigger._last
+            known = trigger.reference if isinstance(trigger, BoundaryTrigger) else trigger.last
             for b, reference in enumerate(known):
                 if reference is None:
                     fresh[b] |= UNKNOWN.value
                 else:
                     self.before[b] = reference
         if isinstance(trigger, BoundaryTrigger | StrideTrigger):
-            self._since.copy_(torch.tensor(trigger._since, dtype=torch.int32))
+            self._since.copy_(torch.tensor(trigger.since, dtype=torch.int32))
         self._fresh.copy_(torch.tensor(fresh, dtype=torch.int32))
         self.searches.zero_()
 
@@ -100,10 +100,10 @@ class DeviceTrigger:
         """Leaves the trigger as uncaptured steps would have, `steps` of them; returns how many searches there were."""
         trigger, b = self._state.trigger, self._state.shape.sequences
         if steps and isinstance(trigger, BoundaryTrigger):
-            trigger._reference = list(self.before.clone())
-            trigger._since = self._since.tolist()
+            trigger.reference = list(self.before.clone())
+            trigger.since = self._since.tolist()
         elif steps and isinstance(trigger, SpeculativeTrigger):
-            trigger._last = list(self.before.clone())
+            trigger.last = list(self.before.clone())
         elif isinstance(trigger, StrideTrigger):
-            trigger._since = [since + steps for since in trigger._since]
+            trigger.since = [since + steps for since in trigger.since]
         return steps * b if self.every_step or self.early else int(self.searches.sum())

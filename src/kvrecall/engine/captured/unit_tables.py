@@ -36,7 +36,7 @@ class UnitTables:
         self._state, self._index, self._tokens = state, index, tokens
         b, heads, device = shape.sequences, shape.kv_heads, shape.device
         pages = isinstance(index, PageIndex)
-        self._page = index._config.page_tokens if isinstance(index, PageIndex) else 0
+        self._page = index.config.page_tokens if isinstance(index, PageIndex) else 0
         most = max(index.units(i).reps.shape[1] + tokens - index.lengths[i] for i in range(b))
         self.room = cdiv(tokens, self._page) + 1 if pages else most
         """Most units of a sequence: a step adds one segment at most."""
@@ -46,7 +46,7 @@ class UnitTables:
         self._offsets = torch.zeros(b, heads, self.room + 1, dtype=torch.int32, device=device)
         self._tails = torch.zeros(b, heads, self._page, shape.head_dim, dtype=shape.dtype, device=device)
         self.plan = torch.zeros(b * heads, FIELDS, dtype=torch.int64, device=device)
-        self._marks_longest = 0 if state.segments is None else state.segments._most
+        self._marks_longest = 0 if state.segments is None else state.segments.longest
 
     def load(self, static: list[int]) -> None:
         """Takes over the units of the index, which refers to the same memory from then on. static: tokens of each sequence's
@@ -60,7 +60,7 @@ class UnitTables:
                 to.copy_(of)
             self._index.move(b, own)
             if isinstance(self._index, PageIndex):
-                tail = self._index._tails[b]
+                tail = self._index.tails[b]
                 self._tails[b, :, : tail.shape[1]] = tail
             for h in range(self._state.shape.kv_heads):
                 head = slice(h, h + 1)
@@ -87,7 +87,7 @@ class UnitTables:
                 queries, lse, attention.rows, zone, table.rows, table.blocks, self.plan, self.reps, self._members,
                 self._offsets, self._tails, resident, *logs[:2], shape.kv_heads, table.blocks.stride(0), capacity,
                 attention.front, sizes.local_tokens, sizes.update_interval, self.room, self._tokens, logs[2], PAGE=self._page,
-                T=next_power_of_2(self._page), SPREAD=index._config.bounds == "mean-deviation", POINTS=index._config.points,
+                T=next_power_of_2(self._page), SPREAD=index.config.bounds == "mean-deviation", POINTS=index.config.points,
                 **common,
             )  # fmt: skip
             return

@@ -53,16 +53,16 @@ class UnitLayer(CapturedState):
         self.bad = self.attention.bad
         self.zone = torch.zeros(self._pairs, ZONE_FIELDS.value, dtype=torch.int32, device=device)
         self._marks = torch.zeros(b, tokens + 1, dtype=torch.uint8, device=device)
-        marks = Marks(self._marks, self.zone.view(b, heads, -1)[:, 0, 5]) if state._marks_segments else None
+        marks = Marks(self._marks, self.zone.view(b, heads, -1)[:, 0, 5]) if state.marks_segments else None
         self.trigger = DeviceTrigger(state, heads, marks)
         self.tables = UnitTables(state, tokens)
         self.search = GpuUnitSearch(
-            self._pairs, 1, shape.query_heads // heads, dim, index._gqa, index.kind, top_k, self.tables.room, self.tables.reps
+            self._pairs, 1, shape.query_heads // heads, dim, index.gqa, index.kind, top_k, self.tables.room, self.tables.reps
         )
         """One search for each sequence and KV head."""
         self._resident = torch.zeros(b, dtype=torch.int64, device=device)
         self._lse = torch.zeros(b, shape.query_heads, dtype=torch.float32, device=device)
-        self._log = QueryRing(state) if state._decode_window else None
+        self._log = QueryRing(state) if state.decode_window else None
         self._store_window()
         self._load()
         self._given_back = False
@@ -131,14 +131,14 @@ class UnitLayer(CapturedState):
             kept = self.attention.rows[b]
             state.store.resident.replace(b, 0, torch.cat([kept[:, : sizes.sink_tokens], kept[:, at]], 1))
             state.held[b] = Held(ids[b].clone(), counts[b].clone(), first)
-            if state._marks_segments and state.segments is not None:
+            if state.marks_segments and state.segments is not None:
                 new = self._marks[b, coming - self._steps : coming].nonzero().flatten().tolist()
                 for number in new:
                     state.segments.mark(b, sizes.sink_tokens + coming - self._steps + number)
             if self._log is not None:
                 self._log.give_back(b, self._steps, coming, sizes.sink_tokens)
         state.fetched = {}
-        state._non_finite |= self.bad.bool()
+        state.non_finite |= self.bad.bool()
         self._count(moved)
         for b in range(shape.sequences):
             state.statics.grow_older(b, self._steps - 1)
@@ -190,7 +190,7 @@ class UnitLayer(CapturedState):
             lines += [[front, window + 1, oldest, self._front + newest, zones.retrieval, coming, 0]] * shape.kv_heads
             self._first.append(zones.retrieval)
             if state.segments is not None:
-                starts = [p - zones.sink for p in state.segments._starts[b] if p - zones.sink >= zones.retrieval]
+                starts = [p - zones.sink for p in state.segments.starts[b] if p - zones.sink >= zones.retrieval]
                 self._marks[b, torch.tensor(starts, dtype=torch.int64, device=shape.device)] = 1
         self.zone.copy_(torch.tensor(lines, dtype=torch.int32))
         adopt_held(state, *self._held())

@@ -89,7 +89,7 @@ class _Glance(LayerState):
 def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
     queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
-    copy = state._copy(sequences)  # which counts for itself, unlike that of `select`
+    copy = state.copied(sequences)  # which counts for itself, unlike that of `select`
     copy.__class__ = _Glance
     copy.held, copy.fetched, copy.on_search = {}, {}, None
     return decode_step(copy, queries, keys, values, None, asked.params)

@@ -17,7 +17,7 @@ class QueryRing:
     """The last queries of every sequence and the log-sum-exp of their attention, `[B, H_kv, window, G, D]` and without D."""
 
     def __init__(self, state: LayerState) -> None:
-        shape, self.window = state.shape, state._decode_window
+        shape, self.window = state.shape, state.decode_window
         assert state.log is not None
         self._log = state.log
         size = (shape.sequences, shape.kv_heads, self.window, shape.query_heads // shape.kv_heads)

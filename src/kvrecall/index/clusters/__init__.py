@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.cache.rows_ahead import zone_rows
 from kvrecall.core.errors import ParameterError
-from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.units import UnitIndex, Units, inner_products
 from kvrecall.select.queries import ObservedQueries
@@ -34,6 +34,7 @@ class ClusterConfig(IndexConfig):
     """
 
     name: ClassVar[str] = "clusters"
+    captured: ClassVar[Captured | None] = Captured(static=True)
 
     cluster_tokens: int = 16
     stretch_tokens: int = 8192
@@ -68,7 +69,7 @@ class ClusterIndex(UnitIndex):
 
     def __init__(self, shape: LayerShape, config: ClusterConfig) -> None:
         super().__init__(shape, config)
-        self.shape, self._config = shape, config
+        self.shape, self.config = shape, config
         empty = Units.none(shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
         self._closed = [empty] * shape.sequences  # whole stretches and segments
         self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at the end of each of those
@@ -92,8 +93,8 @@ class ClusterIndex(UnitIndex):
     def append(self, sequence: int, keys: Tensor) -> None:
         self._units[sequence] = None
         self._open[sequence] += keys.shape[1]
-        while self._open[sequence] >= self._config.stretch_tokens:
-            self._close(sequence, self._config.stretch_tokens)
+        while self._open[sequence] >= self.config.stretch_tokens:
+            self._close(sequence, self.config.stretch_tokens)
 
     def append_generated(self, sequence: int, keys: Tensor) -> None:
         self.append_segments(sequence, keys, [keys.shape[1]])
@@ -143,7 +144,7 @@ class ClusterIndex(UnitIndex):
     def kind(self) -> UnitKind:
         from kvrecall.index.unit_kernels.search import UnitKind
 
-        return UnitKind(volume=False, sized=self._config.size_correction)
+        return UnitKind(volume=False, sized=self.config.size_correction)
 
     def units(self, sequence: int) -> Units:
         made = self._units[sequence]
@@ -164,7 +165,7 @@ class ClusterIndex(UnitIndex):
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
         scores = inner_products(queries, units.reps)
-        if self._config.size_correction:
+        if self.config.size_correction:
             scores = scores + units.sizes.float().log().unsqueeze(1) / scaling
         return scores
 
@@ -177,8 +178,8 @@ class ClusterIndex(UnitIndex):
     def _clustered(self, sequence: int, tokens: int) -> Units:
         start = self._closed[sequence].members.shape[1]
         keys = zone_rows(self._sources[sequence], start, start + tokens)[:, :, 0].to(self.shape.device)
-        clusters = -(-tokens // self._config.cluster_tokens)
-        return grouped_units(keys, cluster(keys, clusters, self._config.iterations), clusters, start)
+        clusters = -(-tokens // self.config.cluster_tokens)
+        return grouped_units(keys, cluster(keys, clusters, self.config.iterations), clusters, start)
 
     def _add(self, sequence: int, units: Units, lengths: list[int]) -> None:
         """lengths: see `append_grouped`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvrecall.cache.rows_ahead import read_keys
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.pieces import Work, finished, stretches
-from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.units import UnitIndex, Units, inner_products
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class PageConfig(IndexConfig):
     "mean" (no extent: ShadowKV's landmarks)."""
 
     name: ClassVar[str] = "pages"
+    captured: ClassVar[Captured | None] = Captured(static=True)
 
     page_tokens: int = 32
     bounds: Literal["mean-deviation", "min-max", "mean"] = "mean-deviation"
@@ -74,11 +75,12 @@ class PageIndex(UnitIndex):
 
     def __init__(self, shape: LayerShape, config: PageConfig) -> None:
         super().__init__(shape, config)
-        self._shape, self._config = shape, config
+        self._shape, self.config = shape, config
         self._units = [self._units_of_none()] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._counts = [0] * shape.sequences
-        self._tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
+        self.tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
+        """Keys `[H_kv, n, D]` of each sequence's last page while it is partly filled."""
         self._sources: Sequence[RowSource] = ()
 
     @property
@@ -87,7 +89,7 @@ class PageIndex(UnitIndex):
 
     @property
     def nbytes(self) -> int:
-        return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self._tails)
+        return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self.tails)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
@@ -96,12 +98,12 @@ class PageIndex(UnitIndex):
         """The last page may be partial: its keys wait in a tail, and its volume is made anew when more arrive."""
         ids = torch.arange(self._counts[sequence], self._counts[sequence] + keys.shape[1], device=keys.device)
         self._counts[sequence] += keys.shape[1]
-        size, units = self._config.page_tokens, self._units[sequence]
+        size, units = self.config.page_tokens, self._units[sequence]
         whole = units.members.shape[1] // size
         ids = ids.to(torch.int32).expand(self._kv_heads, -1)
-        rest = torch.cat([self._tails[sequence], keys], 1)
+        rest = torch.cat([self.tails[sequence], keys], 1)
         members = torch.cat([units.members, ids], 1)
-        reps = torch.cat([units.reps[:, :whole], volumes(rest, size, self._config.bounds)], 1)
+        reps = torch.cat([units.reps[:, :whole], volumes(rest, size, self.config.bounds)], 1)
         self._replace(sequence, Units(reps, members, self._offsets(members.shape[1], reps.shape[1])), rest)
 
     def truncate(self, sequence: int, tokens: int) -> None:
@@ -114,7 +116,7 @@ class PageIndex(UnitIndex):
         self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0, self._counts[sequence]))))
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
-        tokens, size = keys.shape[1], self._config.page_tokens
+        tokens, size = keys.shape[1], self.config.page_tokens
         members = _others(ids, tokens) if ids is not None else _every(tokens, keys).expand(self._kv_heads, -1)
         count = members.shape[1]
 
@@ -125,7 +127,7 @@ class PageIndex(UnitIndex):
 
         reps = [self._units_of_none().reps]
         for part in stretches(count, size):
-            reps.append(volumes(keys_of(part), size, self._config.bounds))
+            reps.append(volumes(keys_of(part), size, self.config.bounds))
             yield part.stop - part.start
         units = Units(torch.cat(reps, 1), members, self._offsets(count, -(-count // size)))
         return Pages(units, keys_of(slice(count - count % size, count)).clone(), tokens)
@@ -134,7 +136,7 @@ class PageIndex(UnitIndex):
         arrived = self._counts[sequence]
         late = self._keys(sequence, made.tokens, arrived)
         self._excluded[sequence], self._counts[sequence] = ids, made.tokens
-        self._units[sequence], self._tails[sequence] = made.units, made.tail
+        self._units[sequence], self.tails[sequence] = made.units, made.tail
         if late.shape[1]:
             self.append(sequence, late)
 
@@ -148,7 +150,7 @@ class PageIndex(UnitIndex):
     def kind(self) -> UnitKind:
         from kvrecall.index.unit_kernels.search import UnitKind
 
-        return UnitKind(volume=self._config.points > 1, ordered=True, least_tokens=self._config.page_tokens)
+        return UnitKind(volume=self.config.points > 1, ordered=True, least_tokens=self.config.page_tokens)
 
     def units(self, sequence: int) -> Units:
         return self._units[sequence]
@@ -158,11 +160,11 @@ class PageIndex(UnitIndex):
         self._units[sequence] = units
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
-        return inner_products(queries, units.reps) if self._config.points == 1 else volume_scores(queries, units.reps)
+        return inner_products(queries, units.reps) if self.config.points == 1 else volume_scores(queries, units.reps)
 
     def _units_of_none(self) -> Units:
         shape = self._shape
-        return Units.none(shape.kv_heads, self._config.points * shape.head_dim, shape.dtype, shape.device)
+        return Units.none(shape.kv_heads, self.config.points * shape.head_dim, shape.dtype, shape.device)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         """Keys `[H_kv, stop - start, D]` from the host."""
@@ -174,12 +176,12 @@ class PageIndex(UnitIndex):
 
     def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
         """keys: at least those of the last, partial page, in order."""
-        partial = units.members.shape[1] % self._config.page_tokens
+        partial = units.members.shape[1] % self.config.page_tokens
         self._units[sequence] = units
-        self._tails[sequence] = keys[:, keys.shape[1] - partial :].clone()
+        self.tails[sequence] = keys[:, keys.shape[1] - partial :].clone()
 
     def _offsets(self, tokens: int, pages: int) -> Tensor:
-        size = self._config.page_tokens
+        size = self.config.page_tokens
         ends = (torch.arange(pages + 1, dtype=torch.int32, device=self._shape.device) * size).clamp_max(tokens)
         return ends.expand(self._kv_heads, -1)
 

@@ -40,6 +40,7 @@ class CentroidConfig(IndexConfig):
     """
 
     name: ClassVar[str] = "query-centroids"
+    searches_on_host: ClassVar[bool] = True
     modes: ClassVar[tuple[str, ...]] = ("max_softmax", "mean_softmax", "max", "per_head")
 
     gqa: str = "max_softmax"

@@ -52,7 +52,8 @@ class SphereIndex(Index):
         self._norms = table(1, torch.uint8) if config.norms else None
         counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
         with lasting_tensors():
-            self._counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
+            self.counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
+            """Keys per sign pattern, int32 `[B, H_kv, S, 256]`; only collisions keep them."""
             self._zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._numba = _numba_available(shape.device) if numba is None else numba
@@ -74,7 +75,7 @@ class SphereIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self._tables) + self._counts.nbytes
+        return sum(table.nbytes for table in self._tables) + self.counts.nbytes
 
     @staticmethod
     def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False) -> float:
@@ -131,8 +132,8 @@ class SphereIndex(Index):
         chosen._excluded = [self._excluded[b] for b in sequences]
         chosen._gpu = chosen._planned = chosen._flags = None
         with lasting_tensors():
-            chosen._counts, chosen._zero_norms = (
-                x[torch.tensor(sequences, device=x.device)] for x in (self._counts, self._zero_norms)
+            chosen.counts, chosen._zero_norms = (
+                x[torch.tensor(sequences, device=x.device)] for x in (self.counts, self._zero_norms)
             )
         return chosen
 
@@ -159,7 +160,7 @@ class SphereIndex(Index):
         if self._numba:
             from kvrecall.index.sphere.cpu import search_batch
 
-            tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self._counts)
+            tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self.counts)
             lengths = [self.lengths[b] for b in sequences]
             zero_norms = [bool(self._zero_norms[b].any()) for b in sequences]
             return search_batch(
@@ -168,7 +169,7 @@ class SphereIndex(Index):
             )  # fmt: skip
         found = [
             reference.search_sequence(
-                self.codes(b), self._counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1,
+                self.codes(b), self.counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1,
                 shift,
             )
             for b, query, size, barred, shift in zip(sequences, rotated, sizes, excluded, shifts, strict=True)
@@ -180,7 +181,7 @@ class SphereIndex(Index):
         rotated, shifts, sizes = self._prepare(queries, budget, sequences)
         return [
             reference.stage_one(
-                self.codes(b), self._counts[b], query, size, self.config.gqa, self._excluded[b], self.config.stage1, shift
+                self.codes(b), self.counts[b], query, size, self.config.gqa, self._excluded[b], self.config.stage1, shift
             )
             for b, query, size, shift in zip(sequences, rotated, sizes, shifts, strict=True)
         ]
@@ -224,7 +225,7 @@ class SphereIndex(Index):
 
         signs, magnitudes, weights = self._signs.rows, self._magnitudes.rows, self._weights.rows
         norms = None if self._norms is None else self._norms.rows
-        return Tables(signs, magnitudes, weights, self._counts, self._zero_norms, norms, barred)
+        return Tables(signs, magnitudes, weights, self.counts, self._zero_norms, norms, barred)
 
     def _barred(self) -> Tensor | None:
         """uint8 `[B, H_kv, capacity]`: 1 for excluded tokens; None where there are none."""
@@ -259,9 +260,9 @@ class SphereIndex(Index):
         return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms, first)
 
     def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
-        self._add_counts(self._counts[sequence], signs, sign)
+        self.add_counts(self.counts[sequence], signs, sign)
 
-    def _add_counts(self, counts: Tensor, signs: Tensor, sign: int) -> None:
+    def add_counts(self, counts: Tensor, signs: Tensor, sign: int) -> None:
         """Counts the sign patterns `[H_kv, n, S]` into counts `[H_kv, S, 256]`, where a search looks at counts at all."""
         if self.config.stage1 != "collision":
             return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.index.base import IndexConfig, LayerShape
+from kvrecall.index.base import Captured, IndexConfig, LayerShape
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps, check_schedule
 
@@ -33,6 +33,7 @@ class SphereConfig(IndexConfig):
     """
 
     name: ClassVar[str] = "sphere"
+    captured: ClassVar[Captured | None] = Captured(page_means=True)
 
     gqa: str = "mean_q"
     stage1: str = "collision"
