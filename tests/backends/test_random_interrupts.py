@@ -199,7 +199,7 @@ def test_sequences_get_a_new_order_in_all_layers_or_in_none(change: str, model: 
         model(ids(60, 1), past_key_values=cache)
         twin = cache.fork()
         with monkeypatch.context() as patch:
-            patch.setattr(cache.layers[1].state, "select", lambda _: (_ for _ in ()).throw(MemoryError()))
+            patch.setattr(cache.layers[1].state, "select", lambda *_: (x for x in ()).throw(MemoryError()))
             with pytest.raises(MemoryError):
                 getattr(cache, change)(fork_of)
         logits = [model(ids(1, 2), past_key_values=each).logits for each in (cache, twin)]

@@ -190,13 +190,13 @@ def test_a_graph_made_anew_that_is_wrong_hands_over_to_uncaptured_steps(monkeypa
 def test_a_copy_that_does_not_fit(fits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, glances = tiny("llama", **SINGLE), []
 
-    def short(self: Any, sequences: list[int], copy: Any = LayerState._copy) -> Any:
+    def short(self: Any, sequences: list[int], copy: Any = LayerState.copied) -> Any:
         glances.append(len(sequences))
         if len(sequences) > 1 or fits == "not at all":
             raise torch.OutOfMemoryError
         return copy(self, sequences)
 
-    monkeypatch.setattr(LayerState, "_copy", short)
+    monkeypatch.setattr(LayerState, "copied", short)
     cache, ids = prefilled(model, METHODS["every-step"], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -142,7 +142,7 @@ class PageIndex(UnitIndex):
 
     def select(self, sequences: list[int]) -> PageIndex:
         chosen = self._without_scratch()
-        for name in ("_units", "_excluded", "_counts", "_tails"):
+        for name in ("_units", "_excluded", "_counts", "tails"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
 
