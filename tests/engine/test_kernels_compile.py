@@ -89,7 +89,7 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("collisions", 80), ("products", 90), ("semantic", 100), ("early", 90), ("balanced", 80), ("rest", 100)],
+    [("collisions", 80), ("products", 90), ("semantic", 100), ("early", 90), ("balanced", 80), ("page-means", 100)],
 )
 def test_kernels_of_a_captured_layer(
     name: str, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
