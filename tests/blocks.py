@@ -92,6 +92,7 @@ def filled(rows: Tensor, device: torch.device = CPU, block_size: int = 16) -> Zo
 def small_blocks(monkeypatch: pytest.MonkeyPatch, block_size: int = 16) -> None:
     """Blocks of caches that nobody gives a size, and memory asked for block by block."""
     monkeypatch.setattr(BlockPool.__init__, "__defaults__", (block_size,))
+    monkeypatch.setattr("kvrecall.cache.blocks.CPU_BLOCK_TOKENS", block_size)
     monkeypatch.setattr("kvrecall.cache.block_rows._SLAB_TOKENS", block_size)
 
 

@@ -21,6 +21,8 @@ from kvrecall.core.structs import lasting_tensors
 
 BLOCK_TOKENS = 1024
 """Tokens per block, unless somebody asks for others."""
+CPU_BLOCK_TOKENS = 4096
+"""Where the CPU computes: it attends to a whole zone block by block, and what is not written in a block takes no memory."""
 _LEAST, _MOST = 16, 4096
 
 

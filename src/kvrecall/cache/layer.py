@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kvrecall.cache import blocks
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable, stacked
 from kvrecall.cache.device_pool import DevicePool
@@ -50,7 +51,7 @@ class LayerStore:
         None: of this layer alone."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
-        tables = block_tables(sequences) if tables is None else tables
+        tables = block_tables(sequences, device) if tables is None else tables
         pool = tables[0].pool
         self._rows = pool.memories[layer] = BlockRows(heads, pool.block_size, dim, dtype, device)
         self.host = [ZoneRows(layer, self._rows, table) for table in tables]
@@ -215,7 +216,7 @@ class LayerStore:
         return self.resident.rows()
 
 
-def block_tables(sequences: int) -> list[BlockTable]:
-    """Tables of so many new sequences."""
-    pool = BlockPool()
+def block_tables(sequences: int, device: torch.device) -> list[BlockTable]:
+    """Tables of so many new sequences, for layers on a device."""
+    pool = BlockPool(blocks.CPU_BLOCK_TOKENS) if device.type == "cpu" else BlockPool()
     return [BlockTable(pool) for _ in range(sequences)]

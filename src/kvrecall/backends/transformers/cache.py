@@ -174,11 +174,11 @@ class RetrievalCache(Cache):
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
-    def block_tables(self, layer: int, sequences: int) -> list[BlockTable]:
+    def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
         """Tables of so many sequences for a layer that begins: those of the other layers, or new ones where it was the first to
         have them."""
         if self.tables is None or len(self.tables) != sequences or layer in self.tables[0].lengths:
-            self.tables = block_tables(sequences)
+            self.tables = block_tables(sequences, device)
         return self.tables
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:

@@ -91,7 +91,7 @@ class RetrievalLayer(CacheLayerMixin):
         calibration = self._calibration(heads, dim)
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
-            tables = cache.block_tables(self.number, b)
+            tables = cache.block_tables(self.number, b, keys.device)
             self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
@@ -256,7 +256,7 @@ class RetrievalLayer(CacheLayerMixin):
                 with explained(self.number, self.state.shape, cache.method, tokens):
                     copy.state = rezoned(
                         self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
-                        shape=shape, tables=cache.block_tables(self.number, shape.sequences),
+                        shape=shape, tables=cache.block_tables(self.number, shape.sequences, shape.device),
                     )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid
