@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import kvrecall
 from kvrecall.cache.rows_ahead import Zone, read_keys
 from kvrecall.core import pieces
+from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index import pages as page_index
 from kvrecall.layer.pipeline import decode_step, prefill_layer
@@ -18,6 +20,7 @@ from kvrecall.static import sets as static_sets
 from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine.captured.base import require_pinned
 from kvrecall.engine.captured.layers import Layers
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
@@ -117,6 +120,18 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(name: str) -> None:
     for number in range(3):  # and the pipeline can go on with it
         new = tokens(3000 + number, 2, 1)
         torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+
+
+def test_room_that_cannot_be_page_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels would read memory that no GPU can; what was there before is as it was."""
+    plain, other = both(METHODS["prkv"], 2, [74, 55])
+    gpu = SimpleNamespace(shape=SimpleNamespace(device=torch.device("cuda")), store=SimpleNamespace(pinned=False))
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrecall.engine.captured.layers.require_pinned", lambda _: require_pinned(gpu))
+        with pytest.raises(CaptureError, match=r"refused to pin host memory.*ulimit"):
+            Layers([other], 5)
+    go_on(plain, other, 3, 1000)
+    same(plain, other)
 
 
 def test_a_refresh_sees_what_has_left_the_window_since_the_capture() -> None:

@@ -13,7 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import attend_head
-from kvrecall.core.numeric import as_bits
+from kvrecall.core.numeric import as_bits, row_number
 from kvrecall.core.structs import HostTable, Partial
 
 
@@ -48,6 +48,6 @@ def _attend(queries, rows, kind, blocks, size, ids, counts, scaling, softcap, ou
         own = ids[h, counts[h] * piece // pieces : counts[h] * (piece + 1) // pieces]
         places = np.empty(own.shape[0], np.int64)
         for i in range(own.shape[0]):
-            places[i] = (np.int64(blocks[own[i] // size]) * kv_heads + h) * size + own[i] % size
+            places[i] = row_number(blocks, size, kv_heads, h, own[i])
         of = slice(h * group, (h + 1) * group)
         attend_head(queries[of], rows, kind, places, scaling, softcap, out[piece, of], lse[piece, of])

@@ -27,8 +27,7 @@ class BlockRows:
     def __init__(self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """device: of the layer, which reads the rows."""
         shape = heads, block_size, 2, dim
-        self._bytes = prod(shape) * dtype.itemsize
-        self._region = _reserved(shape, self._bytes, dtype, device if device.type == "cuda" else None)
+        self._region = _reserved(shape, dtype, device if device.type == "cuda" else None)
         self.tensor = self._region.tensor
         self.block_size, self.device = block_size, device
         self._pending: Pending | None = None  # the last copy from the GPU; copies arrive in order
@@ -48,12 +47,11 @@ class BlockRows:
     def _give(self, blocks: int) -> None:
         if blocks <= self._blocks:
             return
-        wanted = min(max(blocks, self._blocks + cdiv(_SLAB_TOKENS, self.block_size)), self._region.most)
-        need, available = self._region.missing(wanted), available_host_bytes()
-        if blocks > self._region.most or need > available:
+        wanted, available = max(blocks, self._blocks + cdiv(_SLAB_TOKENS, self.block_size)), available_host_bytes()
+        if wanted > self._region.most or self._region.missing(wanted) > available:
             wanted = blocks
-            need = self._region.missing(blocks)
-        if blocks > self._region.most or need > available:
+        need = self._region.missing(wanted)
+        if wanted > self._region.most or need > available:
             raise HostMemoryError(need, available, (blocks - self._blocks) * self.block_size)
         try:
             self._region.give(wanted)
@@ -94,8 +92,9 @@ class BlockRows:
             target.copy_(rows)
 
 
-def _reserved(shape: tuple[int, ...], block_bytes: int, dtype: torch.dtype, device: torch.device | None) -> Region:
+def _reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Region:
     """Address space for as many blocks as the machine's memory could hold, or fewer where the process may not have so much."""
+    block_bytes = prod(shape) * dtype.itemsize
     blocks = cdiv(total_host_bytes(), block_bytes)
     while True:
         try:

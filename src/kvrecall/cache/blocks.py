@@ -39,7 +39,7 @@ class BlockPool:
 
     def __init__(self, block_size: int = BLOCK_TOKENS) -> None:
         """block_size: tokens per block, a power of two from 16 to 4,096."""
-        if block_size not in (2**i for i in range(4, 13)):
+        if not _LEAST <= block_size <= _MOST or block_size.bit_count() != 1:
             expected = f"a power of two from {_LEAST} to {_MOST:,}"
             raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
         self.block_size = block_size
@@ -150,7 +150,11 @@ class BlockTable:
     def on(self, device: torch.device) -> Tensor:
         """int32 `[blocks]` on a device; made once per device as long as nothing changes. Not to be written to."""
         if device not in self._near:
-            self._near[device] = _sent(torch.tensor(self.blocks, dtype=torch.int32), device)
+            numbers = torch.tensor(self.blocks, dtype=torch.int32)
+            if device.type == "cuda":  # for which the host does not wait
+                numbers = staging(tuple(numbers.shape), numbers.dtype).copy_(numbers)
+            with lasting_tensors():
+                self._near[device] = numbers.to(device, non_blocking=True)
         return self._near[device]
 
     def _held(self) -> int:
@@ -159,15 +163,5 @@ class BlockTable:
 
 def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
     """int32 `[B, W]` on a device, as `HostTable.blocks`."""
-    if len(tables) == 1:
-        return tables[0].on(device).unsqueeze(0)
-    rows = [torch.tensor(table.blocks, dtype=torch.int32) for table in tables]
-    return _sent(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), device)
-
-
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """The same on a device; the host does not wait for a GPU."""
-    if device.type == "cuda":
-        numbers = staging(tuple(numbers.shape), numbers.dtype).copy_(numbers)
     with lasting_tensors():
-        return numbers.to(device, non_blocking=True)
+        return torch.nn.utils.rnn.pad_sequence([table.on(device) for table in tables], batch_first=True)

@@ -27,6 +27,12 @@ def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
     return tensor.detach().view(_UNSIGNED[tensor.itemsize]).numpy(), _KINDS[tensor.dtype]
 
 
+@njit(cache=True, nogil=True)
+def row_number(blocks, size, heads, h, token):
+    """The number of a token's row among all rows `[blocks, heads, size]` of a layer; blocks: those of the sequence."""
+    return (np.int64(blocks[token // size]) * heads + h) * size + token % size
+
+
 @intrinsic
 def bits_to_float(typingctx, bits):
     """uint32 -> float32 with the same bits."""

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from kvrecall.backends.transformers.memory import free_device_bytes
+from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.state import LayerState
 
@@ -56,6 +57,12 @@ class CapturedState(ABC):
 
     def moved_on(self) -> None:  # noqa: B027 - optional: some count by themselves
         """A step was made."""
+
+
+def require_pinned(state: LayerState) -> None:
+    """Raises CaptureError where a GPU cannot read the host's rows where they lie, as every captured step does."""
+    if state.shape.device.type == "cuda" and not state.store.pinned:
+        raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 
 _KEPT_SHARE = 16

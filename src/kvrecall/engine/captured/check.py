@@ -12,6 +12,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.launch import LEAST_CAPABILITY
+from kvrecall.engine.captured.base import require_pinned
 from kvrecall.index.base import Captured, IndexConfig
 from kvrecall.methods.base import Method
 
@@ -43,8 +44,7 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
             continue
         if state.shape.device.type != "cuda":
             raise CaptureError(f"the model is on {state.shape.device}", "Move it to a CUDA device.")
-        if not state.store.pinned:
-            raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
+        require_pinned(state)
 
 
 def check_layers(text: PretrainedConfig, cache: RetrievalCache) -> None:

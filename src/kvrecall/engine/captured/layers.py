@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrecall.core.launch import cdiv
-from kvrecall.engine.captured.base import CapturedState
+from kvrecall.engine.captured.base import CapturedState, require_pinned
 from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer, searched
 from kvrecall.engine.captured.plan import ROW, StepPlan, pack
@@ -35,6 +35,7 @@ class Layers:
             # Layers share the blocks of a sequence: all are final before the first layer remembers which they are.
             if state.index is not None:
                 state.store.reach(behind_sink if number is None else zone)
+                require_pinned(state)  # the room that was asked for now, too
         self.all: list[CapturedState] = []
         try:
             for state, number in zip(states, numbers, strict=True):

@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import as_bits, load_float, prefetch
+from kvrecall.core.numeric import as_bits, load_float, prefetch, row_number
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
@@ -97,8 +97,8 @@ def _score(queries, rows, kind, blocks, size, ids, counts, out):
         first, last = counts[h] * piece // pieces, counts[h] * (piece + 1) // pieces
         for i in range(first, last):
             if i + _AHEAD < last:
-                prefetch(base + _place(blocks, size, heads, h, ids[h, i + _AHEAD]) * stride)
-            own = _place(blocks, size, heads, h, ids[h, i])
+                prefetch(base + row_number(blocks, size, heads, h, ids[h, i + _AHEAD]) * stride)
+            own = row_number(blocks, size, heads, h, ids[h, i])
             for d in range(dim):
                 row[d] = load_float(rows[own, 0, d], kind)
             for g in range(group):
@@ -106,9 +106,3 @@ def _score(queries, rows, kind, blocks, size, ids, counts, out):
                 for d in range(dim):
                     total += row[d] * queries[h, g, d]
                 out[h, g, i] = total
-
-
-@njit(cache=True, nogil=True)
-def _place(blocks, size, heads, h, token):
-    """The number of a token's row among all of the layer."""
-    return (np.int64(blocks[token // size]) * heads + h) * size + token % size
