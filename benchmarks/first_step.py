@@ -22,34 +22,45 @@ from benchmarks.models import attention_of, let_go
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import CapturedState
+from kvrecall.engine.captured.base import SlotLayer
 from kvrecall.engine.captured.compiled import compiled_modules
 from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.engine.captured.graphs import release
+from kvrecall.engine.captured.recorded import Member, RecordedStep
 from kvrecall.engine.captured.verify import TOLERANCE, Attended
 
 COMPILED_TOLERANCE = 0.08
 """The same of logits with compiled modules: what the plain ones round to bf16 in between grows through a random model."""
 
 
-class Watched(CapturedDecoder):
+class WatchedStep(RecordedStep):
     """Keeps what every layer is asked and answers; as long as somebody holds those tensors, the graph gives their memory to
     nothing else, so that a replay leaves its own values in them."""
 
-    seen: dict[CapturedState, Attended]
+    def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
+        self.seen: dict[SlotLayer, Attended] = {}
+        super().record(model, call, member)
 
-    def _capture(self) -> None:
-        self.seen = {}
-        super()._capture()
-
-    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+    def _attend(self, layer: SlotLayer, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
         out = super()._attend(layer, queries, keys, values, params)
         self.seen[layer] = Attended(queries, keys, values, params, out)
         return out
 
-    def asked(self) -> list[Attended]:
-        """Copies, in the order of the layers."""
-        every = [self.seen[layer] for layer in self._layers.all]
+    def asked(self, sequences: int) -> list[Attended]:
+        """Copies, in the order of the layers, of the first so many slots."""
+        every = [self.seen[layer].of(list(range(sequences))) for layer in self.layers.all]
         return [Attended(x.queries.clone(), x.keys.clone(), x.values.clone(), x.params, x.out.clone()) for x in every]
+
+
+class Watched(CapturedDecoder):
+    """Steps of which is known what every layer was asked and has answered."""
+
+    kind = WatchedStep
+
+    def asked(self) -> list[Attended]:
+        """Of the last step, copies, in the order of the layers."""
+        assert isinstance(self.recorded, WatchedStep)
+        return self.recorded.asked(len(self.input_ids))
 
 
 def agree(what: str, made: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> float:
@@ -79,6 +90,7 @@ def check_step(
         replayed = watched.asked()
         watched.close()
     del watched
+    release(model)
     let_go()
     errors: list[float] = []
     coming = iter(replayed)

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks.gpu_layer import turn
 from kvrecall.backends.transformers.cache import ModelSignature
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import CapturedState
+from kvrecall.engine.captured.base import SlotLayer
 from kvrecall.engine.captured.decoder import CapturedDecoder
+from kvrecall.engine.captured.recorded import Member, RecordedStep
 from kvrecall.evaluate.trace import LayerTrace, Trace
 
 NOISE = 0.1
@@ -58,7 +60,7 @@ class Turning(Gaussian):
         turn(queries)
 
     def decoder(self, *arguments: Any, **options: Any) -> CapturedDecoder:
-        return Asking(*arguments, source=self, **options)
+        return type("AskingDecoder", (CapturedDecoder,), {"kind": asking(self)})(*arguments, **options)
 
 
 class Traced(Turning):
@@ -126,21 +128,24 @@ def _asked(step: int, layer: LayerTrace) -> Tensor:
     return layer.queries[step].unsqueeze(1)
 
 
-class Asking(CapturedDecoder):
-    """Asks every layer what a source says. What the model makes of a token is computed all the same, and left."""
+class AskingStep(RecordedStep):
+    """Asks every layer what a source says, `queries` `[layers, slots, H_q, 1, D]`. What the model makes of a token is computed
+    all the same, and left."""
 
-    def __init__(self, *arguments: Any, source: Turning, **options: Any) -> None:
-        self._source = source
-        super().__init__(*arguments, **options)
+    source: Turning
 
-    def step(self) -> Tensor:
-        logits = super().step()
-        self._source.move(self._queries)
-        return logits
+    def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
+        self.queries = self.source.queries(len(self.layers.all), self.slots)
+        super().record(model, call, member)
 
-    def _capture(self) -> None:
-        self._queries = self._source.queries(len(self._states), self._states[0].shape.sequences)
-        super()._capture()
+    def replay(self) -> None:
+        super().replay()
+        self.source.move(self.queries)
 
-    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-        return super()._attend(layer, self._queries[self._layers.all.index(layer)], keys, values, params)
+    def _attend(self, layer: SlotLayer, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        return super()._attend(layer, self.queries[self.layers.all.index(layer)], keys, values, params)
+
+
+def asking(source: Turning, kind: type[RecordedStep] = AskingStep) -> type[RecordedStep]:
+    """A class of steps whose layers are asked what the source says. kind: what they are beside that."""
+    return type("Asking", (kind,), {"source": source})

@@ -26,9 +26,10 @@ from benchmarks.checks import require
 from benchmarks.gpu_time import Times, timed
 from benchmarks.moved import Heads, Moved, stages, total
 from kvrecall.attend.reference import attend_rows
+from kvrecall.cache.blocks import BlockTable, block_tables
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.plan import StepPlan, pack
+from kvrecall.engine.captured.layers import Joined, Layers
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.layer.state import LayerState
@@ -114,15 +115,15 @@ class Bench:
         self.query_heads, self.heads, self.dim = SHAPES[shape]
         self.tokens, self.method, self.params = tokens, method, AttentionParams(self.dim**-0.5)
         self.keys, self.values, self.states, self.build_us = [], [], [], 0.0
+        self.tables: list[BlockTable] | None = None
         for number in range(layers):
             self._add_layer(number)
-        config = method.index_config()
-        assert isinstance(config, SphereConfig)
-        zones = [self.states[0].store.zones(0)]
-        self.plan = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, self.states[0].top_k, zones)
-        room = zones[0].retrieval + 1024
-        self.layers = [CapturedLayer(state, self.plan, room) for state in self.states]
-        self.rows = pack(self.plan.rows()).cuda()
+        assert isinstance(method.index_config(), SphereConfig)
+        joined = Joined(self.states, [0], 1024)
+        self.slots = Layers(self.states, 1, joined.behind_sink)
+        self.slots.join(joined)
+        self.plan, self.layers = self.slots.plans[0], [x for x in self.slots.all if isinstance(x, CapturedLayer)]
+        self.rows = self.plan.rows().cuda()
         self.parity = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.new = [self._random(h, 1, seed) for seed, h in ((91, self.query_heads), (92, self.heads), (93, self.heads))]
 
@@ -133,7 +134,8 @@ class Bench:
     def _add_layer(self, number: int) -> None:
         keys, values = (self._random(self.heads, self.tokens, 10 * number + i) for i in (1, 2))
         shape = LayerShape(1, self.query_heads, self.heads, self.dim, torch.bfloat16, keys.device)
-        state = LayerState(0, shape, self.method)
+        self.tables = self.tables or block_tables(1, keys.device)
+        state = LayerState(number, shape, self.method, tables=self.tables)
         sizes = self.method.zone_sizes()
         retrieved = self.tokens - sizes.sink_tokens - sizes.local_tokens
         state.store.host[0].reserve(retrieved + 1024)
@@ -182,10 +184,10 @@ class Bench:
         repeated leaves a histogram that no candidates fit."""
         (q, k, v), p, rows = self.new, self.params, self.rows
         return {
-            "tables": lambda x: x._search.make_tables(q, x._index.tables(), rows, x._trigger.fire.view(-1)),
-            "scan": lambda x: x._search.scan(x._index.tables(), rows, x._trigger.fire.view(-1)),
-            "compact": lambda x: x._search.compact(x._index.tables(), rows, x._trigger.fire.view(-1)),
-            "rerank": lambda x: x._search.rerank(x._index.tables(), rows, x._trigger.fire.view(-1), p.scaling),
+            "tables": lambda x: x._search.make_tables(q, x.tables, rows, x._trigger.fire.view(-1)),
+            "scan": lambda x: x._search.scan(x.tables, rows, x._trigger.fire.view(-1)),
+            "compact": lambda x: x._search.compact(x.tables, rows, x._trigger.fire.view(-1)),
+            "rerank": lambda x: x._search.rerank(x.tables, rows, x._trigger.fire.view(-1), p.scaling),
             "top": lambda x: x._search.pick(rows, x._trigger.fire.view(-1), p.scaling),
             "attend": lambda x: x._attend(q, k, v, rows, self.parity, p),
             "merge": lambda x: x._merge(q, p),

@@ -270,7 +270,7 @@ class Layers:
         """(p20, p50, p80) microseconds of one layer's step through the pipeline, checked first; and microseconds of its search,
         attention and learning, and rows that it reads from the host, as an extra pass with its stages timed measures them."""
         for layer in self.layers:
-            layer.layer.finish()
+            layer.finish()
         self.check_uncaptured()
         state, times, before, read = self.states[0], [], {}, 0
         queries, keys, values = self.new

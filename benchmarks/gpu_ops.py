@@ -26,8 +26,10 @@ from benchmarks.bandwidth import bandwidths
 from benchmarks.checks import require
 from benchmarks.gpu_layer import CONFIGS, SHAPES, Bench
 from benchmarks.gpu_time import timed
+from kvrecall.cache.blocks import BLOCK_TOKENS
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.zones import ZoneSizes
+from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES
@@ -116,21 +118,27 @@ def _encode(shape: str, tokens: int) -> Op:
     from kvrecall.index.sphere.codes import encode as reference
     from kvrecall.index.sphere.kernels.encode import encode
     from kvrecall.index.sphere.maps import Maps, own_calibration
+    from kvrecall.index.sphere.pages import CodePages
 
     heads, dim = SHAPES[shape][1:]
     layer = LayerShape(1, heads, heads, dim, torch.bfloat16, torch.device("cuda"))
-    maps = Maps.of(layer, own_calibration(layer), SphereConfig())
+    config = SphereConfig()
+    maps = Maps.of(layer, own_calibration(layer), config)
+    pages = CodePages(config.layout(layer, BLOCK_TOKENS), layer.device)
+    blocks = torch.arange(cdiv(_ENCODED, BLOCK_TOKENS), dtype=torch.int32, device="cuda")
+    pages.give(len(blocks))
     keys = [torch.randn(heads, _ENCODED, dim, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
 
     def check() -> None:
-        made, expected = encode(keys[0], maps, 0), reference(keys[0], maps.rotation)
+        encode(keys[0], maps, 0, pages.codes, blocks)
+        made, expected = pages.gather(blocks, 0, _ENCODED), reference(keys[0], maps.rotation)
         for part in ("signs", "magnitudes"):
             wrong = float((getattr(made, part) != getattr(expected, part)).float().mean())
             require(wrong < 2e-4, f"{part}: {wrong} of the bytes differ")
 
     summary = dim // BLOCK * (1 + MAGNITUDE_BYTES + 2)
     moved = heads * _ENCODED * (2 * dim + summary)
-    return Op(len(keys), lambda: [encode(k, maps, 0) for k in keys], check, moved, captured=False)
+    return Op(len(keys), lambda: [encode(k, maps, 0, pages.codes, blocks) for k in keys], check, moved, captured=False)
 
 
 def _gather(rows: int) -> Callable[[str, int], Op]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.checks import require
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Budget, Rows
-from kvrecall.engine.captured.layers import Layers
+from kvrecall.engine.captured.layers import Joined, Layers
 from kvrecall.engine.captured.units import UnitLayer
 from kvrecall.layer.state import LayerState
 from kvrecall.trigger import EveryStep
@@ -23,11 +23,18 @@ class UnitStep:
     def __init__(self, state: LayerState, room: int, parity: Tensor) -> None:
         """room: steps to make room for. parity: int64 `[1]`, turned from step to step by whoever makes them."""
         self.state, self.index = state, state.index
-        self.layers = Layers([state], room)
+        self._joined = Joined([state], [0], room)
+        self.layers = Layers([state], 1, self._joined.behind_sink)
+        self.layers.join(self._joined)
         layer = self.layers.all[0]
         assert isinstance(layer, UnitLayer)
         self.layer, self.top_k, self._parity = layer, layer.search.top_k, parity
         self._triggered = not isinstance(state.method.trigger_config(), EveryStep)
+
+    def finish(self) -> None:
+        """Gives the state back as the steps, which nobody has counted, have left it."""
+        self.layer._give_back(self._joined.groups[0])
+        self.layers.leave(self._joined)
 
     def decode(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, searching: bool) -> Tensor:
         """One token; queries `[1, H_q, 1, D]`, keys, values `[1, H_kv, 1, D]`; returns as queries. searching: what the trigger

@@ -52,19 +52,21 @@ def store(
     device: str = "cpu",
     block_size: int = 64,
     sizes: ZoneSizes = SIZES,
+    on_device: bool = False,
 ) -> Any:
     """An empty store of one layer; its `host` are the retrieval zones."""
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, block_size)
-        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes)
+        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device)
 
 
 def zone_of(
-    heads: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU, block_size: int = 16
-) -> ZoneRows:
-    """An empty zone in blocks of its own, of a layer on `device`."""
+    heads: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU, block_size: int = 16,
+    on_device: bool = False,
+) -> ZoneRows:  # fmt: skip
+    """An empty zone in blocks of its own, of a layer on `device`. on_device: where its rows lie."""
     pool = BlockPool(block_size)
-    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device)
+    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device)
     return ZoneRows(0, rows, BlockTable(pool))
 
 
@@ -92,8 +94,28 @@ def filled(rows: Tensor, device: torch.device = CPU, block_size: int = 16) -> Zo
 def small_blocks(monkeypatch: pytest.MonkeyPatch, block_size: int = 16) -> None:
     """Blocks of caches that nobody gives a size, and memory asked for block by block."""
     monkeypatch.setattr(BlockPool.__init__, "__defaults__", (block_size,))
-    monkeypatch.setattr("kvrecall.cache.blocks.CPU_BLOCK_TOKENS", block_size)
+    for name in ("BLOCK_TOKENS", "CPU_BLOCK_TOKENS"):
+        monkeypatch.setattr(f"kvrecall.cache.blocks.{name}", block_size)
     monkeypatch.setattr("kvrecall.cache.block_rows._SLAB_TOKENS", block_size)
+
+
+class Device:
+    """A CPU whose memory counts as that of a device: layers that search nothing keep their rows there, while it gives any.
+
+    refusing: from which demand for memory on it refuses; None: it gives whatever is asked for.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusing: int | None = None) -> None:
+        self.refusing, self.demands = refusing, 0
+        for module in ("layer.state", "backends.transformers.layer", "backends.transformers.cache"):
+            monkeypatch.setattr(f"kvrecall.{module}.has_own_memory", lambda _: True)
+        monkeypatch.setattr("kvrecall.cache.block_rows.room_for_rows", self.room)
+        monkeypatch.setattr("kvrecall.cache.block_rows._warned", True)
+
+    def room(self, device: torch.device) -> int:
+        """Bytes that it gives."""
+        self.demands += 1
+        return 1 << 60 if self.refusing is None or self.demands < self.refusing else 0
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.cache.blocks import BlockTable
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
@@ -41,11 +42,12 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
 def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
     observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None, told: bool = True,
+    tables: list[BlockTable] | None = None,
 ) -> LayerState:  # fmt: skip
-    """told: whether the layer knows its model's statistics, by default the usual ones."""
+    """told: whether the layer knows its model's statistics, by default the usual ones. tables: blocks of its sequences."""
     known = (calibration or usual(kv_heads, group, dim)) if told else None
     shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), calibration=known)
-    return LayerState(layer, shape, method, observe_queries=observe_queries)
+    return LayerState(layer, shape, method, observe_queries=observe_queries, tables=tables)
 
 
 def tokens(

@@ -166,17 +166,15 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
     caches = [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
     for cache in caches:
         engine.prefill(model, ids, cache)
-    kind: Any = CapturedDecoder
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if device == "cpu":
             from tests.interpreted import shortcuts
-            from tests.interpreted.launched import Launched, without_gpu
+            from tests.interpreted.launched import without_gpu
 
             shortcuts.take()
             without_gpu(patch)
-            kind = Launched
         tokens = torch.tensor(answer, device=device).view(-1, 1, 1)
-        decoder = kind(model, caches[0], len(answer) // 2, input_ids=tokens[0])
+        decoder = CapturedDecoder(model, caches[0], len(answer) // 2, input_ids=tokens[0])
         found = []
         for number, token in enumerate(tokens):
             decoder.input_ids.copy_(token)

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrecall
+from kvrecall.cache.blocks import BlockPool, block_size_on
 from kvrecall.cache.host_memory import Region
 from kvrecall.core import errors
 from kvrecall.layer.pipeline import decode_step, prefill_layer
@@ -128,6 +129,8 @@ def test_host_rows_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         give(self, pieces)
 
     monkeypatch.setattr(Region, "give", refusing)
+    # Each course asks for all of its memory: none is left of the one before.
+    monkeypatch.setattr("kvrecall.backends.transformers.cache.pool_of", lambda _, device: BlockPool(block_size_on(device)))
     small_blocks(monkeypatch)
     with torch.no_grad(), kvrecall.attach(model):
         plain = Course(model)

@@ -19,7 +19,6 @@ from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.pages import PageIndex
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.table import TokenTable
 from tests.backends.models import tiny
 from tests.blocks import small_blocks
 
@@ -105,7 +104,7 @@ def test_reserving_without_device_memory_names_the_layer() -> None:
     with kvrecall.attach(model), torch.no_grad():
         model(prompt(), past_key_values=cache)
     with (
-        failing(TokenTable, "reserve", 4, full()),
+        failing(SphereIndex, "reserve", 2, full()),
         pytest.raises(DeviceMemoryError, match=r"layer 1 needs .* for 5,000 tokens"),
     ):
         cache.reserve(5000, 2)

@@ -25,7 +25,9 @@ pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured
 from kvrecall.engine.captured.check import check_layers, check_methods
 from kvrecall.engine.captured.layers import Layers
-from kvrecall.engine.captured.plan import StepPlan, pack
+from kvrecall.engine.captured.plan import StepPlan
+from kvrecall.engine.captured.recorded import RecordedStep
+from tests.interpreted.slots import in_slots
 
 
 def test_without_a_gpu_capture_is_refused_and_left_out() -> None:
@@ -63,15 +65,17 @@ def test_a_model_that_waits_to_be_captured_answers_padded_prompts_as_ever(monkey
 
 def test_the_plan_counts_zones_as_the_store_does() -> None:
     sizes = ZoneSizes(4, 16, 8)
-    plan = StepPlan(sizes, PAPER_SCHEDULE, 4, 6, [sizes.lengths(90, 70), sizes.lengths(61, 44)])
-    ring: dict[int, dict[int, int]] = {0: {}, 1: {}}
-    for b, zones in enumerate(plan.zones):
+    plan = StepPlan(sizes, PAPER_SCHEDULE, 4, 6, 3, {0: sizes.lengths(90, 70), 2: sizes.lengths(61, 44)})
+    ring: dict[int, dict[int, int]] = {0: {}, 2: {}}
+    for b, zones in plan.zones.items():
         for ordinal in range(zones.retrieval, zones.total - zones.sink):
             ring[b][ordinal % plan.ring] = ordinal
-    encoded = {0: 70 - 1 + plan.zones[0].buffer, 1: 44 - 1 + plan.zones[1].buffer}
+    encoded = {0: 70 - 1 + plan.zones[0].buffer, 2: 44 - 1 + plan.zones[2].buffer}
     for _ in range(40):
-        rows, before = pack(plan.rows()), list(plan.zones)
-        for b, row in enumerate(rows[:, -7:].tolist()):
+        rows, before = plan.rows(), dict(plan.zones)
+        assert rows[1].tolist()[-7:] == [0, 1, 0, 4, -1, -1, 0] and not rows[1, 0]  # nobody is there
+        for b in (0, 2):
+            row = rows[b, -7:].tolist()
             sink, window, first, new, leaving, number, grows = row
             assert sink == 4
             ordinal = before[b].total - 4
@@ -83,18 +87,20 @@ def test_the_plan_counts_zones_as_the_store_does() -> None:
                 encoded[b] = number
             if grows:
                 assert encoded[b] + 1 == before[b].retrieval + 8  # all that move have been
+        attended = {b: plan.attended(b) for b in plan.zones}
         plan.advance()
-        for b, zones in enumerate(plan.zones):
+        for b, zones in plan.zones.items():
             after = sizes.lengths(before[b].total + 1, before[b].retrieval)
+            assert attended[b] == after.resident
             assert zones.total == after.total and zones.retrieval == after.retrieval + sizes.evicted(after, settle=False)
 
 
 def test_room_for_candidates_covers_every_length_on_the_way() -> None:
     sizes = ZoneSizes(4, 16, 8)
     steps = (RatioStep(1000, 0.5, 0.5), RatioStep(None, 0.1, 0.2))
-    plan = StepPlan(sizes, steps, 4, 6, [sizes.lengths(920, 900)])
+    plan = StepPlan(sizes, steps, 4, 6, 1)
     assert plan.most_candidates(2000) == 500  # at 999 tokens, not at 2,000
-    assert all(plan.stage(n).candidates <= 500 for n in range(900, 2001))
+    assert all(plan.stage(n).candidates <= 500 for n in range(2001))
 
 
 RETRIEVES = kvrecall.ParisKV(top_k=4, sink_tokens=2, local_tokens=8, update_interval=4, full_attention_threshold=0)
@@ -220,7 +226,7 @@ def test_windows_that_are_not_the_mask_s_or_keep_their_past_are_refused() -> Non
 def test_padding_between_tokens_that_are_still_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second turn is padded on the left, so behind the first; it is no matter where only padding is before it in a window."""
     monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(captured.CapturedDecoder, "_capture", lambda _: None)
+    monkeypatch.setattr(RecordedStep, "record", lambda *_: None)
     model = tiny("gemma2", sliding_window=8)
     prompt = torch.randint(5, 90, (2, 60), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(prompt)
@@ -246,7 +252,7 @@ def test_a_window_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPa
     cache = prefilled(model)[0]
     before = list(cache.layers)
     monkeypatch.setattr("kvrecall.engine.captured.sliding.WholeAttention", Mock(side_effect=torch.OutOfMemoryError))
-    with pytest.raises(CaptureError, match="layer 0's window of 32,768 bytes must fit"):
+    with pytest.raises(CaptureError, match="layer 0's windows of 32,768 bytes must fit"):
         captured.CapturedDecoder(model, cache, 8)
     assert cache.layers == before and all(layer.captured is None for layer in cache.retrieval_layers)
 
@@ -258,16 +264,17 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(family: str, monkeypa
     prompt = torch.cat([prompt, prompt[:, :1]], 1)  # windows take no token back
     expected = engine.generate(model, None, prompt, prefilled(model)[0], max_new_tokens=6).new_tokens
 
-    def fail(self: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
 
     monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(captured.CapturedDecoder, "_capture", fail)
+    monkeypatch.setattr(RecordedStep, "record", fail)
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
         captured.CapturedDecoder(model, cache, 8)
     assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected
 
 
+FULL = kvrecall.Full(sink_tokens=2, local_tokens=8, update_interval=64)
 TINY: dict[str, Any] = {"top_k": 8, "sink_tokens": 2, "local_tokens": 8, "update_interval": 64, "full_attention_threshold": 0}
 
 
@@ -276,7 +283,7 @@ TINY: dict[str, Any] = {"top_k": 8, "sink_tokens": 2, "local_tokens": 8, "update
     kvrecall.methods.ArkVale(dense_layers=()), kvrecall.ParisKV(trigger="speculative"), kvrecall.ParisKV(dense_layers=(1,)),
     kvrecall.ParisKV(per_layer={0: {"top_k": 64}, 1: {"trigger": "fixed-stride"}}),
     kvrecall.LouisKV(dense_layers=(), per_layer={1: {"threshold": 0.5}}),
-    kvrecall.ParisKV(rest="page-means"),
+    kvrecall.ParisKV(rest="page-means"), kvrecall.Full(), kvrecall.LouisKV(dense_layers=tuple(range(8))),
 ], ids=lambda method: type(method).__name__)  # fmt: skip
 def test_methods_that_are_captured(method: kvrecall.Method) -> None:
     check_methods(kvrecall.RetrievalCache(tiny("llama").config, method))
@@ -294,8 +301,6 @@ def test_methods_that_are_captured(method: kvrecall.Method) -> None:
     (kvrecall.Method(index="pages", prune="top-p:p=0.9"), "pruned on the host"),
     (kvrecall.Method(index="pages", rest="page-means"), "page means beside index 'pages' have no kernel"),
     (kvrecall.ParisKV(rest="page-means", trigger="fixed-stride:steps=3"), "trigger 'fixed-stride'.*outlives the pages"),
-    (kvrecall.Full(), "searches nothing"),
-    (kvrecall.LouisKV(dense_layers=tuple(range(8))), "searches nothing"),
     (kvrecall.ParisKV(per_layer={1: {"gqa": "per_head"}}), "layer 1: gqa='per_head' has no kernel"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, kvrecall.Method) else "")  # fmt: skip
 def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) -> None:
@@ -308,16 +313,16 @@ def taken(method: kvrecall.Method, layers: int) -> tuple[list[LayerState], Layer
     states = [state(method, 1, layer=number) for number in range(layers)]
     for one in states:
         prefill_layer(one, *tokens(1, 1, 90), None, AttentionParams(DIM**-0.5))
-    return states, Layers(states, 4)
+    return states, in_slots(states, 4)[0]
 
 
 def test_layers_with_settings_of_their_own_have_plans_of_their_own() -> None:
     method = kvrecall.ParisKV(**TINY | {"per_layer": {1: {"top_k": 12}, 3: {"top_k": 12}}})
     _, layers = taken(method, 5)
-    assert [plan.top_k for plan in layers._plans] == [8, 12]
+    assert [plan.top_k for plan in layers.plans] == [8, 12]
     assert [layer._search.top_k for layer in layers.all] == [8, 12, 8, 12, 8]
     layers.prepare()
-    assert layers.all[3]._plan_rows.tolist() == pack(layers._plans[1].rows()).tolist()
+    assert layers.all[3]._plan_rows.tolist() == layers.plans[1].rows().tolist()
     assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseLayer", "DenseLayer", "UnitLayer"]
 
 
@@ -339,18 +344,31 @@ def test_a_budget_that_is_all_static_is_refused_and_the_layer_is_as_it_was() -> 
     one = state(method, 1)
     prefill_layer(one, *tokens(1, 1, 90), None, AttentionParams(DIM**-0.5))
     with pytest.raises(CaptureError):
-        Layers([one], 4)
+        in_slots([one], 4)
     assert one.static[0] is not None and one.static[0].age == -1  # its first step is still to come
 
 
-def test_a_dense_layer_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_layer_without_memory_for_its_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
 
     def none_left(*size: Any, **options: Any) -> torch.Tensor:
-        if isinstance(size[0], tuple) and len(size[0]) == 5:
+        if len(size) == 5:
             raise torch.OutOfMemoryError
         return zeros(*size, **options)
 
-    monkeypatch.setattr("kvrecall.engine.captured.dense.torch.zeros", none_left)
-    with pytest.raises(CaptureError, match=r"layer 0 is dense, so its 97,280 bytes"):
+    monkeypatch.setattr("kvrecall.attend.zones.torch.zeros", none_left)
+    with pytest.raises(CaptureError, match="no memory for the parts of the attention of layer 0"):
         taken(kvrecall.LouisKV(**TINY), 3)
+
+
+@pytest.mark.parametrize("method", [FULL, kvrecall.LouisKV(**TINY)], ids=["full", "dense-layers"])
+def test_dense_layers_whose_rows_are_in_host_memory_are_refused(
+    method: kvrecall.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrecall.engine.captured.dense.has_own_memory", lambda _: True)
+    with pytest.raises(CaptureError, match=r"layer 0 searches nothing and its keys and values are in host memory.*uncaptured"):
+        taken(method, 3)
+
+
+def test_a_method_that_searches_nothing_is_all_dense_layers() -> None:
+    assert [type(layer).__name__ for layer in taken(FULL, 2)[1].all] == ["DenseLayer"] * 2

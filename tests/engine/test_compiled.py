@@ -178,14 +178,14 @@ def test_a_failing_compilation_leaves_the_cache_as_it_was_and_names_the_remedy(m
 
     from kvrecall.engine.captured import compiled
     from kvrecall.engine.captured import decoder as captured
+    from kvrecall.engine.captured.recorded import RecordedStep
 
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise InvalidCxxCompiler
 
-    class Decoder(captured.CapturedDecoder):
-        def _capture(self) -> None:
-            with self._modules():
-                logits(self._model)
+    def record(step: RecordedStep, model: Any, *_: Any) -> None:
+        with step._modules(model):
+            logits(model)
 
     method = kvrecall.ParisKV(top_k=4, sink_tokens=2, local_tokens=8, update_interval=4, full_attention_threshold=0)
     model, prompt = tiny("llama"), torch.randint(5, 90, (1, 40), generator=torch.Generator().manual_seed(2))
@@ -193,10 +193,11 @@ def test_a_failing_compilation_leaves_the_cache_as_it_was_and_names_the_remedy(m
     for one in (cache, other):
         engine.prefill(model, prompt, one)
     monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(RecordedStep, "record", record)
     plain = compiled.compiled_modules
     monkeypatch.setattr(compiled, "compiled_modules", lambda model: plain(model, no_compiler))
     with pytest.raises(CaptureError, match=r"C\+\+ compiler.*Leave out `compiled`"):
-        Decoder(model, cache, 8, compiled=True)
+        captured.CapturedDecoder(model, cache, 8, compiled=True)
     assert is_plain(model)
     made, expected = (engine.generate(model, None, prompt, one, max_new_tokens=4).new_tokens for one in (cache, other))
     assert made == expected

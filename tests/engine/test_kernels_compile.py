@@ -95,18 +95,20 @@ def test_kernels_of_a_captured_layer(
     name: str, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each with one generation; the test of head sizes below has others, and the default method with the other two."""
-    from kvrecall.engine.captured.plan import pack
-    from tests.interpreted.test_captured_layer import borrowed
+    from tests.interpreted.slots import in_slots
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     dtype = torch.float16 if name == "semantic" else torch.bfloat16
     layer = state(METHODS[name], 2, dtype=dtype)
     start_in(layer, dtype)
-    captured, plan = borrowed(layer, 16)
+    layers, _ = in_slots([layer], 16)
+    layers.prepare()
+    if layers.all[0].early:
+        layers.all[0].search_early()
     new = (x.to(dtype) for x in tokens(1, 2, 1))
     sinks = torch.zeros(4) if name == "semantic" else None
     params = AttentionParams(DIM**-0.5, 30.0 if sinks is not None else 0.0, sinks)
-    captured.decode(*new, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), params)
+    layers.all[0].step(*new, torch.zeros(1, dtype=torch.int64), params)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {
         "rotate_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel", "merge_kernel",
@@ -132,15 +134,17 @@ def test_a_captured_layer_of_every_head_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Each with another generation of GPUs, since a layer takes twenty seconds to compile."""
-    from kvrecall.engine.captured.plan import pack
-    from tests.interpreted.test_captured_layer import borrowed
+    from tests.interpreted.slots import in_slots
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     layer = state(METHODS[name], 1, group=group, dtype=dtype, dim=dim)
     start_in(layer, dtype)
-    captured, plan = borrowed(layer, 16)
+    layers, _ = in_slots([layer], 16)
+    layers.prepare()
+    if layers.all[0].early:
+        layers.all[0].search_early()
     new = (x.to(dtype) for x in tokens(1, 1, 1, group=group, dim=dim))
-    captured.decode(*new, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), AttentionParams(dim**-0.5))
+    layers.all[0].step(*new, torch.zeros(1, dtype=torch.int64), AttentionParams(dim**-0.5))
     assert {"rotate_kernel", "rerank_kernel", "top_kernel", "step_kernel"} < {k.__name__ for k, *_ in launches.values()}
     compile_all(launches, capability)
 
@@ -157,20 +161,23 @@ def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -
 @pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.index.sphere import SphereConfig
-    from kvrecall.index.sphere.codes import Codes
     from kvrecall.index.sphere.kernels.encode import count_signs, encode
+    from kvrecall.index.sphere.pages import CodePages
 
     rows = torch.zeros(2, 150, 2, dim, dtype=torch.bfloat16)
     layer = Model(1, 2, 1, dim).layer(tokens=20)
-    encode(rows[:, :, 0], SphereConfig().build(layer).maps, 0)
-    tables = [torch.zeros(2, 300, width, dtype=torch.uint8) for width in (dim // 8, dim // 8 * 3, dim // 8, 1)]
-    into, maps, zero_norms = Codes(*(x[:, 7:157] for x in tables)), SphereConfig(**OWN).build(layer).maps, torch.zeros(2).int()
+    paper, own = SphereConfig(), SphereConfig(**OWN)
+    # Blocks take turns: those of a GPU, and small ones, over whose ends a program goes.
+    size, blocks = (16, 1024)[SIZES.index((dim, capability)) % 2], torch.zeros(9, dtype=torch.int32)
+    plain, into = (CodePages(config.layout(layer, size), torch.device("cpu")).codes for config in (paper, own))
+    encode(rows[:, :, 0], paper.build(layer).maps, 0, plain, blocks)
+    maps, zero_norms = own.build(layer).maps, torch.zeros(2).int()
     half, single = rows.half()[:, :, 0], torch.zeros(2, 150, dim)
     # Sizes take turns with the dtypes beside bf16; the largest has both, for every generation.
     others = [half, single] if dim == 256 else [half if SIZES.index((dim, capability)) % 2 else single]
     for keys in (rows[:, :, 0], *others):
-        encode(keys, maps, 7, into=into, zero_norms=zero_norms)
-    count_signs(into.signs, torch.zeros(2, dim // 8, 256, dtype=torch.int32), -1)
+        encode(keys, maps, 7, into, blocks, zero_norms)
+    count_signs(into.signs, blocks, torch.zeros(2, dim // 8, 256, dtype=torch.int32), 7, 157, -1)
     kernels = ["encode_kernel"] * (2 + len(others)) + ["count_kernel"]
     assert [kernel.__name__ for kernel, *_ in launches.values()] == kernels
     compile_all(launches, capability)
@@ -182,16 +189,18 @@ def test_searches_over_centred_keys(
 ) -> None:
     from kvrecall.index.sphere import SphereConfig
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables, plan_row
+    from kvrecall.index.sphere.pages import CodePages
     from kvrecall.index.sphere.schedule import stage_sizes
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     config = SphereConfig(gqa="max" if capability == 90 else "mean_softmax", **OWN)
-    made = config.build(Model(1, 2, 4, dim).layer(2, tokens=20)).maps
+    layer = Model(1, 2, 4, dim).layer(2, tokens=20)
+    made, size = config.build(layer).maps, (1024, 64, 256)[SIZES.index((dim, capability)) % 3]
     search = GpuSearch(2, 2, 4, dim, config.gqa, "product", 100, 1000, 400, made, norms=True)
-    zeros = [torch.zeros(2, 2, 1000, w, dtype=torch.uint8) for w in (dim // 8, dim // 8 * 3, dim // 8, 1)]
+    pages, blocks = CodePages(config.layout(layer, size), torch.device("cpu")), torch.zeros(2, 1024 // size, dtype=torch.int32)
     none, fire = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     plan = torch.tensor([plan_row(1000, stage_sizes(config.steps, 1000, 100, 4), 0)] * 2, dtype=torch.int32)
-    tables = Tables(*zeros[:3], none, none, zeros[3])
+    tables = Tables(pages.codes, blocks, none, none)
     search.launch(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, plan, fire, 0.1)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {"rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel", "top_kernel"}
@@ -210,6 +219,22 @@ def test_attention_to_rows_of_the_device_and_of_the_host(
     attend_rows(queries, HostRows(torch.zeros(2, 2, 100, dtype=torch.int32), empty_table(2, dim, dtype)), 0.1, softcap)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {"rows_kernel", "host_rows_kernel", "merge_lse_kernel"}
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize(("dim", "capability", "dtype"), [(*on, DTYPES[i % 3]) for i, on in enumerate(SIZES)])
+def test_attention_to_whole_zones_of_the_device(
+    dtype: torch.dtype, dim: int, capability: int, launches: dict[str, Any]
+) -> None:
+    from kvrecall.attend.zones import ZoneAttention, attend_zones
+
+    queries, table = torch.zeros(2, 8, 1, dim, dtype=dtype), empty_table(2, dim, dtype)
+    softcap = 30.0 if dim == 256 else 0.0
+    attend_zones(queries, table, torch.zeros(2, dtype=torch.int32), 150, 0.1, softcap)
+    new = torch.zeros(2, 2, 1, dim, dtype=dtype)
+    ZoneAttention(table, 8, 5, 150).launch(queries, new, new, AttentionParams(0.1, softcap))
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {"zone_kernel", "merge_lse_kernel", "zone_step_kernel", "merge_kernel"}
     compile_all(launches, capability)
 
 
@@ -274,12 +299,12 @@ UNIT_LAYERS = {
 
 @pytest.mark.parametrize(("name", "capability"), paired(UNIT_LAYERS, every="prkv"))
 def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.engine.captured.layers import Layers
+    from tests.interpreted.slots import in_slots
 
     method, dtype = UNIT_LAYERS[name]
     layer = state(method, 2, dtype=dtype)
     start_in(layer, dtype)
-    captured = Layers([layer], 16).all[0]
+    captured = in_slots([layer], 16)[0].all[0]
     if captured.early:
         captured.search_early()
     softcap = 30.0 if name in ("dense", "landmarks") else 0.0
@@ -290,7 +315,7 @@ def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launch
     assert names == {
         "louiskv": searching - {"page_kernel"} | {"trigger_kernel", "ascend_kernel", "segment_kernel"},
         "prkv": searching - {"merge_kernel"} | {"merge_lse_kernel"}, "landmarks": searching,
-        "early": searching | {"turned_kernel"}, "dense": {"whole_kernel", "merge_kernel"},
+        "early": searching | {"turned_kernel"}, "dense": {"zone_step_kernel", "merge_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 

@@ -122,7 +122,8 @@ def test_covering_budget_gives_the_tokens_of_full_attention(method: kvrecall.Met
     agree = (out == expected).float().mean().item()
     assert agree == 1.0 if dtype == torch.float32 else agree > 0.9  # bf16: another kernel may round a near-tie the other way
     total = cache.stats().to_dict()["total"]
-    assert total["bytes_to_device"] > 0 and total["bytes_to_host"] > 0
+    # Rows of a layer that searches nothing stay on the GPU.
+    assert (total["bytes_to_device"] > 0) == (total["bytes_to_host"] > 0) == (method.top_k is not None)
 
 
 @pytest.mark.parametrize("gqa", ["mean_q", "per_head"])
@@ -162,7 +163,7 @@ def test_a_captured_decode_finds_announced_memory_large_enough() -> None:
         for state in (layer.state for layer in cache.retrieval_layers):
             assert state is not None and isinstance(state.index, SphereIndex)
             table = state.store.reach(1)
-            found += [state.index._signs.rows.data_ptr(), table.rows.data_ptr(), *table.blocks.flatten().tolist()]
+            found += [state.index.pages.tensor.data_ptr(), table.rows.data_ptr(), *table.blocks.flatten().tolist()]
         return found
 
     before = places()

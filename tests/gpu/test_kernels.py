@@ -18,6 +18,7 @@ from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import encode as reference_encode
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.backends import models
+from tests.index.sphere.build import coded
 from tests.index.sphere.calibrated import OWN, Model
 from tests.strategies import DTYPES, HEAD_DIMS, some_of_each
 
@@ -30,8 +31,6 @@ KINDS = [("bf16", "bf16"), ("fp32", "bf16"), ("fp16", "bf16"), ("fp16", "fp16")]
 
 @pytest.mark.parametrize(("dim", "kinds"), some_of_each(HEAD_DIMS, KINDS, 2))
 def test_encode(dim: int, kinds: tuple[str, str]) -> None:
-    from kvrecall.index.sphere.kernels.encode import encode
-
     dtype, weight = kinds
     keys = torch.randn(3, 4097, 2, dim, device="cuda").to(DTYPES[dtype])[:, :, 0]
     keys[:, 7] = 0
@@ -40,7 +39,7 @@ def test_encode(dim: int, kinds: tuple[str, str]) -> None:
     keys[:, 9] *= tiny
     layer = LayerShape(1, len(keys), len(keys), dim, keys.dtype, keys.device)
     maps = SphereConfig().build(layer).maps
-    made, expected = encode(keys, maps, 0, DTYPES[weight]), reference_encode(keys, maps.rotation, DTYPES[weight])
+    made, expected = coded(keys, maps, 0, DTYPES[weight]), reference_encode(keys, maps.rotation, DTYPES[weight])
     for name in ("signs", "magnitudes"):
         assert (getattr(made, name) != getattr(expected, name)).float().mean() < 2e-4, name  # on a threshold, one bit flips
     weights, wanted = made.weights.float(), expected.weights.float()
@@ -51,8 +50,6 @@ def test_encode(dim: int, kinds: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("dim", "dtype"), some_of_each(HEAD_DIMS, ["bf16", "fp16"], 1))
 @pytest.mark.parametrize("number", [0, 1_000_041])
 def test_encode_with_centres_of_positions_and_maps_of_heads(number: int, dim: int, dtype: str) -> None:
-    from kvrecall.index.sphere.kernels.encode import encode
-
     keys = (torch.randn(3, 4097, dim, device="cuda") * torch.linspace(0.1, 5, dim, device="cuda")).to(DTYPES[dtype])
     model = Model(dim, 3, 1, dim)
     maps = SphereConfig(**OWN).build(replace(model.layer(), device=keys.device, dtype=keys.dtype)).maps
@@ -60,7 +57,7 @@ def test_encode_with_centres_of_positions_and_maps_of_heads(number: int, dim: in
     assert centres is not None
     keys += centres.to(keys.dtype)
     keys[:, 7], keys[:, 9] = 0, centres[:, 9].to(keys.dtype)
-    made = encode(keys, maps, number, norms=True)
+    made = coded(keys, maps, number, norms=True, block_size=1024)
     expected = reference_encode(keys, maps.keys, torch.bfloat16, centres, True, number)
     assert made.norms is not None and expected.norms is not None
     assert (made.norms != expected.norms).float().mean() < 2e-4

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.cache.blocks import stacked
 from kvrecall.core.structs import AttentionParams, Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
@@ -49,8 +50,9 @@ def test_a_search_finds_the_same_ids_every_time(name: str) -> None:
     gpu, planned = index._gpu, index._planned
     assert gpu is not None and planned is not None
     graph = torch.cuda.CUDAGraph()
+    tables = index.tables(stacked(index._tables, CUDA))
     with torch.cuda.graph(graph):
-        gpu.launch(queries, index.tables(), *planned[1:], budget.scaling)
+        gpu.launch(queries, tables, *planned[1:], budget.scaling)
     aside, other = torch.cuda.Stream(), normal(3, 4096, 4096)
     for _ in range(10):
         with torch.cuda.stream(aside):
@@ -96,9 +98,8 @@ def test_rows_beyond_two_to_the_31_in_a_captured_step() -> None:
     pool.extend(tokens)
     pool.write(tokens - 24, last.cpu())
     index.reserve(tokens + 64)
-    for table in index._tables:
-        table.rows.zero_()
-    index._zero_norms.fill_(1)
+    index.pages.tensor[: index.pages.given].zero_()
+    index.zero_norms.fill_(1)
     index.extend(0, tokens - 24)
     index.append(0, last[:, :, 0])
     captured, plan = borrowed(state, 64)

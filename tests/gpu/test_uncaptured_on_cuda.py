@@ -154,7 +154,7 @@ def test_generated_tokens_are_those_of_the_cpu(name: str, ragged: bool) -> None:
     assert answers[0] == answers[1]
     for field in ("steps", "searches", "attended_tokens", "retrieved_tokens", "static_tokens", "bytes_fetched"):
         assert getattr(counters[1], field) == pytest.approx(getattr(counters[0], field), rel=0.02), field
-    assert counters[1].bytes_to_host > 0 and counters[1].bytes_to_device > 0
+    assert (counters[1].bytes_to_host > 0) == (counters[1].bytes_to_device > 0) == (name != "full")
 
 
 def layer(method: kvrecall.Method, dtype: torch.dtype = torch.bfloat16) -> LayerState:
@@ -202,10 +202,12 @@ def test_no_memory_grows_over_two_thousand_steps(name: str) -> None:
     assert state.store.zones(0).total == 2600 and all(pool.length > 2500 for pool in state.store.host)
 
 
-def test_the_host_waits_for_nothing_in_a_step() -> None:
+@pytest.mark.parametrize("on_device", [True, False], ids=["rows-on-device", "rows-on-host"])
+def test_the_host_waits_for_nothing_in_a_step(on_device: bool) -> None:
     """Attention to the whole zone, updates included: torch raises where the host would wait for the GPU."""
     method = kvrecall.Full(**ZONES | {"local_tokens": 64})
     state, params = layer(method), AttentionParams(0.125)
+    state.store.place(on_device)
     for pool in state.store.host:
         pool.reserve(1000)
     prefill_layer(state, *tokens(0, 300), None, params)
@@ -219,7 +221,7 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
             decode_step(state, *new, None, params)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert state.stats.steps == 23
+    assert state.stats.steps == 23 and state.store.on_device == on_device
 
 
 def course(seed: int, slow: Tensor | None, steps: int = 400) -> list[Tensor]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured.recorded import Member, RecordedStep
 
 
 class Idle:
@@ -18,26 +20,42 @@ class Idle:
         return lambda *_: None
 
 
-class Launched(captured.CapturedDecoder):
+class Launched(RecordedStep):
     """Launches in place of replays."""
 
-    def _warm_up(self) -> torch.Tensor:
-        self._branch: Any = Idle()
-        self._layers.prepare(trial=True)
-        return self._launch().clone()
+    recorded_steps = 0
+    """How many were recorded."""
 
-    def _record(self) -> None:
-        self._graph: Any = self
+    def record(self, model: Any, call: Any, member: Member) -> None:
+        self._model, self._call = model, call
+        super().record(model, call, member)
+
+    def _warm_up(self, launch: Any) -> torch.Tensor:
+        self._branch: Any = Idle()
+        self.layers.prepare(trial=True)
+        return launch().clone()
+
+    def _record(self, launch: Any) -> None:
+        Launched.recorded_steps += 1
+        self._graph = Graph(self)
+
+
+class Graph:
+    """Calls the model with the cache of whoever is in the slots."""
+
+    def __init__(self, step: Launched) -> None:
+        self._step = step
 
     def replay(self) -> None:
-        self._logits = self._launch()
-        self._positions += 1
-        self._parity.copy_(1 - self._parity)
+        step = self._step
+        step.logits = step._launch(step._model, partial(step._forward, step._call, step.members[0].cache))
+        step._move_on()
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures whatever is asked for, and waits for nothing."""
     monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(captured.CapturedDecoder, "kind", Launched)
     monkeypatch.setattr(torch.cuda, "current_stream", Idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Idle)

@@ -17,6 +17,8 @@ from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured import recorded
+from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.engine.captured.sliding import SlidingWindow
 from tests.interpreted.launched import Launched, without_gpu
 
@@ -40,7 +42,7 @@ OTHERS = {
 """Methods of families that do not have the one above."""
 
 
-class Counted(Launched):
+class Counted(CapturedDecoder):
     """Counts the steps of all decoders."""
 
     steps = 0
@@ -162,7 +164,7 @@ def test_captured_steps_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "own_mask", refuse)
     monkeypatch.setattr(attention, "flash_attention_mask", looked)
-    decoder = Launched(model, cache, 8)
+    decoder = CapturedDecoder(model, cache, 8)
     for _ in range(3):
         decoder.step()
         assert [cache.get_seq_length(number) for number in range(3)] == [cache.get_seq_length()] * 3
@@ -179,16 +181,14 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.M
         engine.prefill(model, ids[:, :-1], one, attention_mask=mask[:, :-1])
     before = [(layer, layer.keys.clone(), layer.values.clone()) for layer in windows(cache)]
 
-    def fail(self: Any) -> None:
-        self._branch = None
-        self._layers.prepare(trial=True)
-        self._launch()
+    def fail(self: Any, launch: Any) -> None:
+        launch()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Launched, "_capture", fail)
+        patch.setattr(Launched, "_record", fail)
         with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-            Launched(model, cache, 8)
+            CapturedDecoder(model, cache, 8)
     for layer, (was, keys, values) in zip(windows(cache), before, strict=True):
         assert layer is was and torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
     made, wanted = (answer(model, one, ids, mask, 5, None)[0] for one in (cache, other))
@@ -196,11 +196,11 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     same(cache, other, torch.cat([mask, mask.new_ones(2, 5)], 1))
 
 
-def decoded(model: Any, steps: int) -> tuple[kvrecall.RetrievalCache, Launched]:
+def decoded(model: Any, steps: int) -> tuple[kvrecall.RetrievalCache, CapturedDecoder]:
     """A cache that is decoded captured, with room for 20 steps."""
     cache = kvrecall.RetrievalCache(model.config, METHOD)
     engine.prefill(model, prompt(False)[0], cache)
-    decoder = Launched(model, cache, 20)
+    decoder = CapturedDecoder(model, cache, 20)
     for _ in range(steps):
         decoder.step()
     return cache, decoder
@@ -210,23 +210,24 @@ def test_windows_come_back_where_memory_is_short_and_all_layers_though_one_fails
     model = model_of("gemma2")
     (cache, decoder), (other, wanted) = (decoded(model, 11) for _ in range(2))
     wanted.close()
-    in_order, finish, tries = SlidingWindow._in_order, type(decoder._layers.all[0]).finish, []
+    in_order, tries, first = SlidingWindow._in_order, list[bool](), type(decoder.recorded.layers.all[0])
+    give_back = first._give_back
 
     def short(self: SlidingWindow, rows: Tensor) -> tuple[Tensor, Tensor]:
-        tries.append(hasattr(self, "_attention"))
+        tries.append(len(tries) % 2 == 0)
         if tries[-1]:
             raise torch.OutOfMemoryError
         return in_order(self, rows)
 
-    def fail(self: Any) -> None:
-        finish(self)
+    def fail(self: Any, group: Any) -> None:
+        give_back(self, group)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(SlidingWindow, "_in_order", short)
-        patch.setattr(type(decoder._layers.all[0]), "finish", fail)
+        patch.setattr(first, "_give_back", fail)
         decoder.close()
-    assert tries == [True, False] * 2  # each ring goes before its copy is made
+    assert tries == [True, False] * 2  # each is put in order on the host then
     same(cache, other, prompt(False)[1].new_ones(2, 60))
     decoder.close()  # does nothing more
     same(cache, other, prompt(False)[1].new_ones(2, 60))
@@ -236,16 +237,17 @@ def test_a_capture_made_anew_that_fails_adds_no_token(monkeypatch: pytest.Monkey
     model = model_of("gemma2")
     cache = kvrecall.RetrievalCache(model.config, METHOD)
     engine.prefill(model, prompt(False)[0], cache)
-    decoder = Launched(model, cache, 3)
+    monkeypatch.setattr(recorded, "roomy", lambda tokens: tokens)
+    decoder = CapturedDecoder(model, cache, 3)
     for _ in range(3):
         decoder.step()
 
-    def fail(self: Any, capture: Any = Launched._capture) -> None:
-        capture(self)
+    def fail(self: Any, *asked: Any, record: Any = Launched.record) -> None:
+        record(self, *asked)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(Launched, "_capture", fail)
+        patch.setattr(Launched, "record", fail)
         decoder.step()
     decoder.close()
     assert cache.get_seq_length() == 43 and len(windows(cache)) == 2
@@ -267,11 +269,11 @@ def test_a_cache_whose_steps_are_captured_is_left_alone() -> None:
 def test_a_model_that_cannot_be_recorded_is_not_tried_again_unless_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tries = model_of("gemma2"), []
 
-    def fail(self: Any) -> None:
+    def fail(*_: Any) -> None:
         tries.append(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(Launched, "_capture", fail)
+    monkeypatch.setattr(Launched, "record", fail)
     for required in (False, False, True):
         cache = kvrecall.RetrievalCache(model.config, METHOD)
         with captured.captured_decoding(model, cache, 20, required=required):

@@ -22,20 +22,9 @@ from tests.layers import DIM, ZONES, left_padded, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.plan import StepPlan, pack
+from tests.interpreted.slots import in_slots
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
-
-
-def borrowed(layer: LayerState, room: int) -> tuple[CapturedLayer, StepPlan]:
-    """As the decoder does it."""
-    method, b = layer.method, layer.store.sequences
-    config = method.index_config()
-    layer.end_prompts(list(range(b)), coming=1)
-    assert isinstance(config, kvrecall.index.sphere.SphereConfig) and method.top_k is not None
-    zones = [layer.store.zones(i) for i in range(b)]
-    plan = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, method.top_k, zones)
-    return CapturedLayer(layer, plan, max(z.retrieval for z in zones) + room), plan
 
 
 def at_any_position(seed: int, batch: int, count: int, first: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,21 +51,19 @@ def compare(
     for number in range(warm):
         new = draw(500 + number, 2, 1, [n + number for n in lengths])
         decode_step(plain, *new, None, params), decode_step(other, *new, None, params)
-    captured, plan = borrowed(other, 64)
-    parity = torch.zeros(1, dtype=torch.int64)
+    layers, joined = in_slots([other], 64)
+    captured, parity = layers.all[0], torch.zeros(1, dtype=torch.int64)
     for number in range(steps):
         new = draw(1000 + number, 2, 1, [n + warm + number for n in lengths])
         expected = decode_step(plain, *new, None, params)
-        captured.renew()
-        rows = captured._plan_rows = pack(plan.rows())
+        layers.prepare()
         if captured.early:
             captured.search_early()
-        out: Tensor = captured.decode(*new, rows, parity, params)
-        plan.advance()
-        captured.moved_on()
+        out: Tensor = captured.step(*new, parity, params)
+        layers.advance()
         parity.copy_(1 - parity)
         torch.testing.assert_close(out, expected, atol=atol, rtol=2e-6)
-    captured.finish()
+    layers.leave(joined)
     return plain, other
 
 
@@ -142,7 +129,7 @@ def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
     """
     layer = state(replace(METHODS[name], local_tokens=2, update_interval=2), 1, told=False)
     start(layer, [90])
-    captured, plan = borrowed(layer, 64)
+    layers, joined = in_slots([layer], 64)
     assert isinstance(layer.index, SphereIndex)
     centre = layer.index.maps.centres(87, 1)
     keys = [torch.zeros(2, 1, DIM), torch.zeros(2, 1, DIM) if centre is None else centre]
@@ -150,14 +137,15 @@ def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
     for number in range(6):  # until both have left the window
         queries, key, values = tokens(number, 1, 1)
         key = keys[number].unsqueeze(0) if number < 2 else key
-        captured.decode(queries, key, values, pack(plan.rows()), parity, params)
-        plan.advance()
+        layers.prepare()
+        layers.all[0].step(queries, key, values, parity, params)
+        layers.advance()
         parity.copy_(1 - parity)
-    captured.finish()
+    layers.leave(joined)
     weights = layer.index.codes(0).weights[:, 86:88]
     assert layer.index.lengths[0] >= 88 and not weights[:, 0].any()
     assert weights[:, 1].all() == (centre is not None) and weights.abs().max() < 1e-30
-    assert layer.index._zero_norms.all()
+    assert layer.index.zero_norms.all()
 
 
 @pytest.mark.parametrize("name", ["collisions", "balanced"])
@@ -181,9 +169,12 @@ def test_the_stages_that_are_timed_alone_are_a_step() -> None:
 
     layer = state(METHODS["balanced"], 2)
     start(layer, [90, 61])
-    captured, plan = borrowed(layer, 16)
+    layers, _ = in_slots([layer], 16)
+    layers.prepare()
+    captured = layers.all[0]
+    assert isinstance(captured, CapturedLayer)
     bench = Bench.__new__(Bench)  # without its layers, which lie on a GPU
-    bench.new, bench.params, bench.rows = list(tokens(7, 2, 1)), AttentionParams(DIM**-0.5), pack(plan.rows())
+    bench.new, bench.params, bench.rows = list(tokens(7, 2, 1)), AttentionParams(DIM**-0.5), layers.plans[0].rows()
     bench.parity = torch.zeros(1, dtype=torch.int64)
     expected = captured.decode(*bench.new, bench.rows, bench.parity, bench.params).clone()
     captured.forget_trial()
@@ -249,11 +240,12 @@ def test_softcap_and_learned_sinks_reach_the_kernels() -> None:
 def test_a_key_that_is_not_finite_is_flagged() -> None:
     layer = state(METHODS["collisions"], 2)
     start(layer, [90, 61])
-    captured, plan = borrowed(layer, 16)
+    layers, _ = in_slots([layer], 16)
+    layers.prepare()
     queries, keys, values = tokens(7, 2, 1)
     values[1, 0, 0, 3] = float("inf")
-    captured.decode(queries, keys, values, pack(plan.rows()), torch.zeros(1, dtype=torch.int64), AttentionParams(0.1))
-    assert captured.bad.tolist() == [0, 1]
+    layers.all[0].step(queries, keys, values, torch.zeros(1, dtype=torch.int64), AttentionParams(0.1))
+    assert layers.all[0].bad.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["stride", "semantic-retrieval"])
@@ -263,16 +255,17 @@ def test_a_second_turn_goes_on_from_what_was_given_back(name: str) -> None:
     plain, other = compare(METHODS[name], 2, params)
     chunk = tokens(70, 2, 13)
     torch.testing.assert_close(prefill_layer(other, *chunk, None, params), prefill_layer(plain, *chunk, None, params))
-    captured, plan = borrowed(other, 64)
+    layers, joined = in_slots([other], 64)
     parity = torch.zeros(1, dtype=torch.int64)
     for number in range(5):
         new = tokens(2000 + number, 2, 1)
         expected = decode_step(plain, *new, None, params)
-        out = captured.decode(*new, pack(plan.rows()), parity, params)
-        plan.advance()
+        layers.prepare()
+        out = layers.all[0].step(*new, parity, params)
+        layers.advance()
         parity.copy_(1 - parity)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
-    captured.finish()
+    layers.leave(joined)
     assert other.stats.searches == plain.stats.searches
 
 

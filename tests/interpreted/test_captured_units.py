@@ -21,7 +21,7 @@ from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.engine.captured.base import require_pinned
-from kvrecall.engine.captured.layers import Layers
+from tests.interpreted.slots import in_slots
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
@@ -67,10 +67,10 @@ def both(method: kvrecall.Method, warm: int, lengths: list[int]) -> tuple[LayerS
 def go_on(plain: LayerState, other: LayerState, steps: int, seed: int, params: AttentionParams = PARAMS) -> None:
     """Captured steps beside uncaptured ones; every output and every selection must agree."""
     b = plain.shape.sequences
-    layers = Layers([other], steps)
+    layers, joined = in_slots([other], steps)
     layers.prepare(trial=True)
     layers.all[0].step(*tokens(9, b, 1), torch.zeros(1, dtype=torch.int64), params)
-    layers.all[0].forget_trial()
+    layers.forget_trial()
     for number in range(steps):
         new = tokens(seed + 3 * number, b, 1)
         expected = decode_step(plain, *new, None, params)
@@ -82,7 +82,7 @@ def go_on(plain: LayerState, other: LayerState, steps: int, seed: int, params: A
         torch.testing.assert_close(
             out, expected, atol=2e-6, rtol=2e-6, msg=lambda text, number=number: f"step {number}: {text}"
         )
-    layers.all[0].finish()
+    layers.leave(joined)
 
 
 def same(plain: LayerState, other: LayerState) -> None:
@@ -129,7 +129,7 @@ def test_room_that_cannot_be_page_locked_is_refused(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr("kvrecall.engine.captured.layers.require_pinned", lambda _: require_pinned(gpu))
         with pytest.raises(CaptureError, match=r"refused to pin host memory.*ulimit"):
-            Layers([other], 5)
+            in_slots([other], 5)
     go_on(plain, other, 3, 1000)
     same(plain, other)
 
@@ -185,7 +185,7 @@ def test_no_captured_step_waits_for_all_keys(
 ) -> None:
     """Each is read once, in the steps of the lead; where that fails, the next call makes up for it."""
     plain, other = both(METHODS[name], 1, [74])
-    layers, read, by_step = Layers([other], interval), [], []
+    (layers, joined), read, by_step = in_slots([other], interval), [], []
 
     def spy(source: Zone, start: int, keys: torch.Tensor) -> None:
         read.append(keys.shape[1])
@@ -210,7 +210,7 @@ def test_no_captured_step_waits_for_all_keys(
         torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
     assert other.static[0] is not chosen and not by_step[0] and not by_step[-1]
     assert fails or (sum(by_step) == zone and max(by_step) <= zone * 8 / 5 / lead + 4)
-    layers.all[0].finish()
+    layers.leave(joined)
     same(plain, other)
 
 
@@ -222,7 +222,7 @@ def test_a_set_that_cannot_take_its_place_does_so_later(
     """Memory runs out when the state has been given back; the next call, or closing the decode, goes on from there."""
     for closes in (False, True):
         plain, other = both(METHODS[name], 1, [74, 55])
-        layers, chosen = Layers([other], interval + 2), other.static[0]
+        (layers, joined), chosen = in_slots([other], interval + 2), other.static[0]
         for number in range(interval + 2):
             if number == interval - 1:  # the set is due
                 target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_load")
@@ -236,7 +236,7 @@ def test_a_set_that_cannot_take_its_place_does_so_later(
             out = layers.all[0].step(*new, torch.tensor([number % 2]), PARAMS)
             layers.advance()
             torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
-        layers.all[0].finish()
+        layers.leave(joined)
         if closes:
             for number in range(interval - 1, interval + 2):  # uncaptured from here on
                 new = tokens(1000 + 3 * number, 2, 1)

@@ -15,14 +15,15 @@ from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes
 from kvrecall.index.sphere.codes import encode as reference_encode
 from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.pages import CodeLayout, CodePages
 from kvrecall.index.sphere.turns import SPAN
-from tests.index.sphere.build import index_of, shape, synthetic_keys
+from tests.index.sphere.build import coded, index_of, shape, synthetic_keys
 from tests.index.sphere.calibrated import OWN, Halves, Model
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.index.sphere.kernels import encode as kernels
-from kvrecall.index.sphere.kernels.encode import count_signs, encode
+from kvrecall.index.sphere.kernels.encode import count_signs
 
 
 def check(made: Codes, expected: Codes, step: float = 1e-5) -> None:
@@ -60,7 +61,7 @@ def test_codes_of_common_huge_tiny_and_zero_keys(dim: int) -> None:
     keys = torch.cat([gaussian(1, 2, 30, dim), gaussian(2, 2, 3, dim) * 1e30, gaussian(3, 2, 3, dim) * 1e-30], 1)
     keys[:, 7:9] = 0
     keys[:, 8, 3] = 3.4e38
-    made, expected = (f(keys, rotation_of(dim), 0, torch.float32) for f in (encode, expected_codes))
+    made, expected = (f(keys, rotation_of(dim), 0, torch.float32) for f in (coded, expected_codes))
     check(made, expected)
     assert not made.weights[:, 7].any() and made.weights[:, 8].isfinite().all()
 
@@ -73,7 +74,7 @@ def test_keys_of_any_dtype_between_their_values(weight: torch.dtype, dtype: torc
     rows = torch.stack([gaussian(dim, 3, 90, dim), torch.full((3, 90, dim), float("nan"))], 2).to(dtype)
     rows[:, 70:] = float("nan")
     keys, maps = rows[:, :70, 0], rotation_of(dim)
-    check(encode(keys, maps, 0, weight), expected_codes(keys, maps, 0, weight), 2**-6)
+    check(coded(keys, maps, 0, weight), expected_codes(keys, maps, 0, weight), 2**-6)
 
 
 NUMBERS = (0, 50, 63, 64, 1000)
@@ -94,16 +95,16 @@ def test_centres_of_positions_maps_of_heads_and_norms(number: int, dtype: str, d
     torch.testing.assert_close(centres, made.centres(number, 83), rtol=1e-6, atol=1e-6)
     keys[:, 7] = 0
     keys[:, 9] = centres[:, 9]  # a key at its centre but for its dtype's rounding
-    ours = encode(keys, made, number, torch.float32, True)
+    ours = coded(keys, made, number, torch.float32, True)
     check(ours, reference_encode(keys, made.keys, torch.float32, centres, True, number))
     assert not ours.weights[:, 7].any() and ours.weights[:, 9].all()
-    small = encode(keys, made, number, torch.uint8)
+    small = coded(keys, made, number, torch.uint8)
     assert torch.equal(small.weights, pack(ours.weights)) and small.norms is None
-    others = encode(keys, made, number + 64, torch.float32, True)
+    others = coded(keys, made, number + 64, torch.float32, True)
     apart = made.centres(number + 64, 83)
     assert apart is not None and not torch.equal(others.signs, ours.signs) and not torch.equal(apart, centres)
     plain = SphereConfig(**OWN | {"center": False}).build(layer).maps
-    check(encode(keys, plain, number, torch.float32), expected_codes(keys, plain, number, torch.float32))
+    check(coded(keys, plain, number, torch.float32), expected_codes(keys, plain, number, torch.float32))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -114,47 +115,48 @@ def test_a_key_and_a_centre_that_lie_too_far_apart_for_fp32() -> None:
     mean[0, 3] = -3e38
     calibration = LayerCalibration(NoRotary(64), KeyStatistics(100, mean, square, square))
     maps = Maps.of(layer, calibration, SphereConfig(**OWN))
-    ours, expected = (f(keys, maps, 0, torch.float32) for f in (encode, expected_codes))
+    ours, expected = (f(keys, maps, 0, torch.float32) for f in (coded, expected_codes))
     check(ours, expected)
     assert ours.weights.isfinite().all()
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(0, 64), (1, 16), (63, 64), (64, 16), (65, 256), (200, 16), (200, 64), (200, 1024)]
+)
 @pytest.mark.parametrize("kind", ["rotated", "centred"])
-def test_any_number_of_tokens_into_rows_of_tables(kind: str, tokens: int) -> None:
+def test_any_number_of_tokens_into_blocks_of_any_size(kind: str, tokens: int, size: int) -> None:
+    """Programs straddle the blocks of sixteen tokens; `coded` checks what is around the tokens."""
     model = Model(1, 2, 1, 128)
     maps = rotation_of(128) if kind == "rotated" else SphereConfig(**OWN).build(model.layer()).maps
     keys = synthetic_keys("zeros", 3, 2, tokens, 128).bfloat16()
-    tables = [torch.full((2, 300, width), 77, dtype=torch.uint8) for width in (16, 48, 16, 1)]
-    at = slice(37, 37 + tokens)
     zero_norms = torch.zeros(2, dtype=torch.int32)
-    into = Codes(*(table[:, at] for table in tables))
-    assert encode(keys, maps, 37, into=into, zero_norms=zero_norms) is into
+    made = coded(keys, maps, 37, torch.uint8, True, zero_norms, size)
     expected = expected_codes(keys, maps, 37, torch.uint8, True)
-    check(into, expected)
+    check(made, expected)
     assert torch.equal(zero_norms, (expected.weights == 0).all(-1).any(-1).int())
-    for table in tables:
-        assert (table[:, :37] == 77).all() and (table[:, at.stop :] == 77).all()
 
 
 def test_only_heads_with_a_key_of_zero_norm_are_marked() -> None:
     keys, zero_norms = gaussian(1, 3, 70, 80), torch.zeros(3, dtype=torch.int32)
     keys[1, 66] = 0
-    encode(keys, rotation_of(80), 0, zero_norms=zero_norms)
+    coded(keys, rotation_of(80), 0, zero_norms=zero_norms)
     assert zero_norms.tolist() == [0, 1, 0]
-    encode(keys[:, :60], rotation_of(80), 0, zero_norms=zero_norms)
+    coded(keys[:, :60], rotation_of(80), 0, zero_norms=zero_norms)
     assert zero_norms.tolist() == [0, 1, 0]  # what was marked stays
 
 
-@pytest.mark.parametrize("blocks", [8, 10, 16, 32])
+@pytest.mark.parametrize(("blocks", "size"), [(8, 16), (10, 64), (16, 16), (16, 256), (32, 64)])
 @pytest.mark.parametrize("tokens", [0, 1, 130])
-def test_counts(tokens: int, blocks: int) -> None:
-    table = torch.randint(0, 9, (2, 200, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)) * 31
-    signs, counts = table[:, 20 : 20 + tokens], torch.zeros(2, blocks, 256, dtype=torch.int32)
-    count_signs(signs, counts, 1)
+def test_counts(tokens: int, blocks: int, size: int) -> None:
+    count = 256 // size
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int()
+    every = torch.randint(0, 9, (count, 2, size, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)) * 31
+    signs = every[table.long()].transpose(0, 1).flatten(1, 2)[:, 20 : 20 + tokens]
+    counts = torch.zeros(2, blocks, 256, dtype=torch.int32)
+    count_signs(every, table, counts, 20, 20 + tokens, 1)
     expected = [[torch.bincount(s.long(), minlength=256).tolist() for s in head.T] for head in signs]
     assert counts.tolist() == expected
-    count_signs(signs[:, 1:], counts, -1)
+    count_signs(every, table, counts, 21, 20 + tokens, -1)
     assert counts.sum() == 2 * blocks * min(tokens, 1) and (counts >= 0).all()
 
 
@@ -174,17 +176,18 @@ def test_an_index_that_its_kernels_fill(config: dict[str, Any], monkeypatch: pyt
         assert len(calls) == (3 if index._kernels else 0)
         return index
 
-    ours, expected = build(encode), build(None)
+    ours, expected = build(kernels.encode), build(None)
     assert ours.lengths == expected.lengths == [140, 66]
     for b in range(2):
         check(ours.codes(b), expected.codes(b), 2**-6)
         differing = (ours.codes(b).signs != expected.codes(b).signs).sum()
         assert (ours.counts[b] - expected.counts[b]).abs().sum() <= 2 * differing
-    assert torch.equal(ours._zero_norms, expected._zero_norms) and ours._zero_norms.tolist() == [[1, 1], [0, 0]]
+    assert torch.equal(ours.zero_norms, expected.zero_norms) and ours.zero_norms.tolist() == [[1, 1], [0, 0]]
     assert bool(ours.counts.any()) == (ours.config.stage1 == "collision")
 
 
-def test_tables_of_another_length_are_refused() -> None:
-    rows: list[Tensor] = [torch.empty(2, n, width, dtype=torch.uint8) for n, width in ((9, 8), (9, 24), (10, 8))]
+def test_parts_of_different_blocks_are_refused() -> None:
+    pages, others = (CodePages(CodeLayout(2, 64, torch.uint8, False, size), torch.device("cpu")) for size in (16, 64))
+    into, blocks = replace(pages.codes, weights=others.codes.weights), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(AssertionError):
-        encode(gaussian(1, 2, 4, 64), rotation_of(64), 0, into=Codes(*(x[:, :4] for x in rows)))
+        kernels.encode(gaussian(1, 2, 4, 64), rotation_of(64), 0, into, blocks)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 import kvrecall
 from benchmarks import first_step
-from benchmarks.first_step import TOLERANCE, Watched, agree, check_step
-from benchmarks.given import Asking, Turning
+from benchmarks.first_step import TOLERANCE, Watched, WatchedStep, agree, check_step
+from benchmarks.given import AskingStep, Turning
 from benchmarks.gpu_layer import COSINE
 from kvrecall import engine
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured.recorded import RecordedStep
 from tests.interpreted.launched import Launched, without_gpu
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "top_k": 6, "full_attention_threshold": 0}
@@ -32,8 +32,12 @@ METHODS = {
 LENGTH = 60
 
 
-class OnCpu(Watched, Launched):
+class WatchedOnCpu(WatchedStep, Launched):
     """Keeps what the launches answer."""
+
+
+class OnCpu(Watched):
+    kind = WatchedOnCpu
 
 
 @pytest.fixture(autouse=True)
@@ -78,19 +82,16 @@ def test_replayed_layers_answer_as_uncaptured_ones_and_leave_nothing_behind(name
 
 def test_a_layer_that_attends_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, ids = prefilled(METHODS["louiskv"])
-    step = captured.CapturedDecoder._attend
-    monkeypatch.setattr(captured.CapturedDecoder, "_attend", lambda *asked: 1.1 * step(*asked))
+    step = RecordedStep._attend
+    monkeypatch.setattr(RecordedStep, "_attend", lambda *asked: 1.1 * step(*asked))
     with pytest.raises(AssertionError, match=r"product, attention of layer 0: differs by 0\.1"):
         check_step("product", model, cache, ids, 16, decoder=OnCpu)
 
 
-class AskingOnCpu(Asking, OnCpu):
-    """Queries of a source, and what the layers were asked."""
-
-
 def test_layers_are_asked_queries_that_turn() -> None:
     model, cache, ids = prefilled(METHODS["louiskv"])
-    decoder = AskingOnCpu(model, cache, 16, source=Turning(cache.signature, "cpu", torch.float32))
+    step: Any = type("Step", (AskingStep, WatchedOnCpu), {"source": Turning(cache.signature, "cpu", torch.float32)})
+    decoder = type("Decoder", (Watched,), {"kind": step})(model, cache, 16)
     decoder.input_ids.copy_(ids)
     asked = []
     for _ in range(3):

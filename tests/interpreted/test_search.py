@@ -12,7 +12,7 @@ from kvrecall.core.structs import Budget
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.index.sphere.turns import SPAN
-from tests.index.sphere.build import index_of, synthetic_keys
+from tests.index.sphere.build import index_in_blocks, index_of, synthetic_keys
 from tests.index.sphere.build import search_both as by_numba_and_by_reference
 from tests.index.sphere.calibrated import Halves, Model, filled
 from tests.strategies import DTYPES, MODES, gaussian, some_of_each
@@ -120,3 +120,38 @@ def test_many_tiles_many_chunks_and_ties(rows: int, tiles: int, monkeypatch: pyt
     step = (RatioStep(None, 0.5, 0.5),)
     index = index_of(keys, 2, gqa="max", stage1="product", schedule=step, weight_dtype="float32", min_candidates_per_k=1)
     search_both(index, gaussian(3, 2, 2, 64), 40)
+
+
+@pytest.mark.parametrize(("kind", "size", "tile"), [
+    ("collisions", 16, 1024), ("collisions", 1024, 2048), ("collisions", 4096, 1024), ("products", 16, 2048),
+    ("products", 64, 1024), ("products", 256, 1024), ("balanced", 16, 1024), ("balanced", 64, 2048), ("balanced", 512, 1024),
+    ("balanced", 1024, 2048), ("balanced", 4096, 1024),
+])  # fmt: skip
+def test_ids_do_not_depend_on_the_blocks(kind: str, size: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles in one block and over several, which are looked up once or token by token; blocks in any order, beside ones."""
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._SCAN_TOKENS", tile)
+    config: dict[str, Any] = {
+        "collisions": {"gqa": "max", "weight_dtype": "float32"},
+        "products": {"gqa": "mean_softmax", "stage1": "product", "weight_dtype": "float32"},
+        "balanced": {"gqa": "max", "stage1": "product", "center": True, **EIGHT},
+    }[kind]
+    keys = [3 * gaussian(4, 2, 1, 64) + gaussian(5, 2, 1100, 64), 3 * gaussian(4, 2, 1, 64) + gaussian(6, 2, 61, 64)]
+    keys[0][:, 11::200] = 0
+    index = index_in_blocks(keys, 2, size, schedule=STEP, min_candidates_per_k=1, **config)
+    index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
+    search_both(index, gaussian(3, 2, 4, 64), 20)
+
+
+def test_scratch_is_kept_while_blocks_come() -> None:
+    """It grows by steps, and once where a length is announced."""
+    index = index_of([gaussian(1, 2, 40, 64)], 1, gqa="max", stage1="product", schedule=(RatioStep(None, 0.01, 0.01),))
+    index._kernels, made = True, set()
+    for number in range(6):
+        index.append(0, gaussian(2 + number, 2, 30, 64))
+        index.search(gaussian(3, 1, 2, 64), Budget(5, 0.1), [0])
+        made.add(id(index._gpu))
+    assert len(made) == 1 and index._gpu is not None and index._gpu.tokens == 1024
+    index.reserve(5000)
+    index.append(0, gaussian(9, 2, 900, 64))
+    index.search(gaussian(3, 1, 2, 64), Budget(5, 0.1), [0])
+    assert index._gpu.tokens == 5120

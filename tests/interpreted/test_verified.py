@@ -11,18 +11,17 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.cache.layer import LayerStore
 from kvrecall.core.errors import CaptureError, CaptureMismatchError
-from kvrecall.core.structs import HostTable
 from kvrecall.layer.state import LayerState
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.whole import WholeAttention
 from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured import verify
+from kvrecall.engine.captured import recorded, verify
 from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer
+from kvrecall.engine.captured.layers import Layers
 from kvrecall.engine.captured.units import UnitLayer
 from tests.interpreted.launched import Launched, without_gpu
 
@@ -50,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("several_blocks")
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    monkeypatch.setattr(captured, "CapturedDecoder", Launched)
+    monkeypatch.setattr(recorded, "roomy", lambda tokens: tokens)  # every further room is recorded anew
 
 
 def prefilled(model: Any, method: kvrecall.Method, sequences: int = 1) -> tuple[kvrecall.RetrievalCache, Tensor]:
@@ -69,13 +68,12 @@ def test_a_trial_is_the_uncaptured_step_and_leaves_nothing(name: str, monkeypatc
         differences.append(difference(made, expected))
         return differences[-1]
 
-    def reached(self: Any, tokens: int, reach: Any = LayerStore.reach) -> HostTable:
-        table = reach(self, tokens)
-        tables.append(table.blocks[:, : 27 // table.block_size + 1].tolist())
-        return table
+    def joining(self: Any, joined: Any, join: Any = Layers.join) -> None:
+        join(self, joined)
+        tables.append(self.table[:, : 27 // joined.states[0].store.pool.block_size + 1].tolist())
 
     monkeypatch.setattr(verify, "difference", told)
-    monkeypatch.setattr(LayerStore, "reach", reached)
+    monkeypatch.setattr(Layers, "join", joining)
     answers, caches = [], []
     for capture in (False, True):
         cache, ids = prefilled(model, METHODS[name])
@@ -151,15 +149,21 @@ def test_a_wrong_graph_is_not_used_and_one_hears_of_it(monkeypatch: pytest.Monke
 class Stale(Launched):
     """A replay that does not read the step's tokens."""
 
-    def replay(self) -> None:
-        before = self.input_ids.clone()
-        self.input_ids.fill_(7)
-        super().replay()
-        self.input_ids.copy_(before)
+    def _record(self, launch: Any) -> None:
+        super()._record(launch)
+        replay = self._graph.replay
+
+        def stale() -> None:
+            before = self.input_ids.clone()
+            self.input_ids.fill_(7)
+            replay()
+            self.input_ids.copy_(before)
+
+        self._graph.replay = stale
 
 
 def test_a_replay_that_is_wrong_between_the_layers_is_found_by_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "CapturedDecoder", Stale)
+    monkeypatch.setattr(captured.CapturedDecoder, "kind", Stale)
     model = tiny("llama", **SINGLE)
     cache, ids = prefilled(model, METHODS["every-step"])
     with pytest.raises(CaptureMismatchError, match="logits differ"), captured.captured_decoding(model, cache, 8, True):
@@ -172,18 +176,18 @@ def test_a_graph_made_anew_that_is_wrong_hands_over_to_uncaptured_steps(monkeypa
 
     class Second(Launched):
         def _verify(self, launched: Tensor) -> None:
-            made.append(self._steps)
+            made.append(int(self.positions[0]))
             if len(made) == 2:
-                self._logits = -self._logits
+                self.logits = -self.logits
             super()._verify(launched)
 
-    monkeypatch.setattr(captured, "CapturedDecoder", Second)
+    monkeypatch.setattr(captured.CapturedDecoder, "kind", Second)
     cache, ids = prefilled(model, METHODS["stride"])
     expected = engine.generate(model, None, ids, cache, max_new_tokens=7).new_tokens
     cache, _ = prefilled(model, METHODS["stride"])
     with captured.captured_decoding(model, cache, 2, required=False), pytest.warns(RuntimeWarning, match="logits differ"):
         assert engine.generate(model, None, ids, cache, max_new_tokens=7).new_tokens == expected
-    assert made == [0, 2]
+    assert made == [39, 41]
 
 
 @pytest.mark.parametrize("fits", ["sequence by sequence", "not at all"])
@@ -206,7 +210,7 @@ def test_a_copy_that_does_not_fit(fits: str, monkeypatch: pytest.MonkeyPatch) ->
     if fits == "not at all":
         cache, _ = prefilled(model, METHODS["every-step"])
         with pytest.raises(CaptureError, match="no memory for a copy of layer 0"):
-            Launched(model, cache, 8)
+            captured.CapturedDecoder(model, cache, 8)
 
 
 def test_a_rank_that_sees_fewer_heads_than_the_config_says_is_refused_or_right() -> None:
@@ -216,4 +220,4 @@ def test_a_rank_that_sees_fewer_heads_than_the_config_says_is_refused_or_right()
     for layer in cache.retrieval_layers:
         object.__setattr__(layer.state.shape, "query_heads", 8)
     with pytest.raises(CaptureError, match="layer 0 attends with 2/1 heads, but was made for 8/1"):
-        Launched(model, cache, 8)
+        captured.CapturedDecoder(model, cache, 8)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.cache.block_bytes import BlockBytes
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.structs import Held
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.page_means import PageMeansIndex
+from kvrecall.index.sphere import SphereIndex
 from kvrecall.layer.state import LayerState
 from tests.stateful.model import GROUP, HEADS, Inputs, Tokens, attention, best_ids, causal
 
@@ -134,9 +136,12 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int]) -> None:
         for number, rows in enumerate(thing.blocks()):
             _walk(rows, f"{path}.rows[{number}]", found, seen)
         return
-    if id(thing) in seen or isinstance(thing, BlockRows | BlockTable):
+    if id(thing) in seen or isinstance(thing, BlockBytes | BlockRows | BlockTable):
         return
     seen.add(id(thing))
+    if isinstance(thing, SphereIndex):  # the same of its codes
+        for number in range(len(thing.lengths)):
+            _walk(thing.codes(number).parts, f"{path}.codes[{number}]", found, seen)
     if isinstance(thing, dict):
         for name, part in thing.items():
             _walk(part, f"{path}[{name}]", found, seen)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.blocks import Device, small_blocks
 from tests.stateful.machine import SEARCHING, Course
 from tests.strategies import examples
 
@@ -22,6 +24,24 @@ OPERATIONS = int(os.environ.get("KVRECALL_STATEFUL_OPERATIONS", IN_SUITE))
 
 @pytest.mark.parametrize("name", SEARCHING)
 def test_any_course_of_operations(name: str) -> None:
+    run(name)
+
+
+@pytest.mark.parametrize("every", [None, 5, 23], ids=["gives", "refuses-often", "refuses-rarely"])
+def test_any_course_of_operations_with_rows_on_the_device(every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that search nothing keep their rows there; it refuses every so many-th demand for memory."""
+    small_blocks(monkeypatch)
+    device = Device(monkeypatch)
+
+    def room(_: torch.device) -> int:
+        device.demands += 1
+        return 0 if every and not device.demands % every else 1 << 60
+
+    monkeypatch.setattr("kvrecall.cache.block_rows.room_for_rows", room)
+    run("full")
+
+
+def run(name: str) -> None:
     steps = examples(max(1, OPERATIONS // STEPS), stateful_step_count=STEPS)
     phases = [Phase.generate] if OPERATIONS == IN_SUITE else [Phase.generate, Phase.shrink]  # which may take minutes
     machine = type(name, (Course,), {"name": name, "operations": 0})

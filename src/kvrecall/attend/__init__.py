@@ -1,7 +1,8 @@
 """Attention over parts of the tokens, each giving a Partial for the merge.
 
 `attend_rows` serves decoding (one query per head over resident or fetched rows), `attend_chunk` serves prefill (many queries
-over earlier blocks and, causally, over their own chunk), `attend_selected` attends on the CPU to rows that stay on the host.
+over earlier blocks and, causally, over their own chunk), `attend_selected` attends on the CPU to rows that stay on the host,
+`attend_zones` serves decoding over whole retrieval zones whose blocks lie on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvrecall.attend.chunk import attend_block, attend_causal
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import HostRows, HostTable, Partial, Rows
 
-__all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "start"]
+__all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "attend_zones", "start"]
 
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
@@ -45,6 +46,17 @@ def attend_selected(
     from kvrecall.attend import host
 
     return host.attend_selected(queries, table, ids, counts, scaling, softcap)
+
+
+def attend_zones(
+    queries: Tensor, table: HostTable, lengths: Tensor, longest: int, scaling: float, softcap: float = 0.0
+) -> Partial:
+    """See `reference.attend_zones`; by kernels on a GPU. longest: the largest of the lengths."""
+    if kernels_available(queries.device):
+        from kvrecall.attend import zones
+
+        return zones.attend_zones(queries, table, lengths, longest, scaling, softcap)
+    return reference.attend_zones(queries, table, lengths, longest, scaling, softcap)
 
 
 def start(work: Callable[[], list[Partial]], beside: bool) -> Callable[[], list[Partial]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.core.structs import Partial, Rows
+from kvrecall.core.structs import HostTable, Partial, Rows
 
 
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
@@ -27,6 +27,17 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     return softmax_rows(
         logits.masked_fill(~real, float("-inf")), kv[:, :, :, 1].masked_fill(~real.view(b, kv_heads, count, 1), 0.0)
     )
+
+
+def attend_zones(
+    queries: Tensor, table: HostTable, lengths: Tensor, longest: int, scaling: float, softcap: float = 0.0
+) -> Partial:
+    """Each sequence attends to the first lengths[b] tokens of its blocks. queries: `[B, H_q, 1, D]`; table: of the B sequences,
+    on the queries' device; lengths: int32 `[B]`, none above `longest`, which is at least 1."""
+    tokens = torch.arange(longest, device=queries.device)
+    blocks = table.blocks.long()[:, tokens // table.block_size]  # [B, longest]
+    kv = table.rows[blocks, :, tokens % table.block_size].transpose(1, 2)  # [B, H_kv, longest, 2, D]
+    return attend_rows(queries, Rows(kv, lengths.unsqueeze(1).expand(-1, kv.shape[1])), scaling, softcap)
 
 
 def softmax_rows(logits: Tensor, values: Tensor) -> Partial:

@@ -71,12 +71,13 @@ class StepAttention:
         """read: rows that came from the host. bad: not 0 for sequences that were given a row that is not finite."""
         self._out = zeros(b, query_heads, self._parts, dim, dtype=torch.float32)
         self._lse = zeros(b, query_heads, self._parts, dtype=torch.float32)
-        self.forget()
-
-    def forget(self) -> None:
-        """Keeps no selected rows, and counts those that are read anew."""
         self._kept_ids.fill_(-1)
-        self.read.zero_()
+
+    def forget(self, sequences: list[int]) -> None:
+        """Keeps no selected rows of some sequences, and counts those that are read anew."""
+        for b in sequences:
+            self._kept_ids[:, b] = -1
+            self.read[b] = 0
 
     def launch(
         self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, zone: Tensor, parity: Tensor, params: AttentionParams,

@@ -1,73 +1,143 @@
-"""K and V of one layer's blocks in host memory."""
+"""K and V of one layer's blocks, in host memory or on the layer's device."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
 from math import prod
 from threading import RLock
 
 import torch
 from torch import Tensor
 
+from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.cache.transfer import Pending, send
-from kvrecall.core.errors import HostMemoryError
+from kvrecall.core.errors import DeviceError, HostMemoryError
 from kvrecall.core.launch import cdiv
 
 _SLAB_TOKENS = 4096
 """Memory is asked for in pieces of so many tokens at least."""
 
+_warned = False
+
+
+@dataclass
+class _Place:
+    """Where the rows lie. blocks: how many of them are usable."""
+
+    region: Region | DeviceRegion
+    on_device: bool
+    blocks: int = 0
+
 
 class BlockRows:
-    """Rows `[blocks, H_kv, block_size, K|V, D]` at one address for as long as they live, page-locked where a GPU reads them.
+    """Rows `[blocks, H_kv, block_size, K|V, D]`, in host memory, page-locked where a GPU reads them, or on the layer's device.
 
-    Memory is given as block ids rise. Rows of a GPU are still on their way when a copy was asked for: who reads waits first.
+    Memory is given as block ids rise. Rows of the host stay at one address for as long as they live. So do rows of the device,
+    unless the device has no memory for further blocks: then all of them move to the host, once, and stay there. Who holds the
+    old tensor may go on reading it. Rows of a GPU may still be on their way to the host: who reads waits first.
     Sequences that share blocks may belong to several threads.
     """
 
-    def __init__(self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """device: of the layer, which reads the rows."""
-        shape = heads, block_size, 2, dim
-        self._region = _reserved(shape, dtype, device if device.type == "cuda" else None)
-        self.tensor = self._region.tensor
+    def __init__(
+        self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False
+    ) -> None:
+        """device: of the layer, which reads the rows. on_device: they lie there, if it gives memory."""
+        self._shape, self._dtype = (heads, block_size, 2, dim), dtype
         self.block_size, self.device = block_size, device
+        near = self._reserved_near() if on_device else None
+        self._place = self._reserved() if near is None else _Place(near, True)
         self._pending: Pending | None = None  # the last copy from the GPU; copies arrive in order
-        self._blocks, self._lock = 0, RLock()
+        self._lock = RLock()
+
+    @property
+    def tensor(self) -> Tensor:
+        """`[most blocks, H_kv, block_size, K|V, D]`; only what was given may be used."""
+        return self._place.region.tensor
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the rows lie on the layer's device, and not in host memory."""
+        return self._place.on_device
 
     @property
     def pinned(self) -> bool:
         """Whether a GPU can read the rows where they lie."""
-        return self._region.pinned
+        where = self._place.region
+        return where.pinned if isinstance(where, Region) else True
 
     def give(self, blocks: int) -> None:
-        """Makes the blocks below id `blocks` usable. Raises HostMemoryError, and changes nothing, where memory is short."""
-        if blocks > self._blocks:
-            with self._lock:
-                self._give(blocks)
+        """Makes the blocks below id `blocks` usable. Where the device refuses them, all rows move to the host.
 
-    def _give(self, blocks: int) -> None:
-        if blocks <= self._blocks:
-            return
-        wanted, available = max(blocks, self._blocks + cdiv(_SLAB_TOKENS, self.block_size)), available_host_bytes()
-        if wanted > self._region.most or self._region.missing(wanted) > available:
+        Raises HostMemoryError, and changes nothing, where host memory is short.
+        """
+        if blocks > self._place.blocks:
+            with self._lock:
+                if not self.offer(blocks):
+                    self._move(blocks)
+
+    def offer(self, blocks: int) -> bool:
+        """As `give`, but returns False, and moves nothing, where the device refuses."""
+        with self._lock:
+            place = self._place
+            if blocks > place.blocks:
+                if not place.on_device:
+                    self._give(place, blocks)
+                elif not self._give_near(place, blocks):
+                    return False
+            return True
+
+    def _give(self, place: _Place, blocks: int) -> None:
+        """Of host memory."""
+        given, missing, available = place.blocks, place.region.missing, available_host_bytes()
+        wanted = max(blocks, given + cdiv(_SLAB_TOKENS, self.block_size))
+        if wanted > place.region.most or missing(wanted) > available:
             wanted = blocks
-        need = self._region.missing(wanted)
-        if wanted > self._region.most or need > available:
-            raise HostMemoryError(need, available, (blocks - self._blocks) * self.block_size)
+        need = missing(wanted)
+        if wanted > place.region.most or need > available:
+            raise HostMemoryError(need, available, (blocks - given) * self.block_size)
         try:
-            self._region.give(wanted)
+            place.region.give(wanted)
         except (OSError, MemoryError) as error:
-            raise HostMemoryError(need, available, (wanted - self._blocks) * self.block_size) from error
-        self._blocks = wanted
+            raise HostMemoryError(need, available, (wanted - given) * self.block_size) from error
+        place.blocks = wanted
+
+    def _give_near(self, place: _Place, blocks: int) -> bool:
+        """Of device memory; returns whether there was enough."""
+        for wanted in (max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size)), blocks):
+            if wanted > place.region.most or place.region.missing(wanted) > room_for_rows(self.device):
+                continue
+            try:
+                place.region.give(wanted)
+            except (torch.OutOfMemoryError, OSError, MemoryError):
+                continue
+            place.blocks = wanted
+            return True
+        return False
+
+    def _move(self, blocks: int) -> None:
+        """Moves all rows to the host, with room for so many blocks."""
+        near, far = self._place, self._reserved()
+        self._give(far, max(blocks, near.blocks))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # streams of other threads may still write
+        for block in range(near.blocks):
+            far.region.tensor[block].copy_(near.region.tensor[block])
+        self._place = far
+        say_not_on_device(near.region.missing(blocks), self.device)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies the rows of a block once they are there; nothing where no row of this layer was ever in it."""
-        if source >= self._blocks:
+        if source >= self._place.blocks:
             return
-        self.give(target + 1)
-        self.arrive()
-        if self.device.type == "cuda" and torch.cuda.is_initialized():  # kernels may still read what was in the target before
-            torch.cuda.current_stream(self.device).synchronize()
-        self.tensor[target].copy_(self.tensor[source])
+        with self._lock:
+            self.give(target + 1)
+            self.arrive()
+            # Kernels may still read what was in the target before; those of the device come first anyway.
+            if not self.on_device and self.device.type == "cuda" and torch.cuda.is_initialized():
+                torch.cuda.current_stream(self.device).synchronize()
+            self.tensor[target].copy_(self.tensor[source])
 
     def arrive(self, on_device: bool = False) -> None:
         """Rows may be read from now on, by the CPU or by the current stream of the GPU."""
@@ -83,23 +153,49 @@ class BlockRows:
                 self._pending = None
 
     def store(self, rows: Tensor, block: int, offset: int) -> None:
-        """Stores rows `[H_kv, n, 2, D]` of any device in a block; a GPU's are on their way then."""
-        target = self.tensor[block][:, offset : offset + rows.shape[1]]
-        if rows.is_cuda:
-            with self._lock:  # the copy that was asked for last is the one to wait for
+        """Stores rows `[H_kv, n, 2, D]` of any device in a block; a GPU's are on their way to the host then."""
+        with self._lock:  # rows do not move meanwhile, and the copy that was asked for last is the one to wait for
+            target = self.tensor[block][:, offset : offset + rows.shape[1]]
+            if rows.is_cuda and not self.on_device:
                 self._pending = send(rows, target)
-        else:
-            target.copy_(rows)
+            else:
+                target.copy_(rows)
 
+    def _reserved(self) -> _Place:
+        """Address space for as many blocks as the host's memory could hold, or fewer where the process may not have so much."""
+        block_bytes = self._block_bytes
+        blocks, device = cdiv(total_host_bytes(), block_bytes), self.device if self.device.type == "cuda" else None
+        while True:
+            try:
+                return _Place(Region((blocks, *self._shape), self._dtype, device), False)
+            except (OSError, MemoryError) as error:
+                if blocks == 1:
+                    raise HostMemoryError(block_bytes, available_host_bytes(), self.block_size) from error
+                blocks //= 2
 
-def _reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Region:
-    """Address space for as many blocks as the machine's memory could hold, or fewer where the process may not have so much."""
-    block_bytes = prod(shape) * dtype.itemsize
-    blocks = cdiv(total_host_bytes(), block_bytes)
-    while True:
+    def _reserved_near(self) -> Region | DeviceRegion | None:
+        """The same of the device; None where it has no memory, or its addresses can move."""
         try:
-            return Region((blocks, *shape), dtype, device)
-        except (OSError, MemoryError) as error:
-            if blocks == 1:
-                raise HostMemoryError(block_bytes, available_host_bytes(), shape[1]) from error
-            blocks //= 2
+            return region((cdiv(total_bytes(self.device), self._block_bytes), *self._shape), self._dtype, self.device)
+        except (torch.OutOfMemoryError, DeviceError, OSError, MemoryError):
+            say_not_on_device(self._block_bytes, self.device)
+            return None
+
+    @property
+    def _block_bytes(self) -> int:
+        return prod(self._shape) * self._dtype.itemsize
+
+
+def say_not_on_device(need: int, device: torch.device) -> None:
+    """Warns, once per process, that rows that are read whole in every step lie in host memory."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"device memory: expected room on {device} for {need:,} bytes of keys and values of a layer that searches nothing, "
+        f"got {free_device_bytes(device):,} bytes free. Its rows lie in host memory, and every step brings all of them over "
+        "the bus; use a method that searches, fewer tokens or a smaller batch.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

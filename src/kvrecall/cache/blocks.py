@@ -8,13 +8,15 @@ writes to it; a block that none uses is given out again.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Hashable
 from threading import RLock
-from typing import Protocol
+from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import staging
+from kvrecall.cache.host_memory import sent_integers
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
@@ -34,8 +36,11 @@ class BlockMemory(Protocol):
         ...
 
 
+_Memory = TypeVar("_Memory", bound=BlockMemory)
+
+
 class BlockPool:
-    """Block ids of one cache and of all that share rows with it, which other threads may use."""
+    """Block ids of all caches of a model, which several threads may use."""
 
     def __init__(self, block_size: int = BLOCK_TOKENS) -> None:
         """block_size: tokens per block, a power of two from 16 to 4,096."""
@@ -43,12 +48,20 @@ class BlockPool:
             expected = f"a power of two from {_LEAST} to {_MOST:,}"
             raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
         self.block_size = block_size
-        self.memories: dict[int, BlockMemory] = {}
-        """What each layer keeps in blocks, by the layer's number."""
+        self.memories: WeakValueDictionary[Hashable, BlockMemory] = WeakValueDictionary()
+        """What layers keep in blocks: rows, and the summaries of each method. Each lives as long as somebody uses it."""
         self._users: list[int] = []
         self._free: list[int] = []  # a heap: low ids first, so that memory is given as late as possible
         self._returned: list[int] = []
         self._lock = RLock()
+
+    def memory(self, key: Hashable, make: Callable[[], _Memory]) -> _Memory:
+        """The memory of that name, which is made if nobody uses it yet. Memories of one name are of one class and shape."""
+        with self._lock:
+            known = self.memories.get(key)
+            if known is None:
+                known = self.memories[key] = make()
+            return known  # type: ignore[return-value]
 
     @property
     def used(self) -> int:
@@ -74,6 +87,14 @@ class BlockPool:
             for block in blocks:
                 self._users[block] += 1
 
+    def below(self, blocks: int) -> int:
+        """An id below which the next `blocks` blocks lie that are taken, if nobody else takes or gives up any meanwhile."""
+        with self._lock:
+            self._collect()
+            if blocks > len(self._free):
+                return len(self._users) + blocks - len(self._free)
+            return max(heapq.nsmallest(blocks, self._free), default=-1) + 1
+
     def release(self, blocks: list[int]) -> None:
         """Each has one user less. May be called at any moment, by a table that Python throws away, so it takes no lock."""
         self._returned.extend(blocks)
@@ -88,7 +109,7 @@ class BlockPool:
         """A new block, with one user, that holds what `block` holds in every layer."""
         target = self.take()
         try:
-            for memory in self.memories.values():
+            for memory in list(self.memories.values()):
                 memory.copy_block(block, target)
         except BaseException:
             self.release([target])
@@ -150,11 +171,7 @@ class BlockTable:
     def on(self, device: torch.device) -> Tensor:
         """int32 `[blocks]` on a device; made once per device as long as nothing changes. Not to be written to."""
         if device not in self._near:
-            numbers = torch.tensor(self.blocks, dtype=torch.int32)
-            if device.type == "cuda":  # for which the host does not wait
-                numbers = staging(tuple(numbers.shape), numbers.dtype).copy_(numbers)
-            with lasting_tensors():
-                self._near[device] = numbers.to(device, non_blocking=True)
+            self._near[device] = sent_integers(self.blocks, device)
         return self._near[device]
 
     def _held(self) -> int:
@@ -163,5 +180,21 @@ class BlockTable:
 
 def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
     """int32 `[B, W]` on a device, as `HostTable.blocks`."""
+    return stacked_blocks([table.on(device) for table in tables])
+
+
+def stacked_blocks(own: list[Tensor]) -> Tensor:
+    """Blocks int32 `[W_b]` of each sequence side by side, `[B, W]`."""
     with lasting_tensors():
-        return torch.nn.utils.rnn.pad_sequence([table.on(device) for table in tables], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+
+
+def block_tables(sequences: int, device: torch.device) -> list[BlockTable]:
+    """Tables of so many new sequences, for layers on a device, in a pool of their own."""
+    pool = BlockPool(block_size_on(device))
+    return [BlockTable(pool) for _ in range(sequences)]
+
+
+def block_size_on(device: torch.device) -> int:
+    """Tokens per block where a device computes, unless somebody asks for others."""
+    return CPU_BLOCK_TOKENS if device.type == "cpu" else BLOCK_TOKENS

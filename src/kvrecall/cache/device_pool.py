@@ -7,7 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import staging
+from kvrecall.cache.host_memory import sent_integers
 from kvrecall.core.structs import Rows, lasting_tensors
 
 
@@ -76,10 +76,7 @@ class DevicePool:
         device, first = self._kv.device, self.lengths[0]
         if self.lengths == [first] * len(self.lengths):
             return torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        if device.type == "cuda":
-            lengths = staging(tuple(lengths.shape), torch.int32).copy_(lengths)
-        return lengths.to(device, non_blocking=True)
+        return sent_integers(self.lengths, device)
 
     def _ensure(self, tokens: int) -> None:
         if tokens > self._kv.shape[2]:

@@ -120,6 +120,15 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
 
+def sent_integers(numbers: list[int], device: torch.device) -> Tensor:
+    """int32 `[n]` on a device; the host does not wait for a GPU."""
+    near = torch.tensor(numbers, dtype=torch.int32)
+    if device.type == "cuda":
+        near = staging(tuple(near.shape), near.dtype).copy_(near)
+    with lasting_tensors():
+        return near.to(device, non_blocking=True)
+
+
 def _register(slab: Tensor, registered: list[int]) -> bool:
     """Page-locks uint8 `[n]` and adds its address to those that are; False where that is refused."""
     cudart: Any = torch.cuda.cudart()

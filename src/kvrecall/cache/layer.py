@@ -1,4 +1,8 @@
-"""Where K and V of one layer live: resident rows on the device, the retrieval zone on the host, zone lengths by count."""
+"""Where K and V of one layer live: resident rows on the device, the retrieval zone in blocks, zone lengths by count.
+
+Blocks lie in host memory. Those of a layer that searches nothing, and reads all of them in every step, lie on its device while
+it has room for them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,15 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import is_
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache import blocks
 from kvrecall.cache.block_rows import BlockRows
-from kvrecall.cache.blocks import BlockPool, BlockTable, stacked
+from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, stacked_blocks
 from kvrecall.cache.device_pool import DevicePool
+from kvrecall.cache.host_memory import sent_integers
 from kvrecall.cache.rows_ahead import Taken, pieces_ahead
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zone_rows import ZoneRows
@@ -45,17 +50,64 @@ class LayerStore:
 
     def __init__(
         self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes,
-        layer: int = 0, tables: list[BlockTable] | None = None,
+        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False,
     ) -> None:  # fmt: skip
         """layer: its number. tables: the sequences' blocks, which layers of one cache share and which are new to this layer;
-        None: of this layer alone."""
+        None: of this layer alone. on_device: rows of the retrieval zone lie on the device, while it has room for them."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         tables = block_tables(sequences, device) if tables is None else tables
-        pool = tables[0].pool
-        self._rows = pool.memories[layer] = BlockRows(heads, pool.block_size, dim, dtype, device)
+        self._layer, self._row = layer, (heads, dim, dtype, device)
+        self._rows = self._memory(tables[0].pool, on_device)
         self.host = [ZoneRows(layer, self._rows, table) for table in tables]
         self._mark: StoreMark | None = None
+        self._whole: tuple[list[Tensor], list[int], Tensor, Tensor] | None = None  # see `whole_zones`
+
+    def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
+        heads, dim, dtype, device = self._row
+        name = "rows", self._layer, *self._row, on_device
+        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the rows of the retrieval zone lie on the device."""
+        return self._rows.on_device
+
+    @property
+    def rows(self) -> Tensor:
+        """All blocks of the layer, `[blocks, H_kv, block_size, 2, D]`, where they lie."""
+        return self._rows.tensor
+
+    def place(self, on_device: bool) -> None:
+        """Rows of the retrieval zone lie on the device from now on, or on the host. Those of other copies of the sequences
+        stay where they are, and so do these where the device has no room.
+
+        Raises HostMemoryError, and changes nothing, where host memory is short.
+        """
+        if on_device == self.on_device:
+            return
+        before, blocks = self._rows, sorted({block for zone in self.host for block in zone.held_blocks})
+        rows = self._memory(self.host[0].blocks_of_all_layers.pool, on_device)
+        if rows.on_device != on_device or not rows.offer(max(blocks, default=-1) + 1):
+            return
+        before.arrive()
+        for block in blocks:
+            rows.store(before.tensor[block], block, 0)
+        rows.arrive()
+        self._rows, self.host = rows, [zone.placed(rows) for zone in self.host]
+
+    def whole_zones(self, sequences: list[int]) -> tuple[HostTable, Tensor]:
+        """Where all rows of the retrieval zones lie, for one attention to all of them on the layer's device, and int32 `[B]`
+        how many there are: none of sequences that are not named. Made anew only when something has changed."""
+        device = self._rows.device
+        own = [zone.blocks_of_all_layers.on(device) for zone in self.host]
+        lengths = [zone.length if b in sequences else 0 for b, zone in enumerate(self.host)]
+        known = self._whole
+        same = known is not None and len(own) == len(known[0]) and all(map(is_, own, known[0]))
+        if known is None or not same or known[1] != lengths:
+            blocks = known[2] if known is not None and same else stacked_blocks(own)
+            known = self._whole = own, lengths, blocks, sent_integers(lengths, device)
+        return HostTable(self._rows.tensor, known[2]), known[3]
 
     @property
     def pinned(self) -> bool:
@@ -63,12 +115,27 @@ class LayerStore:
         return self._rows.pinned
 
     def reach(self, tokens: int) -> HostTable:
-        """Makes room for `tokens` tokens in every retrieval zone, in blocks of its own from the next token on, and says where
-        they lie, for the device. Blocks stay what they are as long as nothing is cropped; rows on their way are waited for."""
+        """Makes room for `tokens` tokens in every retrieval zone, in blocks of its own from the next token of any layer on, and
+        says where they lie, for the device. Blocks stay what they are as long as nothing is cropped; rows on their way are
+        waited for."""
         for rows in self.host:
-            rows.reach(tokens)
+            rows.reach(tokens, every_layer=True)
         self._rows.arrive()
         return HostTable(self._rows.tensor, stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
+
+    def on_host(self, blocks: Tensor) -> HostTable:
+        """The layer's rows, of sequences whose blocks int32 `[B, W]` says, for the device."""
+        return HostTable(self._rows.tensor, blocks)
+
+    @property
+    def memory(self) -> BlockRows:
+        """What holds the layer's rows; they stay at one address as long as somebody holds it."""
+        return self._rows
+
+    @property
+    def pool(self) -> BlockPool:
+        """Where the sequences' blocks come from."""
+        return self.host[0].blocks_of_all_layers.pool
 
     @property
     def marked(self) -> bool:
@@ -188,15 +255,19 @@ class LayerStore:
         """What `take` makes of all stored rows of one sequence, in blocks `[H_kv, n, 2, D]` on the device, in any order.
 
         On a GPU the host's rows come piece by piece into places that others need again, and are on their way from the moment
-        the context is entered; `take` must leave all that reads them to the current stream.
+        the context is entered; `take` must leave all that reads them to the current stream. Rows of the device are joined to
+        pieces of the same size.
         """
         near, host = self.resident.view(sequence), self.host[sequence]
         first = (take(rows) for rows in (near,) if rows.shape[1])
+        heads, _, _, dim = near.shape
+        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))
+        if host.on_device and host.length:
+            yield chain(first, (take(rows) for rows in _joined(host, tokens)))
+            return
         if near.device.type != "cuda" or not host.length:
             yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
             return
-        heads, _, _, dim = near.shape
-        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))
         with pieces_ahead(host, 0, host.length, tokens, near.device, take) as pieces:
             yield chain(first, pieces)
 
@@ -216,7 +287,18 @@ class LayerStore:
         return self.resident.rows()
 
 
-def block_tables(sequences: int, device: torch.device) -> list[BlockTable]:
-    """Tables of so many new sequences, for layers on a device."""
-    pool = BlockPool(blocks.CPU_BLOCK_TOKENS) if device.type == "cpu" else BlockPool()
-    return [BlockTable(pool) for _ in range(sequences)]
+def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:
+    """The rows of a zone in pieces `[H_kv, n, 2, D]` of so many tokens, or of one block.
+
+    A head's rows in two blocks do not lie side by side, and the merge behind an attention to one block of 1,024 rows takes a
+    good part of the attention's time. So one launch copies the blocks of a piece into one run of memory. It moves each byte
+    twice, and the attention of a chunk of a prompt computes for many times as long."""
+    parts, held = list[Tensor](), 0
+    for rows in zone.blocks(on_device=True):
+        if parts and held + rows.shape[1] > tokens:
+            yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            parts, held = [], 0
+        parts.append(rows)
+        held += rows.shape[1]
+    if parts:
+        yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]

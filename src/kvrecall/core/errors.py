@@ -155,6 +155,14 @@ class ContextLengthError(KVRecallError, ValueError):
         )
 
 
+class RequestCancelledError(KVRecallError, RuntimeError):
+    """The result or the tokens of a request that was cancelled; its cache holds the tokens that were read until then."""
+
+    def __init__(self) -> None:
+        self.remedy = "Submit it again; what its cache holds of the prompt is not computed again."
+        super().__init__(f"request: expected one that goes on, got one that was cancelled. {self.remedy}")
+
+
 class InputFileError(KVRecallError, ValueError):
     """A file that cannot be read, or holds nothing to read."""
 

@@ -116,9 +116,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class HostTable:
-    """Where the retrieval-zone rows of some sequences lie in host memory: in the blocks of one layer.
+    """Where the retrieval-zone rows of some sequences lie: in the blocks of one layer.
 
-    rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer. It is page-locked where a GPU reads it.
+    rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer, in host memory, page-locked where a GPU reads
+    them, or on the device.
     blocks: int32 `[B, W]` on the device that reads: entry j is the block of the tokens j * block_size and up of a sequence.
     Entries behind a sequence's last block are block 0 and never used.
     """

@@ -10,6 +10,8 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers.cache import ModelSignature
+from kvrecall.backends.transformers.memory import layers_near
+from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
@@ -20,6 +22,8 @@ from kvrecall.methods.base import Method
 class Plan:
     """Bytes for a context under a method, beside full attention. `*_per_token` sum over layers and KV heads.
 
+    host_bytes_per_token: of rows, wherever they lie. device_row_bytes: rows that lie on the GPU, those of layers that search
+    nothing while it has room for them; host_bytes are the others, and device_bytes the sum of what the device holds.
     map_bytes: what all sequences share: the maps of the model's keys (docs/design/statistics.md).
     """
 
@@ -36,6 +40,7 @@ class Plan:
     summary_bytes: int
     map_bytes: int
     resident_bytes: int
+    device_row_bytes: int
     device_bytes: int
     full_attention_device_bytes: int
     available_host_bytes: int
@@ -62,18 +67,23 @@ def plan(
     row = 2 * model.head_dim * dtype.itemsize * model.kv_heads * layers
     sizes = method.zone_sizes()
     retrieved = max(0, context_tokens - sizes.sink_tokens - sizes.local_tokens)
-    searched = [number for number in ours if number not in method.dense_layers]
+    searched = list(filter(method.searches, ours))
     resident = row * sizes.resident_capacity * batch
-    shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, torch.device("cpu"))
+    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    where = torch.device("cpu" if device_free is None else "cuda")  # which says how large blocks are
+    shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, where)
     summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
     summaries, maps = summary * batch, method.shared_bytes(shape, len(searched), retrieved)
-    device = resident + summaries + maps
-    host, full = row * retrieved * batch, row * context_tokens * batch
-    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    rows, full = row * retrieved * batch, row * context_tokens * batch
+    near = 0
+    if device_free is not None and layers:
+        room = device_free - SPARE_BYTES - resident - summaries - maps
+        near = rows // layers * layers_near(rows // layers, layers - len(searched), room)
+    host, device = rows - near, resident + summaries + maps + near
     host_free = available_host_bytes()
     return Plan(
         method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        row, summary / max(1, retrieved), host, summaries, maps, resident, device, full, host_free, device_free,
+        row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, host_free, device_free,
         host <= host_free if device_free is not None else host + device <= host_free,
         None if device_free is None else device <= device_free,
         None if device_free is None else full <= device_free,

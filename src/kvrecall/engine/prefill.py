@@ -21,7 +21,6 @@ _CHUNK_TOKENS = {"cuda": 8192}
 takes longer than its way."""
 
 
-@torch.inference_mode()
 def prefill(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -44,27 +43,38 @@ def prefill(
     total = input_ids.shape[1]
     done = keep_prefix(cache, input_ids, attention_mask, most=total)
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
-    positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-    cache.prefilling = True
     try:
         with attach(model):
             while done < total:
                 if on_progress:
                     on_progress(done, total)
                 end = min(done + chunk_tokens, total)
-                model.base_model(
-                    input_ids=input_ids[:, done:end],
-                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                    position_ids=None if positions is None else positions[:, done:end],
-                    past_key_values=cache,
-                    use_cache=True,
-                )
+                read_chunk(model, input_ids, cache, slice(done, end), attention_mask)
                 done = end
     finally:
-        cache.prefilling = False
         cache.align()
     if on_progress:
         on_progress(total, total)
+
+
+@torch.inference_mode()
+def read_chunk(
+    model: PreTrainedModel, input_ids: Tensor, cache: RetrievalCache, chunk: slice, attention_mask: Tensor | None
+) -> None:
+    """Feeds a part of a prompt `[B, T]` into the cache, behind what it holds, inside `attach`. After an exception layers may
+    be unequal, until `align`."""
+    positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+    cache.prefilling = True
+    try:
+        model.base_model(
+            input_ids=input_ids[:, chunk],
+            attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
+            position_ids=None if positions is None else positions[:, chunk],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    finally:
+        cache.prefilling = False
 
 
 def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int) -> int:

@@ -124,7 +124,7 @@ class Readings:
         zones = condition.method.zone_sizes()
         if not self._sorted or self._sorted[0].method.zone_sizes() != zones:
             self._sorted.clear()  # its memory may be what the next one needs
-            self._sorted.append(self.base.fork(Full(**asdict(zones))))
+            self._sorted.append(self.base.fork(Full(**asdict(zones)), rows_on_device=False))
         return self._sorted[0].fork(condition.method)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.rows_ahead import Zone
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.pieces import Work
@@ -55,6 +56,21 @@ class RowSource(Zone, Protocol):
 
     def table(self, device: torch.device) -> HostTable | None:
         """Where the rows lie, for reads by `device`; None where it cannot read them there."""
+        ...
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """The zone of one sequence of one layer, as far as an index needs it that keeps its summaries in the same blocks."""
+
+    @property
+    def layer(self) -> int:
+        """The layer's number."""
+        ...
+
+    @property
+    def blocks_of_all_layers(self) -> BlockTable:
+        """The block table of the sequence, which has room for a token before the token is appended to the index."""
         ...
 
 
@@ -203,7 +219,8 @@ class Index(ABC):
 
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:
-        """A new index whose sequence i is this one's `sequences[i]`; the two share nothing that either may change."""
+        """A new index whose sequence i is this one's `sequences[i]`; the two share nothing that either may change. One that
+        keeps summaries in blocks and is bound must be bound to the copies' blocks before anything else."""
 
     def prepare(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most tables are whole at any time
         """Makes what a search of these sequences needs and no append has made; after an error the index must be made anew."""

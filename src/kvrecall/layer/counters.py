@@ -70,9 +70,9 @@ class Counters:
         self._fetched(read)
 
     def sent(self, *rows: Tensor) -> None:
-        """Rows of the host that a GPU was given as they lie."""
+        """Rows that a GPU was given as they lie; those of the host cross the bus."""
         if self._device.type != "cpu":
-            self._stats.bytes_to_device += sum(block.nbytes for block in rows)
+            self._stats.bytes_to_device += sum(block.nbytes for block in rows if block.device.type != self._device.type)
 
     def offloaded(self, rows: Tensor) -> None:
         """Rows that left a GPU for the host."""

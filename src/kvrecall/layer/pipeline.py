@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, start
+from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones, start
 from kvrecall.cache.transfer import bring
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState
@@ -61,8 +61,11 @@ def decode_step(
     retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
-    for b in whole:
-        parts += [_scatter(part, [b], queries) for part in _attend_zone(layer, b, queries[b], params)]
+    if layer.store.on_device:
+        parts += _attend_near(layer, whole, queries, params)
+    else:
+        for b in whole:
+            parts += [_scatter(part, [b], queries) for part in _attend_zone(layer, b, queries[b], params)]
     parts += retrieved()
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
@@ -89,6 +92,16 @@ def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionPa
         blocks = list(layer.store.host[b].blocks(on_device=True))
         layer.counters.sent(*blocks)
         return [attend_block(queries, bring(block, queries.device), params.scaling, params.softcap) for block in blocks]
+
+
+def _attend_near(layer: LayerState, whole: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
+    """Attention to all rows of some sequences, which lie on the device, at once."""
+    longest = max((layer.store.host[b].length for b in whole), default=0)
+    if not longest:
+        return []
+    with layer.clock("attend"):
+        table, lengths = layer.store.whole_zones(whole)
+        return [attend_zones(queries, table, lengths, longest, params.scaling, params.softcap)]
 
 
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring_keys
 from kvrecall.core.launch import kernels_available
@@ -33,13 +34,16 @@ class LayerState:
 
     def __init__(
         self, layer: int, shape: LayerShape, method: Method, profile: bool = False, observe_queries: int = 0,
-        tables: list[BlockTable] | None = None,
+        tables: list[BlockTable] | None = None, rows_on_device: bool | None = None,
     ) -> None:  # fmt: skip
         """observe_queries: last queries of a prompt to remember even if the method needs none, for forks to other methods.
-        tables: block tables of the sequences, which the layers of a cache share; None: of this layer alone."""
+        tables: block tables of the sequences, which the layers of a cache share; None: of this layer alone. rows_on_device:
+        whether rows of the retrieval zone are to lie on the device as long as it has room for them; None: where the layer
+        searches nothing, and the device has memory of its own."""
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         size = shape.sequences, shape.kv_heads, shape.head_dim
-        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables)
+        near = self._belongs_near(method) if rows_on_device is None else rows_on_device
+        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, near)
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         timed = shape.device.type == "cpu" or profile
         self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
@@ -55,12 +59,16 @@ class LayerState:
         """While the layer is changed, what to go back to; see `layer/undo.py`."""
         self._adopt(method)
 
+    def _belongs_near(self, method: Method) -> bool:
+        """Whether rows that all are read in every step can lie on a device that is not the host."""
+        return has_own_memory(self.shape.device) and not method.searches(self.layer)
+
     def _adopt(self, method: Method) -> None:
         """Takes the parts of a method, all of them empty."""
         sequences = self.shape.sequences
         method = method.at(self.layer)
         self.method = method
-        self.index = None if self.layer in method.dense_layers else method.build_index(self.shape)
+        self.index = method.build_index(self.shape) if method.searches(self.layer) else None
         self.trigger = method.build_trigger(sequences, self.layer)
         self.marks_segments = method.trigger_config().marks_segments
         """Whether a segment ends where the trigger fires."""
@@ -240,10 +248,11 @@ class LayerState:
         return torch.cat([found.ids for found in sets if found is not None], 1)
 
     def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
-        """Indexes rows `[H_kv, n, 2, D]` that moved to the host. A moment at which a GPU's non-finite flags are looked at."""
+        """Indexes rows `[H_kv, n, 2, D]` that moved to the retrieval zone. A GPU's non-finite flags are looked at now."""
         if moved is None:
             return
-        self.counters.offloaded(moved)
+        if not self.store.on_device:
+            self.counters.offloaded(moved)
         self.non_finite.tell_later()
         if self.index is not None:
             with self.clock("encode"), self.building_index():
@@ -309,18 +318,26 @@ class LayerState:
         other.counters = self.counters
         return other
 
-    def fork(self, method: Method, shape: LayerShape | None = None, tables: list[BlockTable] | None = None) -> LayerState:
-        """The same sequences under another method, with counters at zero: host rows are shared, the index is rebuilt from them,
-        for `shape` if given, if the method differs. It knows the prompt's queries as far as this state observed them."""
+    def fork(
+        self, method: Method, shape: LayerShape | None = None, tables: list[BlockTable] | None = None,
+        rows_on_device: bool | None = None,
+    ) -> LayerState:  # fmt: skip
+        """The same sequences under another method, with counters at zero: blocks are shared, the index is rebuilt from them,
+        for `shape` if given, if the method differs. It knows the prompt's queries as far as this state observed them.
+
+        rows_on_device: as in the class, for another method; False for the same one, too. Rows that lie elsewhere are copied."""
         other = self.copied(list(range(self.store.sequences)), tables)
         other.on_search = None  # who watches this state has not asked for the other one
         if method.at(self.layer) != self.method:
             other.shape, log = shape or other.shape, other.log
+            other.store.place(other._belongs_near(method) if rows_on_device is None else rows_on_device)
             other._adopt(method)
             other.prompt_from = [0] * self.store.sequences
             if log is not None and other.log is not None:
                 other.log.take_over(log)
             other.reindex()
+        elif rows_on_device is False:
+            other.store.place(False)
         return other
 
     def count_step(self, whole: list[int]) -> None:
@@ -336,7 +353,7 @@ class LayerState:
             self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
 
     def reindex(self) -> None:
-        """Fills an empty index from the rows on the host, and shows it the queries that are remembered."""
+        """Fills an empty index from the rows of the retrieval zone, and shows it the queries that are remembered."""
         if self.index is None:
             return
         for b, pool in enumerate(self.store.host):

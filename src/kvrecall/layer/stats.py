@@ -15,7 +15,8 @@ class LayerReport:
     """One layer, or the sum of all.
 
     tokens: per zone, summed over sequences (in a total: of one layer, since every layer holds the same tokens).
-    device_bytes: resident rows and summaries. host_bytes: rows of the retrieval zone.
+    device_bytes: resident rows, summaries, and rows of the retrieval zone where they lie on the device. host_bytes: where they
+    lie on the host.
     """
 
     layer: int | None
@@ -70,6 +71,7 @@ def _report(state: LayerState) -> LayerReport:
     zones = [state.store.zones(b) for b in range(state.store.sequences)]
     tokens = {name: sum(getattr(z, name) for z in zones) for name in ("sink", "retrieval", "local", "buffer")}
     summaries = 0 if state.index is None else state.index.nbytes
-    host = sum(pool.nbytes for pool in state.store.host)
-    device = state.store.resident.nbytes + summaries + state.statics.nbytes
+    rows = sum(pool.nbytes for pool in state.store.host)
+    near, host = (rows, 0) if state.store.on_device else (0, rows)
+    device = state.store.resident.nbytes + summaries + state.statics.nbytes + near
     return LayerReport(state.layer, tokens, device, summaries, host, state.stats)

@@ -181,6 +181,10 @@ class Method:
             index = prune.build(index, shape, config.gqa)
         return index if estimate is None else PageMeansIndex(index, shape, estimate)
 
+    def searches(self, layer: int) -> bool:
+        """Whether a layer, by its number in the model, has an index; one without reads its whole retrieval zone in a step."""
+        return layer not in self.dense_layers and self.at(layer).index_config() is not None
+
     def build_trigger(self, sequences: int, layer: int) -> Trigger:
         """The trigger of one layer, by its number in the model."""
         return self.trigger_config().build(sequences, layer)

@@ -11,7 +11,7 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Method):
-    """No index, no search: every step reads the whole retrieval zone from the host."""
+    """No index, no search: every step reads the whole retrieval zone, on a GPU while it fits (docs/methods/full.md)."""
 
     name: ClassVar[str] = "full"
     paper: ClassVar[str] = "full attention"

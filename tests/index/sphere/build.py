@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.codes import Codes
+from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.pages import CodeLayout, CodePages
+from tests.blocks import small_blocks
 from tests.strategies import gaussian, whole_numbers
 
 
@@ -39,6 +44,52 @@ def index_of(keys: list[Tensor], group: int, numba: bool = True, **config: Any) 
         if sequence.shape[1]:
             index.append(b, sequence)
     return index
+
+
+def index_in_blocks(
+    keys: list[Tensor], group: int, block_size: int, numba: bool = True, seed: int = 0, **config: Any
+) -> SphereIndex:  # fmt: skip
+    """As `index_of`, in blocks whose ids do not ascend; bytes in which no code is are 255. Two blocks belong to nobody."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, block_size)
+        index = SphereIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), SphereConfig(**config), numba)
+    scattered(index, [sequence.shape[1] for sequence in keys], seed)
+    for b, sequence in enumerate(keys):
+        index.append(b, sequence)
+    return index
+
+
+def scattered(index: SphereIndex, lengths: list[int], seed: int = 0) -> None:
+    """Gives an empty index that is not bound blocks for so many tokens, in any order, with nothing but ones in them."""
+    tables, size = index._tables, index._tables[0].pool.block_size
+    counts = [-(-length // size) for length in lengths]
+    taken = [tables[0].pool.take() for _ in range(sum(counts) + 2)]
+    order = [taken[i] for i in torch.randperm(len(taken), generator=torch.Generator().manual_seed(seed))]
+    for table, count in zip(tables, counts, strict=True):
+        table.blocks, order = order[:count], order[count:]
+    index.pages.give(len(taken))
+    index.pages.tensor[: index.pages.given] = 255
+
+
+def coded(
+    keys: Tensor, maps: Maps, number: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False,
+    zero_norms: Tensor | None = None, block_size: int = 64,
+) -> Codes:  # fmt: skip
+    """What the encoding kernel makes of keys `[H_kv, n, D]`, the first of which is token `number`, in blocks in descending
+    order; checks that it writes to nothing else."""
+    from kvrecall.index.sphere.kernels.encode import encode
+
+    stop = number + keys.shape[1]
+    pages = CodePages(CodeLayout(keys.shape[0], keys.shape[2], weight_dtype, norms, block_size), keys.device)
+    blocks = torch.arange(-(-stop // block_size), -1, -1, dtype=torch.int32, device=keys.device)
+    pages.give(len(blocks))
+    pages.tensor[: len(blocks)] = 77
+    encode(keys, maps, number, pages.codes, blocks, zero_norms)
+    made, every = pages.gather(blocks, number, stop), pages.gather(blocks, 0, len(blocks) * block_size)
+    for part in every.parts:
+        others = torch.cat([part[:, :number], part[:, stop:]], 1)
+        assert (others.view(torch.uint8) == 77).all()
+    return made
 
 
 def search_both(index: SphereIndex, queries: Tensor, top_k: int, sequences: list[int] | None = None) -> Selection:

@@ -42,7 +42,7 @@ def test_chunks_make_no_difference(chunk: int, dim: int, numba: bool) -> None:
     pieces = filled(layer, [keys[:, :0]], numba, weight_dtype="float32")
     for piece in keys.split(chunk, 1):
         pieces.append(0, piece)
-    assert same(pieces.codes(0), whole.codes(0)) and torch.equal(pieces._zero_norms, whole._zero_norms)
+    assert same(pieces.codes(0), whole.codes(0)) and torch.equal(pieces.zero_norms, whole.zero_norms)
 
 
 @paths
@@ -178,7 +178,7 @@ def test_a_key_at_its_centre_is_average_and_one_of_zero_norm_is_last(numba: bool
     for weight in ("uint8", "bfloat16", "float16", "float32"):
         index = filled(layer, [keys], numba, weight_dtype=weight, schedule=((None, 1.0, 1.0),))
         weights = index.codes(0).weights[0]
-        assert weights[0].all() and not weights[41].any() and index._zero_norms.tolist() == [[1]]
+        assert weights[0].all() and not weights[41].any() and index.zero_norms.tolist() == [[1]]
         query = gaussian(3, 1, 1, 64)
         found = [set(search_both(index, query, k).ids.flatten().tolist()) for k in (17, 25, 41, 42)]
         assert [0 in ids for ids in found] == [False, True, True, True]

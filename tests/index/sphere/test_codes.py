@@ -13,6 +13,7 @@ from kvrecall.index.sphere.codes import Codes, decode
 from kvrecall.index.sphere.levels import lloyd_max
 from kvrecall.index.sphere.reference import estimate_scores
 from kvrecall.index.sphere.rotation import rotation_matrix
+from tests.blocks import small_blocks
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian
 
 ENCODERS = {"reference": codes.encode, "numba": cpu_encode.encode}
@@ -84,15 +85,17 @@ def test_extreme_keys_stay_finite(encode, weight: str, size: float) -> None:
 @pytest.mark.parametrize(
     ("dim", "weight", "expected"), [(128, "bf16", 96), (128, "fp32", 128), (64, "fp16", 48), (80, "bf16", 60)]
 )
-def test_bytes_per_token(dim: int, weight: str, expected: int) -> None:
+def test_bytes_per_token(dim: int, weight: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 64)
     made = codes.encode(gaussian(0, 3, 10, dim), rotation_matrix(dim, 42), DTYPES[weight])
     stored = sum(t.numel() * t.element_size() for t in (made.signs, made.magnitudes, made.weights))
     assert stored == 3 * 10 * expected
     assert SphereIndex.nbytes_per_token(dim, DTYPES[weight]) == expected
     index = SphereIndex(LayerShape(1, 6, 3, dim, torch.float32, torch.device("cpu")), SphereConfig(weight_dtype=DTYPES[weight]))
     empty = index.nbytes
-    index.reserve(10)
-    assert index.nbytes - empty == stored  # the rest is one table of counts per head, whatever the length
+    for tokens, whole in ((10, 64), (64, 64), (65, 128)):
+        index.reserve(tokens)
+        assert index.nbytes - empty == 3 * whole * expected  # the rest is one table of counts per head, whatever the length
 
 
 @encoders

@@ -274,7 +274,7 @@ def test_bytes_of_maps_are_counted(center: bool, balance: bool) -> None:
     table = sum(x.nbytes for x in maps.turns(10_000)) if center else 0
     assert config.shared_nbytes(layer, 5, 10_000) == 5 * sum(x.nbytes for x in held) + table
     bare = SphereConfig(**OWN | {"center": False, "balance": False, "norms": False, "weight_dtype": "bfloat16"})
-    assert config.nbytes(layer, 1000) - bare.nbytes(layer, 1000) == 2 * 1000 * config.norms
+    assert config.nbytes(layer, 4096) - bare.nbytes(layer, 4096) == 2 * 4096 * config.norms
 
 
 def test_given_statistics_are_taken_as_they_are() -> None:

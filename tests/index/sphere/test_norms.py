@@ -16,6 +16,7 @@ from kvrecall.index.sphere import SphereConfig, cpu_encode
 from kvrecall.index.sphere.codes import encode, weight_values
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
+from tests.blocks import small_blocks
 from tests.index.sphere.build import index_of, search_both, shape, synthetic_keys
 from tests.strategies import HEAD_DIMS, MODES, SEEDS, examples, gaussian
 
@@ -100,11 +101,12 @@ def test_what_needs_the_balanced_transform_says_so(given: dict[str, Any], word: 
         SphereConfig(**given)
 
 
-def test_a_token_takes_81_bytes() -> None:
+def test_a_token_takes_81_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 64)
     config = SphereConfig(**OWN)
     own = shape(1, 2, 3, 128)
-    assert config.nbytes(own, 2000) - config.nbytes(own, 1000) == 2 * 1000 * 81
+    assert [config.nbytes(own, tokens) for tokens in (0, 1, 64, 2000)] == [2 * n * 81 for n in (0, 64, 64, 2048)]
     index = config.build(own)
     before = index.nbytes
     index.reserve(1000)
-    assert index.nbytes - before == 2 * 1000 * 81
+    assert index.nbytes - before == 2 * 1024 * 81 == config.nbytes(own, 1000)

@@ -14,6 +14,7 @@ from kvrecall.index.base import Index
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.schedule import RatioStep
+from tests.blocks import small_blocks
 from tests.index.sphere.build import found_ids, index_of, search_both, shape
 from tests.strategies import MODES, SEEDS, examples, gaussian
 
@@ -133,15 +134,16 @@ def test_selected_copies_share_nothing(kind: str, chosen: list[int]) -> None:
 
 
 @paths
-def test_reserving_changes_nothing_but_capacity(numba: bool) -> None:
+def test_reserving_changes_nothing_but_capacity(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
     index, same = (index_of([gaussian(0, 2, 63, 64)], 1, numba) for _ in range(2))
     index.reserve(1000)
     index.reserve(10)
     before = index.nbytes
     assert same_state(index, same)
     index.append(0, gaussian(1, 2, 937, 64))
-    assert index.nbytes == before  # sized once, exactly
-    index.append(0, gaussian(1, 2, 1, 64))
+    assert index.nbytes == before  # sized once, to whole blocks
+    index.append(0, gaussian(1, 2, 9, 64))
     assert index.nbytes > before
 
 
@@ -150,9 +152,8 @@ def test_undefined_capacity_is_never_searched(numba: bool) -> None:
     index = index_of([gaussian(0, 2, 63, 64)], 1, numba)
     clean = found_ids(search_both(index, gaussian(1, 1, 2, 64), 20))
     index.reserve(300)
-    index._signs.rows[:, :, 63:] = 255
-    index._magnitudes.rows[:, :, 63:] = 255
-    index._weights.rows[:, :, 63:] = float("nan")
+    for part in index.pages.codes.parts:
+        part.view(torch.uint8)[: index.pages.given, :, 63:] = 255  # NaN where they are floats
     assert found_ids(search_both(index, gaussian(1, 1, 2, 64), 20)) == clean
 
 

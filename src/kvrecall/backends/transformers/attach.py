@@ -2,8 +2,8 @@
 
 1. `attach` puts a pair of hooks on the model and on the models inside it, and takes them off on exit. It counts per model, so
    contexts may overlap in any order and in any thread.
-2. A call that is given a RetrievalCache opens a forward pass (`passes`). Only while such a pass runs do the decoder's configs
-   name our attention function, and transformers' models look it up there.
+2. A call that is given a RetrievalCache, or several as one (`joint`), opens a forward pass (`passes`). Only while such a pass
+   runs do the decoder's configs name our attention function, and transformers' models look it up there.
 3. At the end the pass must have gone through every retrieval layer exactly once; else it is undone and refused.
 """
 
@@ -25,7 +25,8 @@ from kvrecall.backends.transformers.attention import retrieval_attention, retrie
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
 from kvrecall.backends.transformers.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.passes import ForwardPass, Inputs
+from kvrecall.backends.transformers.joint import JointCache
+from kvrecall.backends.transformers.passes import Inputs, OpenCall
 from kvrecall.backends.transformers.switch import decoder_configs, switched
 from kvrecall.core.errors import CacheModelError, NotAttachedError, ParameterError, UnsupportedModelError
 
@@ -74,6 +75,8 @@ class _Context:
         with deferred_interrupt(), _lock:
             if self._attachment is not None:
                 self._attachment.leave()
+                if self._attachment.idle:  # it holds the model
+                    _attached.pop(self._model, None)
                 self._attachment = None
 
 
@@ -84,7 +87,7 @@ class Attachment:
         self._contexts = 0
         self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._handles: list[Any] = []
-        self._running: list[ForwardPass] = []
+        self._running: list[OpenCall] = []
         self.config: PretrainedConfig = model.config
         self.configs = decoder_configs(model)
 
@@ -106,10 +109,15 @@ class Attachment:
             dead.finish(failed=bool(dead.missing()))
         self._clean()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is attached, and no pass goes on."""
+        return not self._contexts and not self._running
+
     def _clean(self) -> None:
         with _lock:
             self._running = [running for running in self._running if running.open]
-            if not self._contexts and not self._running:
+            if self.idle:
                 while self._handles:
                     self._handles.pop().remove()
 
@@ -121,7 +129,7 @@ class Attachment:
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
         if not cache.belongs_to(self.config):
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
-        if self._contexts and not cache.get_seq_length() and (cache.running is None or not cache.running.alive()):
+        if self._contexts and isinstance(cache, RetrievalCache) and _holds_nothing_yet(cache):
             cache.calibrate(self._parts[0])  # before anything of the pass begins, as it may fail
         with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass
             if not self._contexts or not any(module is part for part in self._parts):
@@ -154,10 +162,15 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask)
 
 
-def _retrieval_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | None:
-    """The RetrievalCache among the arguments of a call, whatever the model calls it."""
+def _holds_nothing_yet(cache: RetrievalCache) -> bool:
+    """Whether the first call over a cache begins, and no call around it has begun."""
+    return not cache.get_seq_length() and (cache.running is None or not cache.running.alive())
+
+
+def _retrieval_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | JointCache | None:
+    """The RetrievalCache among the arguments of a call, or several as one, whatever the model calls it."""
     for value in (*kwargs.values(), *args):
-        if isinstance(value, RetrievalCache):
+        if isinstance(value, RetrievalCache | JointCache):
             return value
         if isinstance(value, EncoderDecoderCache) and isinstance(value.self_attention_cache, RetrievalCache):
             raise UnsupportedModelError("EncoderDecoderCache", ENCODER_DECODER)

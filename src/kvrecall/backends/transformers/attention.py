@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, flash_attention_mask
 
 from kvrecall.backends.transformers.layer import LAYER_TAG, TaggedLayer
-from kvrecall.backends.transformers.passes import ForwardPass, current
+from kvrecall.backends.transformers.passes import OpenCall, current
 from kvrecall.backends.transformers.switch import own_attention, own_mask
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
@@ -99,7 +99,7 @@ def retrieval_mask(
     return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=padding)
 
 
-def _own_causal_mask(running: ForwardPass, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+def _own_causal_mask(running: OpenCall, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
     """The mask for a layer that is not ours: what its own attention function would have been given instead of our 2-D one."""
     ours = mask is None or (mask.ndim == 2 and mask.shape[1] == key.shape[2])
     if not ours or running.own_causal_mask is None or getattr(module, "is_causal", True) is False:

@@ -26,12 +26,13 @@ from kvrecall.backends.transformers.calibration import ModelCalibration, calibra
 from kvrecall.backends.transformers.families import Heads, check_config, template
 from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.layer import RetrievalLayer
-from kvrecall.backends.transformers.memory import as_before, check_device
-from kvrecall.backends.transformers.passes import ForwardPass
+from kvrecall.backends.transformers.memory import as_before, check_device, layers_near
+from kvrecall.backends.transformers.passes import ForwardPass, Inputs
+from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.cache.layer import block_tables
 from kvrecall.core.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
@@ -69,17 +70,27 @@ class RetrievalCache(Cache):
     puts its own in place of sliding ones until it ends.
     """
 
-    def __init__(self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0) -> None:
+    def __init__(
+        self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0,
+        rows_on_device: bool | None = None,
+    ) -> None:  # fmt: skip
         """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too.
 
         observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr
         can judge keys by them (2,048 serve any). The statistics of its keys are gathered then too, for forks under balanced
         ParisKV.
+
+        rows_on_device: False keeps the rows of layers that search nothing in host memory, like all others. By default they lie
+        on a GPU while it has room for them.
         """
+        if rows_on_device not in (None, False):
+            remedy = "Leave it out: rows lie on a GPU while it has room for them."
+            raise ParameterError("rows_on_device", "None or False", rows_on_device, remedy)
         if not isinstance(method, Method):
             raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
         check_config(config)
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
+        self.rows_on_device = rows_on_device
         self.signature = ModelSignature.of(config)
         for number, _ in method.per_layer:
             if number >= self.signature.layers:
@@ -153,17 +164,22 @@ class RetrievalCache(Cache):
         """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
 
-    def fork(self, method: Method | None = None) -> RetrievalCache:
+    def fork(self, method: Method | None = None, *, rows_on_device: bool | None = None) -> RetrievalCache:
         """A cache with the same tokens, optionally under another method: answers several questions after a single prefill.
 
-        Host rows are shared copy-on-write where the methods' zones are of the same sizes, and copied into the new zones
-        otherwise. Raises HostMemoryError or DeviceMemoryError where there is no room for that; this cache is unchanged.
+        Blocks of rows are shared copy-on-write where the methods' zones are of the same sizes, and copied into the new zones
+        otherwise. They are copied, too, where a layer that searches under one method searches nothing under the other, and so
+        has its rows on a GPU. Raises HostMemoryError or DeviceMemoryError where there is no room for that; this cache is
+        unchanged. rows_on_device: as in the class, and by default as it is here unless the method is another one.
         """
         self._check_idle("fork")
+        if rows_on_device is None and method in (None, self.method):
+            rows_on_device = self.rows_on_device
         method = method or self.method
-        if method.zone_sizes() != self.method.zone_sizes():
-            self._check_host(self.get_seq_length(), self.sequences, None)
         fork = copy(self)
+        fork.rows_on_device = rows_on_device
+        if method.zone_sizes() != self.method.zone_sizes():
+            fork._check_host(self.get_seq_length(), self.sequences, None, method)
         fork.method, fork._windows, fork.on_queries = method, [], None
         fork.running, fork.tokens = None, self.tokens.copy()
         model = None if self._model is None else self._model()
@@ -178,7 +194,8 @@ class RetrievalCache(Cache):
         """Tables of so many sequences for a layer that begins: those of the other layers, or new ones where it was the first to
         have them."""
         if self.tables is None or len(self.tables) != sequences or layer in self.tables[0].lengths:
-            self.tables = block_tables(sequences, device)
+            pool = pool_of(None if self._model is None else self._model(), device)
+            self.tables = [BlockTable(pool) for _ in range(sequences)]
         return self.tables
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
@@ -306,6 +323,13 @@ class RetrievalCache(Cache):
         elif running:  # nobody knows which of them have seen the tokens that are gone
             self._torn = True
 
+    def open_pass(self, inputs: Inputs) -> ForwardPass:
+        """The state of a forward pass that begins. Raises InterruptedPassError where the last one was interrupted, and
+        ShapeError for inputs that do not go with what is held; nothing is stored then."""
+        self.settle()
+        passes.check_inputs(self, inputs)
+        return ForwardPass(self, inputs)
+
     def settle(self) -> None:
         """Before a forward pass: mends what an interrupted one left, and raises InterruptedPassError if there was anything."""
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
@@ -324,8 +348,13 @@ class RetrievalCache(Cache):
             self._known_configs[id(config)] = config, ModelSignature.of(config) == self.signature
         return self._known_configs[id(config)][1]
 
+    @property
+    def captured(self) -> bool:
+        """Whether a captured decode has borrowed it."""
+        return any(layer.captured is not None for layer in self.retrieval_layers)
+
     def _check_idle(self, what: str) -> None:
-        if any(layer.captured is not None for layer in self.retrieval_layers):
+        if self.captured:
             remedy = "Wait until generate has returned; the cache is unchanged."
             raise ParameterError(what, "a cache that nobody decodes with", "one whose steps are captured", remedy)
 
@@ -338,16 +367,42 @@ class RetrievalCache(Cache):
             self._check_host(keys.shape[2], keys.shape[0], keys)
         self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
 
-    def _check_host(self, tokens: int, sequences: int, keys: Tensor | None) -> None:
-        itemsize = keys.element_size() if keys is not None else 2
-        states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
-        if states:
-            itemsize = states[0].shape.dtype.itemsize
-        row = 2 * self.signature.head_dim * itemsize * self.signature.kv_heads
-        need = row * len(self.retrieval_layers) * tokens * sequences
+    def _check_host(self, tokens: int, sequences: int, keys: Tensor | None, method: Method | None = None) -> None:
+        """Raises HostMemoryError if the host has no room for so many tokens more. method: of layers that begin, by default the
+        cache's own."""
+        dtype, device = (None, None) if keys is None else (keys.dtype, keys.device)
+        need = self.host_bytes(tokens, sequences, dtype, device, method)
         available = available_host_bytes()
         if need > available:
             raise HostMemoryError(need, available, tokens * sequences)
+
+    def host_bytes(
+        self, tokens: int, sequences: int = 1, dtype: torch.dtype | None = None, device: torch.device | None = None,
+        method: Method | None = None,
+    ) -> int:  # fmt: skip
+        """Bytes of host memory that so many tokens more per sequence take; rows that are to lie on a GPU do not count.
+
+        dtype, device: of the keys while nothing is held; None: two bytes per number, where the model is. method: of layers that
+        begin, by default the cache's own.
+        """
+        states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
+        itemsize = states[0].shape.dtype.itemsize if states else 2 if dtype is None else dtype.itemsize
+        row = 2 * self.signature.head_dim * itemsize * self.signature.kv_heads
+        layers = len(self.retrieval_layers)
+        if method is None and states:
+            layers -= sum(state.store.on_device for state in states)
+        elif self.rows_on_device is None and has_own_memory(device := device or self._device()):
+            dense = sum(not (method or self.method).searches(layer.number) for layer in self.retrieval_layers)
+            layers -= layers_near(row * tokens * sequences, dense, room_for_rows(device))
+        return row * layers * tokens * sequences
+
+    def _device(self) -> torch.device:
+        """Where layers compute, or are going to as far as that is known; a GPU where there is one and nobody can tell."""
+        known = [layer.state.shape.device for layer in self.retrieval_layers if layer.state is not None]
+        model = None if self._model is None else self._model()
+        if known or model is not None:
+            return known[0] if known else model.device  # type: ignore[union-attr]
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _keeps_running_state(layer: Any) -> bool:

@@ -19,6 +19,8 @@ COMPILED = "Use the model as it is; on a GPU, kvrecall captures decode steps as 
 _REFUSED = {"doge": "attention that computes with its mask, which has to be of queries by keys"}
 """Families that would fail with an error of their own."""
 
+_STEADY_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
+
 
 def check_config(config: PretrainedConfig) -> None:
     """Raises UnsupportedModelError for a config whose decoder kvrecall cannot serve, and ParameterError for no config."""
@@ -68,6 +70,15 @@ def check_model(model: PreTrainedModel) -> None:
                 part.config.model_type or type(part).__name__,
                 "attention of its own that does not go through transformers' attention interface",
             )
+
+
+def changing_rotary(config: PretrainedConfig) -> str | None:
+    """The kind of a model's rotary embedding if it is another one in calls with longer texts; None where a token's turn depends
+    on its position alone."""
+    scaling: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_scaling", None) or {}
+    each = [own for own in scaling.values() if isinstance(own, dict)] or [scaling]  # some models have one per kind of layer
+    kinds = [own.get("rope_type", "default") for own in each]
+    return next((kind for kind in kinds if kind not in _STEADY_ROTARY), None)
 
 
 def transformers_model(model: Any) -> PreTrainedModel:

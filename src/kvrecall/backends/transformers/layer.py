@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvrecall.backends.transformers.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.memory import all_or_nothing, check_device, explained
+from kvrecall.backends.transformers.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
 from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.cache.block_rows import say_not_on_device
+from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.core.errors import (
     CacheModelError,
     DeviceError,
@@ -28,7 +30,7 @@ from kvrecall.index.table import WIDE
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import mend
-from kvrecall.methods.base import HEAD_DIMS
+from kvrecall.methods.base import HEAD_DIMS, Method
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
@@ -43,15 +45,28 @@ LAYER_TAG = "_kvrecall_layer"
 class TaggedLayer(Protocol):
     """What the attention function asks of the layer that it finds."""
 
-    @property
-    def cache(self) -> RetrievalCache: ...
-
     is_sliding: bool
     """Whether it holds no more than a window."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
         ...
+
+
+def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in the dtype that the model attends in: under autocast rotated keys are in fp32, and values are not."""
+    device = keys.device.type
+    if not torch.is_autocast_enabled(device):
+        return keys, values
+    dtype = torch.get_autocast_dtype(device)
+    return keys.to(dtype), values.to(dtype)
+
+
+def tagged(layer: TaggedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same tensors, by which the attention function finds `layer`."""
+    for side in (keys, values):
+        setattr(side, LAYER_TAG, layer)
+    return keys, values
 
 
 class RetrievalLayer(CacheLayerMixin):
@@ -92,10 +107,25 @@ class RetrievalLayer(CacheLayerMixin):
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
-            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables)
+            near = self._rows_on_device(shape, cache.method, max(cache.reserved_tokens, keys.shape[2]))
+            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
         self.is_initialized = True
+
+    def _rows_on_device(self, shape: LayerShape, method: Method, tokens: int) -> bool:
+        """Whether rows of the retrieval zone are to lie on the device: the layer searches nothing, and there is room for what
+        it is known to need, beside the windows and summaries of the layers that come behind it."""
+        cache = self.cache
+        if method.searches(self.number) or not has_own_memory(shape.device) or cache.rows_on_device is False:
+            return False
+        need = shape.sequences * zone_bytes(shape, method, tokens)
+        behind = [layer.number for layer in cache.retrieval_layers if layer.number > self.number]
+        later = shape.sequences * sum(layer_bytes(number, shape, method, tokens) for number in behind)
+        if need + later <= room_for_rows(shape.device):
+            return True
+        say_not_on_device(need, shape.device)
+        return False
 
     def _calibration(self, heads: int, dim: int) -> LayerCalibration | None:
         """What is known of this layer's keys, if it is of so many heads."""
@@ -114,15 +144,10 @@ class RetrievalLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
-        device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # rotated keys are in fp32 then, and values are not
-            dtype = torch.get_autocast_dtype(device)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        key_states, value_states = as_attended(key_states, value_states)
         if self.captured is None:
             self._check(key_states, value_states)
-        for side in (key_states, value_states):
-            setattr(side, LAYER_TAG, self)
-        return key_states, value_states
+        return tagged(self, key_states, value_states)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         """Raises for tokens that this layer cannot store."""
@@ -250,13 +275,17 @@ class RetrievalLayer(CacheLayerMixin):
             shape = self.state.shape
             shape = calibrated(shape, copy._calibration(shape.kv_heads, shape.head_dim))
             if cache.method.zone_sizes() == self.state.store.sizes:
-                copy.state = self.state.fork(cache.method, shape, cache.tables)
+                stays = self.state.store.on_device and not cache.method.searches(self.number)
+                tokens = max(cache.reserved_tokens, self._logical)
+                near = cache.rows_on_device is None and (stays or copy._rows_on_device(shape, cache.method, tokens))
+                copy.state = self.state.fork(cache.method, shape, cache.tables, near)
             else:
                 tokens = max(cache.reserved_tokens, self._logical)
                 with explained(self.number, self.state.shape, cache.method, tokens):
                     copy.state = rezoned(
                         self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
                         shape=shape, tables=cache.block_tables(self.number, shape.sequences, shape.device),
+                        rows_on_device=copy._rows_on_device(shape, cache.method, tokens),
                     )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid

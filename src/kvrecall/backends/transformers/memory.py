@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.state import LayerState
@@ -67,29 +67,41 @@ def explained(layer: int, shape: LayerShape, method: Method, tokens: int) -> Ite
 
 
 def check_device(states: list[LayerState], tokens: int) -> None:
-    """Raises DeviceMemoryError if summaries of `tokens` tokens per sequence are more than a GPU can give; grows nothing."""
+    """Raises DeviceMemoryError if summaries of `tokens` tokens per sequence are more than a GPU can give; grows nothing.
+
+    Rows that lie on it are no reason: where it has no room for more of them, they move to the host."""
     states = [state for state in states if state.index is not None and state.shape.device.type == "cuda"]
     if not states:
         return
     first = states[0]
+    free = free_device_bytes(first.shape.device)
+    if bytes_to_grow(states, tokens) > free:
+        need = sum(s.shape.sequences * layer_bytes(s.layer, s.shape, s.method, tokens) for s in states)
+        raise DeviceMemoryError(first.layer if len(states) == 1 else None, need, free, tokens, first.shape.device)
+
+
+def bytes_to_grow(states: list[LayerState], tokens: int) -> int:
+    """Device bytes that windows and summaries take beyond what they have, for `tokens` tokens per sequence."""
     needs = [s.shape.sequences * layer_bytes(s.layer, s.shape, s.method, tokens) for s in states]
     have = sum(s.store.resident.nbytes + (0 if s.index is None else s.index.nbytes) for s in states)
-    free = free_device_bytes(first.shape.device)
-    if sum(needs) - have > free:
-        raise DeviceMemoryError(first.layer if len(states) == 1 else None, sum(needs), free, tokens, first.shape.device)
+    return max(0, sum(needs) - have)
+
+
+def layers_near(each: int, layers: int, room: int) -> int:
+    """Of so many layers that search nothing, those whose rows a device has room for: `each` bytes per layer."""
+    return layers if not each else max(0, min(layers, room // each))
+
+
+def zone_bytes(shape: LayerShape, method: Method, tokens: int) -> int:
+    """Bytes of the retrieval-zone rows of one sequence of one layer, wherever they lie."""
+    sizes = method.zone_sizes()
+    return 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
 
 
 def layer_bytes(layer: int, shape: LayerShape, method: Method, tokens: int) -> int:
-    """Device bytes of one sequence of one layer: its window, and its summaries if it is searched."""
+    """Device bytes of one sequence of one layer: its window, and its summaries if it is searched. Rows of the retrieval zone
+    do not count: they can lie on the host."""
     sizes = method.zone_sizes()
     window = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * sizes.resident_capacity
     retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
-    return window + (0 if layer in method.dense_layers else method.summary_bytes(shape, retrieved))
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """Bytes that the device can still give, those included that torch keeps for itself."""
-    if device.type != "cuda":
-        return available_host_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    return window + (method.summary_bytes(shape, retrieved) if method.searches(layer) else 0)

@@ -1,7 +1,8 @@
 """One forward pass of an attached model over a RetrievalCache: all retrieval layers attend once, or nothing is kept.
 
 A pass belongs to one cache, one thread and one call. Layers refuse to store outside a pass. A pass is accepted when every
-retrieval layer's attention ran exactly once; after anything else the cache holds what it held before.
+retrieval layer's attention ran exactly once; after anything else the cache holds what it held before. One call may also carry
+the rows of several caches (`joint`): it is one `OpenCall` then, with a pass for each of them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelErr
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
+    from kvrecall.backends.transformers.joint import JointCache
 
 
 _local = threading.local()
 
 
-def current() -> ForwardPass | None:
-    """The pass that runs in this thread, if one does."""
-    running: ForwardPass | None = getattr(_local, "running", None)
+def current() -> OpenCall | None:
+    """The call that retrieves in this thread, if one does."""
+    running: OpenCall | None = getattr(_local, "running", None)
     return running if running is not None and running.open and running.alive() else None
 
 
@@ -42,34 +44,30 @@ class Inputs:
     mask: Any
 
 
-class ForwardPass:
-    """State of one pass."""
+class OpenCall:
+    """A call of a model whose attention retrieves, from its first hook to its last."""
 
-    def __init__(self, cache: RetrievalCache, inputs: Inputs) -> None:
-        self.cache, self.inputs = cache, inputs
+    def __init__(self, cache: RetrievalCache | JointCache) -> None:
+        self.cache = cache
         self.thread = threading.get_ident()
-        self.before = cache.get_seq_length()
-        self.attended: set[int] = set()
-        """Numbers of the retrieval layers whose attention has run."""
         self.own_causal_mask: Callable[[], Any] | None = None
         """Makes the causal mask that the model's own attention function would have been given."""
-        self._seen = {} if cache.calibration is None else cache.calibration.mark()
         self._undo = ExitStack()
-        self._outer: ForwardPass | None = None
+        self._outer: OpenCall | None = None
         self._calls: list[tuple[nn.Module, FrameType]] = []
 
     def begin(self, switch: AbstractContextManager[None]) -> None:
         """From now on layers of the cache may store, and the model calls our attention function."""
         self._undo.enter_context(switch)
         self._outer = getattr(_local, "running", None)
-        self.cache.running = _local.running = self
+        self.cache.running = _local.running = self  # type: ignore[assignment]
 
     def add(self, module: nn.Module, frame: FrameType) -> None:
-        """A call of `module` has begun inside this pass."""
+        """A call of `module` has begun inside this one."""
         self._calls.append((module, frame))
 
     def remove(self, module: nn.Module) -> bool:
-        """A call of `module` has ended; True if the pass began with it. Calls inside it that told of no end have ended too."""
+        """A call of `module` has ended; True if this one began with it. Calls inside it that told of no end have ended too."""
         begun = [number for number, (called, _) in enumerate(self._calls) if called is module]
         if begun:
             del self._calls[begun[-1] :]
@@ -77,12 +75,12 @@ class ForwardPass:
 
     @property
     def open(self) -> bool:
-        """Whether it has neither been accepted nor undone."""
+        """Whether what it stored has neither been accepted nor undone."""
         return self.cache.running is self
 
     def alive(self) -> bool:
-        """Whether the call that began the pass still runs. An exception that is no `Exception`, such as KeyboardInterrupt, ends
-        a call without telling the hooks."""
+        """Whether the call that began it still runs. An exception that is no `Exception`, such as KeyboardInterrupt, ends a
+        call without telling the hooks."""
         first = self._calls[0][1] if self._calls else None
         own = self.thread == threading.get_ident()
         frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(self.thread)
@@ -94,17 +92,42 @@ class ForwardPass:
 
     def missing(self) -> list[int]:
         """Retrieval layers whose attention has not run."""
+        raise NotImplementedError
+
+    def finish(self, failed: bool) -> None:
+        """Accepts what was stored, or undoes it."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """The model calls its own attention function again, and layers of the cache store no more."""
+        self._undo.close()
+        self._calls = []
+        self.cache.running = None
+        if getattr(_local, "running", None) is self:  # a dead call may be ended by another thread
+            _local.running = self._outer
+
+
+class ForwardPass(OpenCall):
+    """State of one pass over one cache."""
+
+    def __init__(self, cache: RetrievalCache, inputs: Inputs) -> None:
+        super().__init__(cache)
+        self.cache: RetrievalCache = cache
+        self.inputs = inputs
+        self.before = cache.get_seq_length()
+        self.attended: set[int] = set()
+        """Numbers of the retrieval layers whose attention has run."""
+        self._seen = {} if cache.calibration is None else cache.calibration.mark()
+
+    def missing(self) -> list[int]:
+        """Retrieval layers whose attention has not run."""
         return [layer.number for layer in self.cache.retrieval_layers if layer.number not in self.attended]
 
     def finish(self, failed: bool) -> None:
         """Accepts the pass, or undoes it. Raises UnsupportedModelError where the model went past a layer without an error."""
         missing = self.missing()
         with deferred_interrupt():
-            self._undo.close()
-            self._calls = []
-            self.cache.running = None
-            if getattr(_local, "running", None) is self:  # a dead pass may be ended by another thread
-                _local.running = self._outer
+            self._close()
         calibration = self.cache.calibration
         if not failed and not missing:
             if calibration is not None:
@@ -123,38 +146,42 @@ class ForwardPass:
 
 
 def enter(
-    cache: RetrievalCache, module: nn.Module, inputs: Inputs, switch: Callable[[], AbstractContextManager[None]]
-) -> ForwardPass | None:
+    cache: RetrievalCache | JointCache, module: nn.Module, inputs: Inputs, switch: Callable[[], AbstractContextManager[None]]
+) -> OpenCall | None:
     """A call of `module` with `cache` begins: opens a pass and returns it, or goes on with the one that is open.
 
     switch: a context in which the model calls our attention function. Raises ShapeError and ParameterError for inputs that do
     not go with what the cache holds; nothing is changed then.
     """
-    running, frame = cache.running, _call_frame()
+    running, frame = cache.running, call_frame()
     if running is not None and running.alive():
-        if running.thread != threading.get_ident():
-            raise ParameterError(
-                "cache", "one forward pass at a time", "a pass in another thread", "Give each thread a fork()."
-            )
+        check_thread(running)
         running.add(module, frame)
         return None
-    cache.settle()
-    _check(cache, inputs)
-    running = ForwardPass(cache, inputs)
+    running = cache.open_pass(inputs)
     running.add(module, frame)
     with deferred_interrupt():
         running.begin(switch())
     return running
 
 
-def leave(cache: RetrievalCache, module: nn.Module, failed: bool) -> None:
+def check_thread(running: OpenCall) -> None:
+    """Raises ParameterError for a pass that runs in another thread."""
+    if running.thread != threading.get_ident():
+        raise ParameterError("cache", "one forward pass at a time", "a pass in another thread", "Give each thread a fork().")
+
+
+def leave(cache: RetrievalCache | JointCache, module: nn.Module, failed: bool) -> None:
     """A call of `module` with `cache` has ended."""
     running = cache.running
     if running is not None and running.thread == threading.get_ident() and running.remove(module):
         running.finish(failed)
 
 
-def _check(cache: RetrievalCache, inputs: Inputs) -> None:
+def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
+    """Raises ShapeError for inputs of a call that do not go with what the cache holds."""
+    if cache.captured:  # its tokens go to slots, of which there may be more than sequences
+        return
     held, sequences = cache.get_seq_length(), cache.sequences
     if inputs.tokens == 0:
         raise ShapeError(
@@ -172,7 +199,7 @@ def _check(cache: RetrievalCache, inputs: Inputs) -> None:
         raise ShapeError("attention_mask", expected, got, "Pass the tokenizer's attention_mask, or none.")
 
 
-def _call_frame() -> FrameType:
+def call_frame() -> FrameType:
     """The frame of the `Module.__call__` that runs the hook, which lives as long as the call does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:

@@ -19,16 +19,17 @@ _PIECE_TOKENS = 4096
 
 def rezoned(
     state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0,
-    shape: LayerShape | None = None, tables: list[BlockTable] | None = None,
+    shape: LayerShape | None = None, tables: list[BlockTable] | None = None, rows_on_device: bool | None = None,
 ) -> LayerState:  # fmt: skip
     """The same sequences under a method with zones of its own, with counters at zero. `state` stays as it is.
 
     expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
-    shape: the same with another calibration. tables: new block tables, which the layers of a cache share.
+    shape: the same with another calibration. tables: new block tables, which the layers of a cache share. rows_on_device: see
+    `LayerState`.
     """
     mend(state)
     shape = shape or state.shape
-    other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries, tables)
+    other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries, tables, rows_on_device)
     other.scaling = state.scaling
     other.flagged_as(state)
     if state.log is not None and other.log is not None:

@@ -1,8 +1,9 @@
-"""What the layers of a captured decode have in common: how the decoder calls them, and what they count."""
+"""What the layers of a captured decode have in common: slots at fixed addresses, which sequences join and leave."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -12,18 +13,92 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.state import LayerState
 
 
-class CapturedState(ABC):
-    """Takes over the state of one layer, runs steps on it, and gives it back in `finish`."""
+@dataclass(eq=False)
+class Group:
+    """The sequences of one layer state, each in a slot; they join and leave together.
+
+    first: tokens of each retrieval zone when they joined. steps: made since then. begun: for how many of them the static set
+    of the coming step is there.
+    """
+
+    state: LayerState
+    slots: list[int]
+    first: list[int] = field(default_factory=list)
+    steps: int = 0
+    begun: int = 0
+
+    def begin_static(self) -> None:
+        """What `LayerState.begin_step` does about static sets for the coming step, for the sequences that still lack it."""
+        while self.begun < len(self.slots):
+            self.state.begin_static(self.begun)
+            self.begun += 1
+
+    def end_static(self) -> None:
+        """The static sets of the coming step are not used in one."""
+        for b in range(self.begun):
+            self.state.statics.grow_older(b, -1)
+        self.begun = 0
+
+
+class SlotLayer(ABC):
+    """One layer's part of a captured step: slots of fixed addresses, and the launches that work on all of them.
+
+    A step works on every slot; one without a sequence attends to its own token and changes nothing outside the slot. Sequences
+    join and leave between steps, which changes data and no address, so the launches can be replayed for all that come.
+    """
 
     bad: Tensor
-    """int32 `[B]`, not 0 for sequences that were given a key or value that is not finite."""
+    """int32 `[slots]`, not 0 for sequences that were given a key or value that is not finite."""
 
-    def __init__(self, state: LayerState) -> None:
-        self.state = state
+    def __init__(self, like: LayerState, slots: int) -> None:
+        """like: a state of the kind that is to join, of any number of sequences."""
+        self.shape, self.method, self.layer = replace(like.shape, sequences=slots), like.method, like.layer
+        self.kind, self.memory = kind_of(like), like.store.memory
+        """memory: of the rows, held so that their address stays what it is."""
+        self.groups: list[Group] = []
+
+    @abstractmethod
+    def fits(self, state: LayerState, room: int) -> bool:
+        """Whether the sequences of a state can join for `room` steps: they have this layer's kind, size and memory."""
+
+    def join(self, group: Group, room: int) -> None:
+        """Takes over the sequences of a state, which fits, into slots that are free. room: steps that they may make.
+
+        After an error the state is as it was and the slots are free.
+        """
+        self.groups.append(group)
+        try:
+            self._join(group, room)
+        except BaseException:
+            self.groups.remove(group)
+            self._forget(group)
+            raise
+
+    def leave(self, group: Group) -> None:
+        """Gives the state back as if the steps had been made uncaptured, and frees the slots; synchronises."""
+        if group not in self.groups:
+            return
+        try:
+            if group.steps:
+                self._give_back(group)
+        finally:
+            self.groups.remove(group)
+            self._forget(group)
+
+    @abstractmethod
+    def _join(self, group: Group, room: int) -> None:
+        """Fills the slots. Until the first step it changes nothing of the state that matters, and may be called again."""
+
+    @abstractmethod
+    def _give_back(self, group: Group) -> None:
+        """Leaves the state as the steps would have."""
+
+    def _forget(self, group: Group) -> None:  # noqa: B027 - optional
+        """The slots have no sequence any more."""
 
     @abstractmethod
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
-        """One token per sequence, as `pipeline.decode_step`; queries `[B, H_q, 1, D]`, keys, values `[B, H_kv, 1, D]`.
+        """One token per slot, as `pipeline.decode_step`; queries `[slots, H_q, 1, D]`, keys, values `[slots, H_kv, 1, D]`.
 
         parity: int64 `[1]`, the step's number modulo 2. Launches kernels and asks nothing of the device.
         """
@@ -36,27 +111,35 @@ class CapturedState(ABC):
         """Whether `search_early` is part of a step."""
         return False
 
+    @property
+    def ahead(self) -> bool:
+        """Whether `renew` may be called while the step before still runs, also if no step follows."""
+        return True
+
     def begin_trial(self) -> None:  # noqa: B027 - optional: a trial of most layers leaves nothing that matters
         """The next step is a trial: it must change nothing that `forget_trial` cannot bring back."""
 
-    @abstractmethod
     def forget_trial(self) -> None:
         """Undoes a step that was a trial."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Gives the state back as if the steps had been made uncaptured; synchronises."""
-
-    def abandon(self) -> None:  # noqa: B027 - optional: most take nothing from a state before the first step
-        """Gives the state back though no step was made."""
+        for group in self.groups:
+            self._join(group, 0)
 
     def renew(self) -> None:  # noqa: B027 - optional: most have nothing to do between steps
         """Called before steps, while nothing runs that was captured: does what happens once in many steps.
 
         After an error it can be called again."""
 
-    def moved_on(self) -> None:  # noqa: B027 - optional: some count by themselves
+    def moved_on(self) -> None:
         """A step was made."""
+        for group in self.groups:
+            group.steps += 1
+
+
+def kind_of(state: LayerState) -> tuple[object, ...]:
+    """What decides about the launches of a layer's step, beside its sequences: states of one kind can be in one step."""
+    shape = state.shape
+    sizes = shape.query_heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.zone_start
+    return state.layer, state.method, *sizes
 
 
 def require_pinned(state: LayerState) -> None:
@@ -69,22 +152,22 @@ _KEPT_SHARE = 16
 """Rows are kept unasked where those of a layer take no more than this part of the memory that is free."""
 
 
-def keeps_rows(state: LayerState) -> bool:
-    """Whether captured steps keep selected rows for the next one: 4 D H_kv numbers per sequence and token of the budget."""
+def keeps_rows(state: LayerState, slots: int) -> bool:
+    """Whether captured steps keep selected rows for the next one: 4 D H_kv numbers per slot and token of the budget."""
     if state.keeps_rows or state.method.fetch_config().reuse is not None:
         return state.keeps_rows
     shape = state.shape
-    need = 4 * shape.sequences * shape.kv_heads * state.top_k * shape.head_dim * shape.dtype.itemsize
+    need = 4 * slots * shape.kv_heads * state.top_k * shape.head_dim * shape.dtype.itemsize
     return need * _KEPT_SHARE <= free_device_bytes(shape.device)
 
 
-def adopt_held(state: LayerState, ids: Tensor, counts: Tensor) -> None:
-    """Writes the selections that uncaptured steps held into ids `[B, H_kv, K]` and counts `[B, H_kv]`."""
-    for b, held in state.held.items():
-        width = min(held.ids.shape[1], ids.shape[2])
-        ids[b] = -1
-        ids[b, :, :width] = held.ids[:, :width]
-        counts[b] = held.counts
+def adopt_held(group: Group, ids: Tensor, counts: Tensor) -> None:
+    """Writes the selections that uncaptured steps held into ids `[slots, H_kv, K]` and counts `[slots, H_kv]`."""
+    for b, held in group.state.held.items():
+        slot, width = group.slots[b], min(held.ids.shape[1], ids.shape[2])
+        ids[slot] = -1
+        ids[slot, :, :width] = held.ids[:, :width]
+        counts[slot] = held.counts
 
 
 def count_steps(

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.launch import LEAST_CAPABILITY
 from kvrecall.engine.captured.base import require_pinned
+from kvrecall.engine.captured.dense import require_near
 from kvrecall.index.base import Captured, IndexConfig
 from kvrecall.methods.base import Method
 
 PLAIN = "Decode with model.generate, which needs no capture."
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
@@ -34,17 +33,17 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
     check_methods(cache)
     text = model.config.get_text_config(decoder=True)
     check_layers(text, cache)
-    scaling: dict[str, Any] = getattr(text, "rope_scaling", None) or {}
-    each = [own for own in scaling.values() if isinstance(own, dict)] or [scaling]  # some models have one per kind of layer
-    for kind in (own.get("rope_type", "default") for own in each):
-        if kind not in _STATIC_ROPE:
-            raise CaptureError(f"rotary embedding {kind!r} changes with the length", PLAIN)
+    if (kind := changing_rotary(text)) is not None:
+        raise CaptureError(f"rotary embedding {kind!r} changes with the length", PLAIN)
     for state in (layer.state for layer in cache.retrieval_layers):
         if state is None:
             continue
         if state.shape.device.type != "cuda":
             raise CaptureError(f"the model is on {state.shape.device}", "Move it to a CUDA device.")
-        require_pinned(state)
+        if state.index is None:
+            require_near(state)
+        else:
+            require_pinned(state)
 
 
 def check_layers(text: PretrainedConfig, cache: RetrievalCache) -> None:
@@ -71,12 +70,10 @@ def check_layers(text: PretrainedConfig, cache: RetrievalCache) -> None:
 
 
 def check_methods(cache: RetrievalCache) -> None:
-    """Raises CaptureError if the method of some layer cannot be captured; layers may differ."""
+    """Raises CaptureError if the method of some layer cannot be captured; layers may differ. One that searches nothing can be,
+    where its rows lie on the device."""
     method, numbers = cache.method, [layer.number for layer in cache.retrieval_layers]
-    searching = [number for number in numbers if number not in method.dense_layers]
-    if method.index_config() is None or not searching:
-        raise CaptureError(f"{method.name} searches nothing, so that a graph would hold full attention only", PLAIN)
-    for number in searching:
+    for number in filter(method.searches, numbers):
         own = method.at(number)
         try:
             _check_method(own)

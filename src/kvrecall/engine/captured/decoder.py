@@ -1,10 +1,10 @@
-"""The captured decode loop of a transformers model: one CUDA graph per step, over a RetrievalCache that holds the prompt."""
+"""The captured decode loop of a transformers model: a recorded step, replayed over a RetrievalCache that holds the prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from warnings import warn
 from weakref import WeakSet
@@ -12,20 +12,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvrecall.backends.transformers import RetrievalCache, attach
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import CaptureError, CaptureMismatchError, NonFiniteError
-from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import CapturedState
+from kvrecall.engine.captured import graphs
 from kvrecall.engine.captured.check import PLAIN, check_capture, long_enough
-from kvrecall.engine.captured.layers import Layers
+from kvrecall.engine.captured.layers import Joined
 from kvrecall.engine.captured.ranks import ranks_of
-from kvrecall.engine.captured.sliding import SlidingWindow
-from kvrecall.engine.captured.verify import Attended, check_attention, check_logits, uncaptured_answer
+from kvrecall.engine.captured.recorded import Member, RecordedStep
+from kvrecall.engine.captured.structure import StepKey
 from kvrecall.layer.state import LayerState
 
 _CHECKED_STEPS = 64
@@ -35,12 +31,16 @@ _refused: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class CapturedDecoder:
-    """Steps of a model whose attention retrieves; the cache is borrowed until `close`.
+    """Steps of a model whose attention retrieves, over one cache, which is borrowed until `close`.
 
-    Tokens beyond `room_tokens` need more memory than the graph knows of: it is then captured anew, for twice as many. Every
-    graph is replayed once as a trial, and compared with the uncaptured layers (`captured.verify`), before it makes a step. The
-    ranks of a tensor-parallel model must all make the same calls; what one cannot capture is refused on all (`captured.ranks`).
+    The step is recorded once for a model and a method (`captured.graphs`) and replayed for every cache whose sequences fit into
+    its slots. One that needs more room gets a step with more. Before a recorded step is used its first replay, a trial, is
+    compared with the uncaptured layers (`captured.verify`). The ranks of a tensor-parallel model must all make the same calls;
+    what one cannot capture is refused on all (`captured.ranks`).
     """
+
+    kind: type[RecordedStep] = RecordedStep
+    """What the steps of this class of decoders are."""
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, call: Any = None, compiled: bool = False,
@@ -62,49 +62,38 @@ class CapturedDecoder:
                 raise CaptureError(reason, "Decode uncaptured until it is longer.")
         self._model, self._cache, self._call, self._compiled = model, cache, call or model.forward, compiled
         self._states: list[LayerState] = [x.state for x in cache.retrieval_layers if x.state is not None]
-        first = self._states[0]
-        device, b = first.shape.device, first.shape.sequences
-        self._parity = torch.zeros(1, dtype=torch.int64, device=device)
-        self.input_ids = torch.zeros(b, 1, dtype=torch.int64, device=device)
+        self._sequences, self._steps = self._states[0].shape.sequences, 0
+        self._step: RecordedStep
+        self._member: Member | None = None
+        self._borrow(room_tokens, input_ids)
+
+    @property
+    def recorded(self) -> RecordedStep:
+        """The step that is replayed; another one where that has had no room for more tokens."""
+        return self._step
+
+    @property
+    def input_ids(self) -> Tensor:
         """The tokens of the next step, `[B, 1]`; write them in place."""
-        if input_ids is not None:
-            self.input_ids.copy_(input_ids)
-        self._positions = torch.tensor([[first.store.zones(i).total] for i in range(b)], device=device)
-        self._steps = self._since = 0
-        self._found: dict[CapturedState, torch.cuda.Event]
-        self._windows: list[SlidingWindow]
-        self._attended: dict[CapturedState, Attended] | None = None
-        """While a graph is recorded and checked: what its layers are asked and answer. Tensors that somebody holds lie where
-        nothing else of the graph does, so a replay leaves its own values in them."""
-        self._failed: list[Exception] | None = None
-        """While ranks warm up together: what failed in this one's layers, told when no other rank waits for it."""
-        self._open = False
-        self._borrow(room_tokens)
+        return self._step.input_ids[: self._sequences]
 
     def step(self) -> Tensor:
         """Feeds `input_ids` and returns logits `[B, vocabulary]`, valid until the next step. Asks nothing of the GPU."""
-        if self._since >= self._room:
+        member = self._member
+        assert member is not None, "the decoder is closed"
+        if not member.left:
+            tokens, room = self.input_ids.clone(), 2 * member.joined.room
             self.close()
-            self._borrow(2 * self._room)
-        with deferred_interrupt():  # a token is in all layers and in all counts, or in none
-            self._layers.prepare()
-            self._graph.replay()
-            self._layers.advance()
-            self._steps += 1
-            self._since += 1
-            for holder in self._cache.retrieval_layers:
-                holder.count_captured()
-            for window in self._windows:
-                window.moved_on()
-            if (running := self._cache.running) is not None:  # no layer's own function has been called
-                running.attended.update(holder.number for holder in self._cache.retrieval_layers)
+            self._borrow(room, tokens)
+        self._step.replay()
+        self._steps += 1
         if self._steps % _CHECKED_STEPS == 0:
             self.check()
-        return self._logits
+        return self._step.logits[: self._sequences]
 
     def check(self) -> None:
         """Raises NonFiniteError if some layer was given a key or value that is not finite, on every rank; synchronises."""
-        flags = self._ranks.any_of(torch.stack([layer.bad for layer in self._layers.all]))
+        flags = self._ranks.any_of(self._step.layers.bad()[:, : self._sequences])
         if flags.any():
             layer, sequence = flags.nonzero()[0].tolist()
             raise NonFiniteError(self._states[layer].layer, sequence)
@@ -112,41 +101,36 @@ class CapturedDecoder:
     def close(self) -> None:
         """Gives the cache back, with everything that was decoded; every layer of it, though one may fail. Does nothing where
         that was done."""
-        if not self._open:
-            return
-        torch.cuda.current_stream().synchronize()
-        with deferred_interrupt(), ExitStack() as every:  # the last one that is named goes first
-            self._open = False
-            for layer, holder, state in zip(self._layers.all, self._cache.retrieval_layers, self._states, strict=True):
-                every.callback(state.statics.pause)
-                every.callback(holder.give_back)
-                every.callback(layer.finish)
-            for window in self._windows:
-                every.callback(window.give_back)
-            self._windows = []
+        member, self._member = self._member, None
+        if member is not None:
+            self._step.leave(member)
 
-    def _borrow(self, room_tokens: int) -> None:
-        self._room, self._since = room_tokens, 0
-        self._found, self._windows = {}, []
-        taken: list[tuple[CapturedState, RetrievalLayer]] = []
+    def _borrow(self, room_tokens: int, input_ids: Tensor | None) -> None:
+        slots = 1 << (self._sequences - 1).bit_length()
+        key = StepKey.of(self._model, self._compiled, self._ranks.size)
+        with self._ranks.agreeing():
+            joined = Joined(self._states, list(range(self._sequences)), room_tokens)
         try:
+            step = graphs.find(self._model, self.kind, key, self._cache, joined, slots)
+            if self._ranks.any_of(torch.tensor([step is None], dtype=torch.int32)).any():  # all record, or none
+                step = None
+            if step is None:
+                with self._ranks.agreeing():
+                    step = self.kind(key, self._cache, joined, slots, self._ranks)
             with self._ranks.agreeing():
-                self._layers = Layers(self._states, room_tokens)
-                taken += zip(self._layers.all, self._cache.retrieval_layers, strict=True)
-                for layer, holder in taken:
-                    holder.captured = lambda q, k, v, p, layer=layer: self._attend(layer, q, k, v, p)
-                for number, held in enumerate(self._cache.layers):
-                    if isinstance(held, DynamicSlidingWindowLayer):
-                        self._windows.append(SlidingWindow(self._cache, number))
-            self._capture()
-            self._open = True
+                member = step.join(self._cache, joined)
+            if input_ids is not None:
+                step.input_ids[: self._sequences].copy_(input_ids)
+            if not step.recorded:
+                try:
+                    step.record(self._model, self._call, member)
+                except BaseException:
+                    step.leave(member)
+                    raise
+                graphs.keep(self._model, step)
+            self._step, self._member = step, member
         except BaseException as error:
-            for layer, holder in taken:
-                layer.abandon()  # nothing was decoded: the cache is as it was
-                holder.captured = None
-            for window in self._windows:
-                window.give_back()
-            self._windows = []
+            joined.undo()
             self._raise_as_capture_error(error)
             raise
 
@@ -161,184 +145,85 @@ class CapturedDecoder:
             remedy = f"Leave out `compiled`. {PLAIN}" if self._compiled else PLAIN
             raise CaptureError(f"recording the model's step failed ({told})", remedy) from error
 
-    def _capture(self) -> None:
-        """Warms up, records, and checks the first replay, which like the warm-up is a trial: they write only where the first
-        real step will write too. Every layer searches in them, also where it would go on with what it holds.
 
-        A rank that fails tells the others before they wait for it in a collective.
+class Capturing:
+    """Captured steps of one cache wherever a graph can make them: from when every sequence is long enough to search."""
+
+    def __init__(
+        self, model: PreTrainedModel, cache: RetrievalCache, required: bool, compiled: bool = False, call: Any = None
+    ) -> None:
+        """required: raise CaptureError for what cannot be captured; else leave it to uncaptured steps. compiled, call: as in
+        CapturedDecoder; where nothing is captured `compiled` has no effect, which a RuntimeWarning says."""
+        self._model, self._cache, self._required, self._compiled, self._call = model, cache, required, compiled, call
+        self._decoder: CapturedDecoder | None = None
+        self._refused = False
+        try:
+            with ranks_of(model).agreeing():
+                if model in _refused and not required:
+                    raise CaptureError("recording this model's step has failed before", "capture=True tries it again.")
+                check_capture(model, cache)
+        except CaptureError as error:
+            self._refuse(error)
+
+    @property
+    def refused(self) -> bool:
+        """Whether no step will be captured."""
+        return self._refused
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step can be captured."""
+        return not self._refused and (self._decoder is not None or long_enough(self._cache))
+
+    def step(self, input_ids: Tensor, room_tokens: int) -> Tensor | None:
+        """Feeds tokens `[B, 1]`; logits `[B, vocabulary]`, valid until the next step. None where this step must be uncaptured.
+
+        room_tokens: new tokens per sequence to make room for, this one included. The cache is borrowed until `close`. Raises
+        CaptureError for what only shows once tokens are stored, such as memory that could not be pinned.
         """
-        held = [state.held for state in self._states]
+        if self._refused or (self._decoder is None and not long_enough(self._cache)):
+            return None
         try:
-            for state in self._states:
-                state.held = {}
-            self._forget_trial()
-            with self._ranks.agreeing():
-                launched = self._warm_up()
-            self._forget_trial()
-            self._attended = {}
-            with self._ranks.agreeing():
-                self._record()
-            self._layers.prepare(trial=True)
-            self._graph.replay()
-            self._positions -= 1
-            self._parity.copy_(1 - self._parity)
-            with self._ranks.agreeing(), torch.no_grad():
-                self._verify(launched)
-        finally:
-            self._attended = None
-            for window in self._windows:
-                window.attended = None
-            for state, own in zip(self._states, held, strict=True):
-                state.held = own
-        self._forget_trial()
+            if self._decoder is None:
+                self._decoder = CapturedDecoder(self._model, self._cache, room_tokens, self._call, self._compiled, input_ids)
+            self._decoder.input_ids.copy_(input_ids)
+            return self._decoder.step()  # which captures anew where room has run out
+        except CaptureError as error:
+            self._refuse(error)
+            if (running := self._cache.running) is not None:
+                running.attended.clear()
+            return None
 
-    def _warm_up(self) -> Tensor:
-        """A step that is launched: it compiles the kernels, and opens the ranks' connections. Returns a copy of its logits."""
-        self._layers.prepare(trial=True)
-        device = self._parity.device
-        aside, self._branch = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            logits = self._launch().clone()
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
-        return logits
+    def close(self) -> None:
+        """Gives the cache back, with everything that was decoded; a step after this records a graph anew."""
+        decoder, self._decoder = self._decoder, None
+        if decoder is not None:
+            decoder.close()
 
-    def _launch(self) -> Tensor:
-        """One step without a graph. Where ranks wait for one another, what fails in a layer is raised behind the last one."""
-        self._failed = [] if self._ranks.size > 1 else None
-        try:
-            with attach(self._model), self._modules(), torch.no_grad():
-                logits = self._forward()
-            if self._failed:
-                raise self._failed[0]
-            return logits
-        finally:
-            self._failed = None
-
-    def _record(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with attach(self._model), self._modules(), torch.no_grad(), torch.cuda.graph(self._graph):
-            self._logits = self._forward()
-            self._positions += 1
-            self._parity.copy_(1 - self._parity)
-
-    def _verify(self, launched: Tensor) -> None:
-        """Compares what the replay has left with the uncaptured layers, and with the logits of the warm-up."""
-        assert self._attended is not None
-        for layer, state in zip(self._layers.all, self._states, strict=True):
-            check_attention(state.layer, self._attended.pop(layer), partial(uncaptured_answer, state))
-        for window in self._windows:
-            assert window.attended is not None
-            check_attention(window.number, window.attended, window.uncaptured)
-        check_logits(self._logits, launched)
-
-    def _forget_trial(self) -> None:
-        for borrowed in (*self._layers.all, *self._windows):
-            borrowed.forget_trial()
-
-    def _modules(self) -> AbstractContextManager[None]:
-        """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""
-        if not self._compiled:
-            return nullcontext()
-        from kvrecall.engine.captured.compiled import compiled_modules  # torch's compiler takes a second to import
-
-        return compiled_modules(self._model)
-
-    def _attend(self, layer: CapturedState, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-        found = self._found.get(layer)
-        if found is not None:
-            torch.cuda.current_stream().wait_event(found)
-        try:
-            self._check_heads(layer.state, queries, keys)
-            out = layer.step(queries, keys, values, self._parity, params)
-        except Exception as error:
-            if self._failed is None:
-                raise
-            self._failed.append(error)
-            return torch.zeros_like(queries)
-        if self._attended is not None:
-            self._attended[layer] = Attended(queries, keys, values, params, out)
-        return out
-
-    @staticmethod
-    def _check_heads(state: LayerState, queries: Tensor, keys: Tensor) -> None:
-        """Kernels take the heads from the state: of a rank they must be the rank's own."""
-        shape = state.shape
-        if (queries.shape[1], keys.shape[1]) != (shape.query_heads, shape.kv_heads):
-            got, known = f"{queries.shape[1]}/{keys.shape[1]} heads", f"{shape.query_heads}/{shape.kv_heads}"
-            raise CaptureError(f"layer {state.layer} attends with {got}, but was made for {known}", PLAIN)
-
-    def _search_early(self) -> None:
-        """On a branch of the graph, all layers that know a query already search, one after another, while the model computes;
-        the step of each waits for its own search only."""
-        early = [layer for layer in self._layers.all if layer.early]
-        if early:
-            self._branch.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._branch):
-            for layer in early:
-                layer.search_early()
-                self._found[layer] = torch.cuda.Event()
-                self._found[layer].record()
-
-    def _forward(self) -> Tensor:
-        if (running := self._cache.running) is not None:  # a call of the model captures, and then steps or goes on uncaptured
-            running.attended.clear()
-        self._search_early()
-        out = self._call(
-            input_ids=self.input_ids,
-            position_ids=self._positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1]
+    def _refuse(self, error: CaptureError) -> None:
+        if self._required:
+            raise error
+        _say_uncaptured(error, self._compiled)
+        self._refused = True
 
 
 @contextmanager
 def captured_decoding(
     model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool, compiled: bool = False
 ) -> Iterator[None]:
-    """Inside, single-token calls of the model over `cache` replay a graph, as soon as every sequence is long enough to search.
-
-    required: raise CaptureError for what cannot be captured; else decode it uncaptured. compiled: as in CapturedDecoder; where
-    nothing is captured it has no effect, which a RuntimeWarning says.
-    """
+    """Inside, single-token calls of the model over `cache` replay a graph, for who calls `model.generate`; as `Capturing`."""
     call: Any = model.forward
-    decoder: CapturedDecoder | None = None
-    refused = False
-    try:
-        with ranks_of(model).agreeing():
-            if model in _refused and not required:
-                raise CaptureError("recording this model's step has failed before", "capture=True tries it again.")
-            check_capture(model, cache)
-    except CaptureError as error:
-        if required:
-            raise
-        _say_uncaptured(error, compiled)
+    capturing = Capturing(model, cache, required, compiled, call)
+    if capturing.refused:
         yield
         return
 
     @wraps(call)  # `generate` reads the signature to know what it may pass, positions of padded prompts among it
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal decoder, refused
         tokens = kwargs.get("input_ids")
         single = tokens is not None and tokens.shape[1] == 1 and kwargs.get("past_key_values") is cache and not cache.prefilling
-        if refused or not (single and (decoder is not None or long_enough(cache))):
-            return call(*args, **kwargs)
-        assert tokens is not None
-        try:
-            if decoder is None:
-                decoder = CapturedDecoder(model, cache, room_tokens, call, compiled, tokens)
-            decoder.input_ids.copy_(tokens)
-            logits = decoder.step()  # which captures anew where room has run out
-        except CaptureError as error:  # for what only shows now, such as memory that could not be pinned
-            if required:
-                raise
-            _say_uncaptured(error, compiled)
-            refused = True
-            if (running := cache.running) is not None:
-                running.attended.clear()
+        logits = capturing.step(tokens, room_tokens) if single and tokens is not None else None
+        if logits is None:
             return call(*args, **kwargs)
         return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
 
@@ -351,8 +236,7 @@ def captured_decoding(
             del model.forward
         else:
             model.forward = own
-        if decoder is not None:
-            decoder.close()
+        capturing.close()
 
 
 def _say_uncaptured(error: CaptureError, compiled: bool) -> None:

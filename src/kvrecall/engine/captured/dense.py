@@ -1,73 +1,83 @@
-"""A layer of a captured decode that never searches: its rows come to the device, for no graph streams them from the host."""
+"""A layer of a captured decode that never searches: its rows are attended where they lie, in blocks on the device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvrecall.attend.whole import WholeAttention
-from kvrecall.cache.transfer import bring
+from kvrecall.attend.zones import ZoneAttention
+from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import CapturedState, count_steps
+from kvrecall.engine.captured.base import Group, SlotLayer, count_steps
 from kvrecall.layer.state import LayerState
 
 
-class DenseLayer(CapturedState):
-    """Copies of all rows of a layer, 4 D H_kv bytes per token in 16-bit types; the host's are brought up to date at the end."""
+class DenseLayer(SlotLayer):
+    """Everything behind the sink is attended in the blocks of the sequences, where each new token is stored, too. The window is
+    copied there before the first step, and back behind the last one."""
 
-    def __init__(self, state: LayerState, tokens: int) -> None:
-        """tokens: length of the sequences to make room for. Raises CaptureError if the device has no memory for it."""
-        super().__init__(state)
-        shape = state.shape
-        self._first = [state.store.zones(b).total for b in range(shape.sequences)]
-        self._steps = 0
-        size = (shape.sequences, shape.kv_heads, tokens, 2, shape.head_dim)
+    def __init__(self, like: LayerState, slots: int, tokens: int, table: Tensor) -> None:
+        """tokens: most tokens behind the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence.
+
+        Raises CaptureError where rows are not on the device, or it has no memory for more."""
+        super().__init__(like, slots)
+        require_near(like)
+        store = like.store
         try:
-            rows = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+            host = store.on_host(table)
+            self._attention = ZoneAttention(host, self.shape.query_heads, store.sizes.sink_tokens, tokens)
         except torch.OutOfMemoryError as error:
-            need = size[0] * size[1] * size[2] * 2 * size[4] * shape.dtype.itemsize
-            raise CaptureError(
-                f"layer {state.layer} is dense, so its {need:,} bytes of keys and values must fit on the GPU, and do not",
-                "Decode uncaptured, or choose a method without dense_layers.",
-            ) from error
-        for b in range(shape.sequences):
-            at = 0
-            for block in state.store.blocks(b, on_device=True):
-                rows[b, :, at : at + block.shape[1]] = bring(block, shape.device)
-                at += block.shape[1]
-        self._attention = WholeAttention(rows, shape.query_heads)
+            reason = f"the GPU has no memory for the parts of the attention of layer {like.layer}"
+            raise CaptureError(reason, "Decode uncaptured (capture=None), or reserve fewer tokens.") from error
         self.bad = self._attention.bad
-        self.forget_trial()
+
+    def fits(self, state: LayerState, room: int) -> bool:
+        return state.index is None
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
         return self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
 
-    def moved_on(self) -> None:
-        self._steps += 1
+    def _join(self, group: Group, room: int) -> None:
+        attention, store = self._attention, group.state.store
+        require_near(group.state)
+        if store.memory is not self.memory:
+            raise CaptureError(f"the rows of layer {self.layer} have moved", "Decode uncaptured (capture=None).")
+        for b, slot in enumerate(group.slots):
+            zones, rows = store.zones(b), store.resident.view(b)
+            attention.front[slot][:, : zones.sink] = rows[:, : zones.sink]
+            store.host[b].write(zones.retrieval, rows[:, zones.sink :])
+            attention.counts[slot], attention.active[slot], attention.bad[slot] = zones.total, 1, 0
 
-    def forget_trial(self) -> None:
-        self._attention.counts.copy_(torch.tensor(self._first, dtype=torch.int32))
-        self.bad.zero_()
-
-    def finish(self) -> None:
-        state, moved, resident = self.state, 0, 0
-        sizes = state.store.sizes
-        for b, first in enumerate(self._first):
-            before = zones = state.store.zones(b)
-            for _ in range(self._steps):
-                after = sizes.lengths(zones.total + 1, zones.retrieval)
-                zones = sizes.lengths(after.total, after.retrieval + sizes.evicted(after, settle=False))
+    def _give_back(self, group: Group) -> None:
+        store, steps, resident = group.state.store, group.steps, 0
+        own, moved_away = self._attention.table.rows, store.memory is not self.memory
+        for b, slot in enumerate(group.slots):
+            before = zones = store.zones(b)
+            for _ in range(steps):
+                after = store.sizes.lengths(zones.total + 1, zones.retrieval)
+                zones = store.sizes.lengths(after.total, after.retrieval + store.sizes.evicted(after, settle=False))
                 resident += after.total  # the whole zone too
-            rows = self._attention.rows[b]
-            start = before.sink + before.retrieval
-            count = zones.retrieval - before.retrieval
-            if count:
-                state.store.host[b].append(rows[:, start : start + count].contiguous())
-            state.store.resident.replace(
-                b, 0, torch.cat([rows[:, : zones.sink], rows[:, start + count : first + self._steps]], 1)
-            )
-            moved += count
-        state.non_finite |= self.bad.bool()
-        count_steps(state, self._steps, searches=0, resident=resident, selected=0, static=0, read=0, moved=moved)
-        self._steps = 0
+            zone, at = store.host[b], before.retrieval
+            if moved_away:  # a copy of the sequence found no room on the device: the layer's rows lie on the host since then
+                for part in zone.blocks(at, zones.retrieval, of=own):
+                    zone.write(at, part)
+                    at += part.shape[1]
+            window = zone.blocks(zones.retrieval, zones.total - zones.sink, on_device=True, of=own)
+            store.resident.replace(b, 0, torch.cat([self._attention.front[slot][:, : zones.sink], *window], 1))
+            zone.extend(zones.retrieval)
+        group.state.non_finite |= self.bad[group.slots].bool()
+        count_steps(group.state, steps, searches=0, resident=resident, selected=0, static=0, read=0, moved=0)
+
+    def _forget(self, group: Group) -> None:
+        for slot in group.slots:
+            self._attention.counts[slot] = self._attention.active[slot] = 0
+
+
+def require_near(state: LayerState) -> None:
+    """Raises CaptureError where the rows of a layer that searches nothing are not on its device."""
+    if has_own_memory(state.shape.device) and not state.store.on_device:
+        raise CaptureError(
+            f"layer {state.layer} searches nothing and its keys and values are in host memory, which no graph reads whole",
+            "Decode uncaptured (capture=None), with fewer tokens, or with a method that searches every layer.",
+        )

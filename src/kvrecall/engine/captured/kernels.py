@@ -12,19 +12,21 @@ import triton.language as tl
 from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.core.host_rows import row_offset
 from kvrecall.core.overlap import begin, end
+from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
 
 @triton.jit
 def leave(
     p_rows, p_zone, p_pool, p_table, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-    p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_piece, HEADS, CAPACITY, TOKENS, MAP, MEANS, HIGHEST, LOWEST,
+    p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_piece, HEADS, CAPACITY, BYTES, MAP, MEANS, HIGHEST, LOWEST,
     MIN_ALPHA, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
     COUNTS: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Encodes ROWS rotated coordinates of one window row behind the zone's last token; piece 0 copies the row to the host.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`, of which the sequence has the blocks of its table, see `row_offset`.
+    pool `[blocks, HEADS, BLOCK, 2, D]`, of which the sequence has the blocks of its table, see `row_offset`. Codes lie in the
+    same blocks, BYTES bytes apart.
     counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with the tokens that still wait. COUNTS:
     whether they are kept; counts takes over live when the zone grows with this step. MAP: numbers between the maps of two
     heads, 0 for one of them all. CENTRED: whether there are means and turns of SPAN tokens each (`encode.centres`). NORMS: the
@@ -40,20 +42,23 @@ def leave(
             p_host = p_pool + row_offset(p_table, number, row >= 0, i_kv, HEADS, BLOCK, D) + o_d
             tl.store(p_host, b_k, mask=o_d < D)
             tl.store(p_host + D, tl.load(p_row + D, mask=o_d < D, other=0.0), mask=o_d < D)
-        token = i_bh.to(tl.int64) * TOKENS + number
+        place, block = i_kv * BLOCK + number % BLOCK, tl.load(p_table + number // BLOCK).to(tl.int64)
+        p_sign, p_magnitude = p_signs + block * BYTES, p_magnitudes + block * BYTES
+        p_weight = p_weights + block * numbers_of(p_weights, BYTES)
         p_map, p_mean, span = p_maps + i_kv.to(tl.int64) * MAP, p_means + i_kv * D, number // SPAN
         if NORMS:  # noqa: SIM102 - one is the compiler's
             if i_piece * ROWS >= D:
-                measure_one(b_k.to(tl.float32), p_map, p_mean, MEANS, p_cos, p_sin, span, p_norms + token, D, BD, ROWS, CENTRED)
+                p_norm = p_norms + block * BYTES + place
+                measure_one(b_k.to(tl.float32), p_map, p_mean, MEANS, p_cos, p_sin, span, p_norm, D, BD, ROWS, CENTRED)
         m_zero = encode_one(b_k.to(tl.float32), p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds,
-                            p_signs, p_magnitudes, p_weights, token, i_piece * ROWS, HIGHEST, LOWEST, MIN_ALPHA, D, BD, S, ROWS,
+                            p_sign, p_magnitude, p_weight, place, i_piece * ROWS, HIGHEST, LOWEST, MIN_ALPHA, D, BD, S, ROWS,
                             CENTRED)  # fmt: skip
         if m_zero:
             tl.store(p_zero_norms + i_bh, 1)
         if COUNTS:
             tl.debug_barrier()  # the sign bytes that other threads of this program wrote are read below
             o_s = i_piece * (ROWS // 8) + tl.arange(0, ROWS // 8)
-            b_sign = tl.load(p_signs + token * S + o_s, mask=o_s < S, other=0).to(tl.int32)
+            b_sign = tl.load(p_sign + place * S + o_s, mask=o_s < S, other=0).to(tl.int32)
             tl.atomic_add(p_live + (i_bh * S + o_s) * 256 + b_sign, 1, mask=o_s < S, sem="relaxed")
             tl.debug_barrier()
             if tl.load(p_zone + 6) != 0:
@@ -68,7 +73,7 @@ def leave(
 def step_kernel(
     p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, p_out,
     p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live,
-    p_zero_norms, scaling, softcap, HEADS, TABLE, START, CAPACITY, STRIDE, SINK, PAIRS, K, TOKENS, MAP, MEANS, HIGHEST, LOWEST,
+    p_zero_norms, scaling, softcap, HEADS, TABLE, START, CAPACITY, STRIDE, SINK, PAIRS, K, BYTES, MAP, MEANS, HIGHEST, LOWEST,
     MIN_ALPHA,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
@@ -79,7 +84,8 @@ def step_kernel(
 
     Their order is that of `readers_first`; behind their parts of the attention is room for OTHERS of another launch. START: the
     first sequence and KV head of this one. The new token `[BH, D]` is attended from where the model put it, and stored in its
-    row of the window on the way; bad[b] becomes 1 if it is not finite. table int32 `[b, TABLE]`.
+    row of the window on the way; bad[b] becomes 1 if it is not finite. table int32 `[b, TABLE]`. BYTES: between two blocks of
+    codes.
     """
     i_bh, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
     i_bh += START
@@ -89,7 +95,7 @@ def step_kernel(
         begin(PDL)  # only they read what the search has found
     if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
         leave(p_rows, p_zone, p_pool, p_own, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
-              p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, HEADS, CAPACITY, TOKENS, MAP, MEANS,
+              p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, HEADS, CAPACITY, BYTES, MAP, MEANS,
               HIGHEST, LOWEST, MIN_ALPHA, BLOCK, D, BD, S, ROWS, COUNTS, SPAN, CENTRED, NORMS)  # fmt: skip
     else:
         i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)

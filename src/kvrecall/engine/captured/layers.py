@@ -3,78 +3,191 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from kvrecall.cache.host_memory import staging
 from kvrecall.core.launch import cdiv
-from kvrecall.engine.captured.base import CapturedState, require_pinned
+from kvrecall.engine.captured.base import Group, SlotLayer, kind_of, require_pinned
 from kvrecall.engine.captured.dense import DenseLayer
 from kvrecall.engine.captured.layer import CapturedLayer, searched
-from kvrecall.engine.captured.plan import ROW, StepPlan, pack
+from kvrecall.engine.captured.plan import ROW, StepPlan
 from kvrecall.engine.captured.units import UnitLayer
 from kvrecall.index.table import WIDE
 from kvrecall.layer.state import LayerState
+
+_SPARE = 8
+"""Room is asked for in steps of an eighth, so that the next sequence, if it is little longer, still fits."""
+
+
+def roomy(tokens: int) -> int:
+    """A length that holds `tokens` tokens, at most an eighth more and some."""
+    step = max(WIDE, (1 << tokens.bit_length()) // (2 * _SPARE))
+    return step * cdiv(tokens, step)
+
+
+class Joined:
+    """The sequences of one cache in their slots, layer by layer, and how many steps they may still make."""
+
+    def __init__(self, states: list[LayerState], slots: list[int], room: int) -> None:
+        """Ends the prompts of the states and begins their static sets, as the next step does; `Layers.leave` takes back what is
+        not used."""
+        self.states, self.slots, self.room = states, slots, room
+        self.groups = [Group(state, slots) for state in states]
+        for group in self.groups:
+            group.state.end_prompts(list(range(len(slots))), coming=1)
+        for group in self.groups:
+            group.begin_static()
+
+    @property
+    def behind_sink(self) -> int:
+        """Most tokens behind the sink that a sequence may get to."""
+        zones = [state.store.zones(b) for state in self.states for b in range(len(self.slots))]
+        return max(z.total - z.sink for z in zones) + self.room + 1
+
+    def undo(self) -> None:
+        """The sequences have not joined: what was begun for their first step is taken back."""
+        for group in self.groups:
+            if not group.steps:
+                group.end_static()
 
 
 class Layers:
     """All layers, in order. Layers of one method share a plan; those whose zones live on the device need none."""
 
-    def __init__(self, states: list[LayerState], room_tokens: int) -> None:
-        """room_tokens: steps to make room for. Raises CaptureError, with the states as they were, where a layer refuses."""
-        every = range(states[0].shape.sequences)
-        for state in states:
-            state.end_prompts(list(every), coming=1)
-        self._plans: list[StepPlan] = []
-        numbers = [self._plan_of(state) for state in states]
-        device = states[0].shape.device
-        self._rows = torch.zeros(len(self._plans), len(every), ROW, dtype=torch.int32, device=device)
-        """int32 `[plan, B, ROW]`, as the next step reads them."""
-        zones = [states[0].store.zones(b) for b in every]
-        interval = states[0].store.sizes.update_interval
-        zone = WIDE * cdiv(max(z.total - z.sink - z.local for z in zones) + room_tokens + 2 * interval, WIDE)
-        behind_sink = max(z.total - z.sink for z in zones) + room_tokens + 1
-        for state, number in zip(states, numbers, strict=True):
-            # Layers share the blocks of a sequence: all are final before the first layer remembers which they are.
+    def __init__(self, like: list[LayerState], slots: int, tokens: int) -> None:
+        """like: states of the kind that is to join, whose static sets are there. tokens: most tokens behind the sink. Raises
+        CaptureError, with the states as they were, where a layer refuses."""
+        self.slots, self.tokens, self._pool = slots, tokens, like[0].store.pool
+        device = like[0].shape.device
+        self.table = torch.zeros(slots, cdiv(tokens, self._pool.block_size), dtype=torch.int32, device=device)
+        """int32 `[slots, W]`: the blocks of each slot's sequence, the same in all layers."""
+        self.plans: list[StepPlan] = []
+        numbers = [self._plan_of(state) for state in like]
+        self._rows = torch.zeros(len(self.plans), slots, ROW, dtype=torch.int32, device=device)
+        """int32 `[plan, slots, ROW]`, as the next step reads them."""
+        self.all: list[SlotLayer] = []
+        for state, number in zip(like, numbers, strict=True):
+            if state.index is None:
+                self.all.append(DenseLayer(state, slots, tokens, self.table))
+            elif number is not None:
+                self.all.append(CapturedLayer(state, slots, self.plans[number], tokens, self.table, self._rows[number]))
+            else:
+                self.all.append(UnitLayer(state, slots, tokens, self.table))
+        self._numbers, self._prepared = numbers, False
+
+    def fits(self, joined: Joined) -> bool:
+        """Whether sequences can join: they have the memory, kinds and sizes that the launches were made for."""
+        return (
+            joined.states[0].store.pool is self._pool
+            and len(joined.states) == len(self.all)
+            and joined.behind_sink <= self.tokens
+            and all(
+                layer.kind == kind_of(state) and layer.memory is state.store.memory and layer.fits(state, joined.room)
+                for layer, state in zip(self.all, joined.states, strict=True)
+            )
+        )
+
+    def join(self, joined: Joined) -> None:
+        """Sequences that fit take free slots. After an error the states are as they were, and `joined` may be used again."""
+        self._prepared = False
+        # Layers share the blocks of a sequence: all are final before the table is filled.
+        for state in joined.states:
+            for b, rows in enumerate(state.store.host):
+                zones = state.store.zones(b)
+                rows.reach(zones.total - zones.sink + joined.room + 1, every_layer=True)
             if state.index is not None:
-                state.store.reach(behind_sink if number is None else zone)
                 require_pinned(state)  # the room that was asked for now, too
-        self.all: list[CapturedState] = []
+        for b, slot in enumerate(joined.slots):
+            blocks = joined.states[0].store.host[b].blocks_of_all_layers.on(self.table.device)
+            self.table[slot, : len(blocks)] = blocks[: self.table.shape[1]]
+        for plan, state in self._planned(joined):
+            for b, slot in enumerate(joined.slots):
+                plan.zones[slot] = state.store.zones(b)
         try:
-            for state, number in zip(states, numbers, strict=True):
-                if state.index is None:
-                    layer = DenseLayer(state, max(z.total for z in zones) + room_tokens + 1)
-                elif number is not None:
-                    layer = CapturedLayer(state, self._plans[number], zone, self._rows[number])
-                else:
-                    layer = UnitLayer(state, behind_sink)
-                self.all.append(layer)
+            for layer, group in zip(self.all, joined.groups, strict=True):
+                layer.join(group, joined.room)
         except BaseException:
-            for layer in self.all:
-                layer.abandon()
+            self._free(joined)
             raise
 
+    def leave(self, joined: Joined) -> None:
+        """Gives the states back, all of them though one may fail, and frees the slots."""
+        errors: list[BaseException] = []
+        for layer, group in zip(self.all, joined.groups, strict=True):
+            try:
+                made = group.steps
+                layer.leave(group)
+                if not made:
+                    group.end_static()
+            except BaseException as error:
+                errors.append(error)
+        self._free(joined)
+        if errors:
+            raise errors[0]
+
     def prepare(self, trial: bool = False) -> None:
-        """Before a step: its plans, and what is due once in many steps."""
+        """Before a step: its plans, and what is due once in many steps; nothing where `prepare_ahead` has done it."""
+        prepared, self._prepared = self._prepared, False
+        if prepared and not trial:
+            return
         for layer in self.all:
             if trial:
                 layer.begin_trial()
             else:
                 layer.renew()
-        if self._plans:
-            self._rows.copy_(torch.stack([pack(plan.rows(quiet=trial)) for plan in self._plans]), non_blocking=True)
+        if self.plans:
+            rows = torch.stack([plan.rows(quiet=trial) for plan in self.plans])
+            if self._rows.is_cuda:  # for which the host does not wait, though the step before still runs
+                rows = staging(tuple(rows.shape), rows.dtype).copy_(rows)
+            self._rows.copy_(rows, non_blocking=True)
+
+    def prepare_ahead(self) -> None:
+        """Prepares the next step while the last one runs, where no layer must see the end of it first."""
+        if all(layer.ahead for layer in self.all):
+            try:
+                self.prepare()
+                self._prepared = True
+            except Exception:  # `prepare` tries again, and tells whoever makes the next step
+                self._prepared = False
 
     def advance(self) -> None:
         """After a step."""
-        for plan in self._plans:
-            plan.advance()
         for layer in self.all:
             layer.moved_on()
+        for plan in self.plans:
+            plan.advance()
+
+    def forget_trial(self) -> None:
+        """Undoes a step that was a trial."""
+        self._prepared = False
+        for layer in self.all:
+            layer.forget_trial()
+
+    def bad(self) -> Tensor:
+        """int32 `[layers, slots]`, not 0 where a key or value was not finite."""
+        return torch.stack([layer.bad for layer in self.all])
+
+    def _free(self, joined: Joined) -> None:
+        self._prepared = False
+        for layer, group in zip(self.all, joined.groups, strict=True):
+            layer.leave(group)  # of a join that has failed behind it
+        for plan in self.plans:
+            for slot in joined.slots:
+                plan.zones.pop(slot, None)
+        for slot in joined.slots:
+            self.table[slot] = 0
+
+    def _planned(self, joined: Joined) -> list[tuple[StepPlan, LayerState]]:
+        """Every plan, with the state of a layer that follows it."""
+        return [(plan, joined.states[self._numbers.index(number)]) for number, plan in enumerate(self.plans)]
 
     def _plan_of(self, state: LayerState) -> int | None:
         """Number of the plan of a layer, which is made if no layer before it has one; None where the device plans."""
         index, method = searched(state), state.method
         if index is None:
             return None
-        zones = [state.store.zones(b) for b in range(state.shape.sequences)]
-        made = StepPlan(method.zone_sizes(), index.config.steps, index.config.min_candidates_per_k, state.top_k, zones)
-        if made not in self._plans:
-            self._plans.append(made)
-        return self._plans.index(made)
+        config = index.config
+        made = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, state.top_k, self.slots)
+        if made not in self.plans:
+            self.plans.append(made)
+        return self.plans.index(made)

@@ -1,8 +1,8 @@
-"""What the host tells the kernels of a captured step: one row of int32 numbers per sequence, the same for every layer."""
+"""What the host tells the kernels of a captured step: one row of int32 numbers per slot, the same for every layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,22 +20,20 @@ sink rows · window rows · ring place of the oldest window row · row of the ne
 """
 
 ROW = SEARCH_FIELDS + ZONE_FIELDS
-"""Numbers per sequence: those of the search, then those of the zones."""
+"""Numbers per slot: those of the search, then those of the zones."""
 
 
 @dataclass
 class StepPlan:
-    """Zone lengths of all sequences, step by step; `rows` says what the next step is to do."""
+    """Zone lengths of the sequences in their slots, step by step; `rows` says what the next step is to do."""
 
     sizes: ZoneSizes
     schedule: tuple[RatioStep, ...]
     min_candidates_per_k: int
     top_k: int
-    zones: list[ZoneLengths]
-    """As they are before the next step."""
-    steps: int = 0
-    resident_tokens: int = 0
-    """Resident tokens attended so far, over all sequences and steps."""
+    slots: int
+    zones: dict[int, ZoneLengths] = field(default_factory=dict, compare=False)
+    """By slot, as they are before the next step; a slot without a sequence has none."""
 
     @property
     def ring(self) -> int:
@@ -47,40 +45,38 @@ class StepPlan:
         return stage_sizes(self.schedule, tokens, self.top_k, self.min_candidates_per_k)
 
     def most_candidates(self, tokens: int) -> int:
-        """Most candidates that any zone between now and `tokens` tokens has."""
+        """Most candidates that any zone of up to `tokens` tokens has."""
         edges = [s.below_tokens - 1 for s in self.schedule if s.below_tokens is not None and s.below_tokens <= tokens]
-        return max(self.stage(n).candidates for n in [*edges, *(z.retrieval for z in self.zones), tokens])
+        return max(self.stage(n).candidates for n in [*edges, tokens])
 
-    def rows(self, quiet: bool = False) -> tuple[list[list[int]], list[list[int]]]:
-        """(search rows, zone rows) of the next step. quiet: for a trial run, which encodes nothing."""
-        search, zone = [], []
-        for zones in self.zones:
-            window = zones.local + zones.buffer + 1
-            buffer = max(0, window - self.sizes.local_tokens)
-            newest = zones.retrieval + window - 1  # ordinal behind the sink
-            sink = self.sizes.sink_tokens
-            leaving = zones.retrieval + buffer - 1 if buffer and not quiet else -1
-            row = sink + leaving % self.ring if leaving >= 0 else -1
-            grows = self._after(zones)[1] > 0 and not quiet
-            search.append(plan_row(zones.retrieval, self.stage(zones.retrieval)))
-            place = zones.retrieval % self.ring
-            zone.append([zones.sink, window, place, sink + newest % self.ring, row, leaving, int(grows)])
-        return search, zone
+    def rows(self, quiet: bool = False) -> Tensor:
+        """int32 `[slots, ROW]` on the CPU, for the next step. quiet: for a trial run, which encodes nothing."""
+        return torch.tensor([self._row(self.zones.get(slot), quiet) for slot in range(self.slots)], dtype=torch.int32)
 
     def advance(self) -> None:
         """The step was made: every sequence has one token more, and a full buffer moves to the retrieval zone."""
-        self.steps += 1
-        for b, zones in enumerate(self.zones):
+        for slot, zones in self.zones.items():
             after, moved = self._after(zones)
-            self.resident_tokens += after.resident
-            self.zones[b] = self.sizes.lengths(after.total, after.retrieval + moved)
+            self.zones[slot] = self.sizes.lengths(after.total, after.retrieval + moved)
+
+    def attended(self, slot: int) -> int:
+        """Tokens outside the retrieval zone that the next step attends to, its own included."""
+        return self._after(self.zones[slot])[0].resident
+
+    def _row(self, zones: ZoneLengths | None, quiet: bool) -> list[int]:
+        sink = self.sizes.sink_tokens
+        if zones is None:  # its token attends to itself, finds nothing, and is kept nowhere but in the slot
+            return [*plan_row(0, self.stage(0)), 0, 1, 0, sink, -1, -1, 0]
+        window = zones.local + zones.buffer + 1
+        buffer = max(0, window - self.sizes.local_tokens)
+        newest = zones.retrieval + window - 1  # number behind the sink
+        leaving = zones.retrieval + buffer - 1 if buffer and not quiet else -1
+        row = sink + leaving % self.ring if leaving >= 0 else -1
+        grows = self._after(zones)[1] > 0 and not quiet
+        search = plan_row(zones.retrieval, self.stage(zones.retrieval))
+        return [*search, zones.sink, window, zones.retrieval % self.ring, sink + newest % self.ring, row, leaving, int(grows)]
 
     def _after(self, zones: ZoneLengths) -> tuple[ZoneLengths, int]:
         """Zones with one more token, and how many then move to the retrieval zone."""
         after = self.sizes.lengths(zones.total + 1, zones.retrieval)
         return after, self.sizes.evicted(after, settle=False)
-
-
-def pack(rows: tuple[list[list[int]], list[list[int]]]) -> Tensor:
-    """Both kinds of rows side by side, int32 `[B, ROW]` on the CPU."""
-    return torch.tensor([a + b for a, b in zip(*rows, strict=True)], dtype=torch.int32)

@@ -23,8 +23,50 @@ from kvrecall.methods.base import HEAD_DIMS
 _REMEDY = "Decode uncaptured (capture=None)."
 
 
+class SlidingSlots:
+    """The windows of one sliding layer, one per slot, and the launches that attend to all of them."""
+
+    def __init__(self, cache: RetrievalCache, number: int, slots: int) -> None:
+        """cache: of the kind that is to join, at whose layer `number` this looks. Raises CaptureError for head sizes that the
+        kernel has not, and where the device has no memory for the rings."""
+        layer: Any = cache.layers[number]
+        self.number, self.slots, self.window, keys = number, slots, int(layer.sliding_window), layer.keys
+        _, heads, _, dim = keys.shape
+        if dim not in HEAD_DIMS or layer.values.shape != keys.shape:
+            sizes = f"{dim} and {layer.values.shape[-1]} numbers"
+            raise CaptureError(f"layer {number} has keys and values of {sizes}, for which there is no kernel", _REMEDY)
+        # Of a model that is sharded over its heads, this rank's share of them.
+        self.query_heads = heads * cache.signature.query_heads // cache.signature.kv_heads
+        self._kind = _kind(layer)
+        try:
+            rows = torch.zeros(slots, heads, self.window, 2, dim, dtype=keys.dtype, device=keys.device)
+            self.attention = WholeAttention(rows, self.query_heads)
+        except torch.OutOfMemoryError as error:
+            need = 2 * slots * heads * self.window * dim * keys.element_size()
+            raise CaptureError(
+                f"layer {number}'s windows of {need:,} bytes must fit on the GPU once more, and do not", _REMEDY
+            ) from error
+        self.attended: Attended | None = None
+        """What the last step that was launched or recorded asked and answered."""
+
+    def fits(self, cache: RetrievalCache) -> bool:
+        """Whether sequences of a cache can join."""
+        return _kind(cache.layers[self.number]) == self._kind
+
+    def launch(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        """One token per slot: queries `[slots, H_q, 1, D]` -> `[slots, H_q, 1, D]`."""
+        out = self.attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
+        self.attended = Attended(queries, keys, values, params, out)
+        return out
+
+
+def _kind(layer: Any) -> tuple[object, ...]:
+    keys = layer.keys
+    return int(layer.sliding_window), keys.shape[1], keys.shape[3], keys.dtype, keys.device
+
+
 class SlidingWindow(CacheLayerMixin):
-    """Stands in the cache for the layer whose rows it holds, until `give_back`.
+    """Stands in the cache for the layer whose rows lie in slots, until `give_back`.
 
     A token sees itself and the window - 1 before it: the rows that the ring holds once it is stored. Their order means nothing,
     for keys are rotated before they come, and padding is left out. Lengths that transformers sees count padding, as ever.
@@ -32,37 +74,28 @@ class SlidingWindow(CacheLayerMixin):
 
     is_sliding = True
 
-    def __init__(self, cache: RetrievalCache, number: int) -> None:
-        """Takes the place of layer `number`. Raises CaptureError, with the cache as it was, for padding between tokens that are
-        still seen, head sizes that the kernel has not, and where the device has no memory for the ring."""
+    def __init__(self, cache: RetrievalCache, of: SlidingSlots, slots: list[int]) -> None:
+        """Takes the place of its layer, whose rows go to slots of `of`; they fit there. Raises CaptureError, with the cache as
+        it was, for padding between tokens that are still seen."""
         super().__init__()
+        number = of.number
         layer: Any = cache.layers[number]
-        self._owner, self.number, self._layer, self._window = ref(cache), number, layer, int(layer.sliding_window)
-        self.attended: Attended | None = None
-        """What the last step that was launched or recorded asked and answered."""
+        self._owner, self.number, self._layer, self._window = ref(cache), number, layer, of.window
+        self._of, self._slots = of, slots
         self._length, self._steps = layer.get_seq_length(), 0
-        keys, values = layer.keys, layer.values
-        b, heads, _, dim = keys.shape
-        if dim not in HEAD_DIMS or values.shape != keys.shape:
-            sizes = f"{dim} and {values.shape[-1]} numbers"
-            raise CaptureError(f"layer {number} has keys and values of {sizes}, for which there is no kernel", _REMEDY)
-        # Of a model that is sharded over its heads, this rank's share of them.
-        self._query_heads = heads * cache.signature.query_heads // cache.signature.kv_heads
-        self._held = min(keys.shape[2], self._window - 1)
-        self._first = self._real_tokens(b)
-        try:
-            rows = torch.zeros(b, heads, self._window, 2, dim, dtype=keys.dtype, device=keys.device)
-            self._attention = WholeAttention(rows, self._query_heads)
-        except torch.OutOfMemoryError as error:
-            need = 2 * b * heads * self._window * dim * keys.element_size()
-            raise CaptureError(
-                f"layer {number}'s window of {need:,} bytes must fit on the GPU once more, and does not", _REMEDY
-            ) from error
-        for i, count in enumerate(self._first):
-            start = keys.shape[2] - count
-            rows[i, :, :count, 0], rows[i, :, :count, 1] = keys[i, :, start:], values[i, :, start:]
-        self.forget_trial()
+        self._held = min(layer.keys.shape[2], self._window - 1)
+        self._first = self._real_tokens(layer.keys.shape[0])
+        self.load()
         cache.layers[number] = self
+
+    def load(self) -> None:
+        """Copies the rows of the layer to the slots; before the first step it may be called again."""
+        keys, values, rows = self._layer.keys, self._layer.values, self._of.attention.rows
+        for i, (slot, count) in enumerate(zip(self._slots, self._first, strict=True)):
+            start = keys.shape[2] - count
+            rows[slot, :, :count, 0], rows[slot, :, :count, 1] = keys[i, :, start:], values[i, :, start:]
+            self._of.attention.counts[slot] = count
+            self._of.attention.bad[slot] = 0
 
     @property
     def cache(self) -> RetrievalCache:
@@ -81,12 +114,10 @@ class SlidingWindow(CacheLayerMixin):
         """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: none is needed, any is ignored."""
         if queries.shape[2] != 1:
             raise CaptureError(f"{queries.shape[2]} tokens were fed at once while steps of one are captured", _REMEDY)
-        if queries.shape[1] != self._query_heads:
+        if queries.shape[1] != self._of.query_heads:
             got = f"{queries.shape[1]} query heads for {keys.shape[1]} KV heads"
-            raise CaptureError(f"layer {self.number} has {got}, the config says {self._query_heads}", _REMEDY)
-        out = self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
-        self.attended = Attended(queries, keys, values, params, out)
-        return out
+            raise CaptureError(f"layer {self.number} has {got}, the config says {self._of.query_heads}", _REMEDY)
+        return self._of.launch(queries, keys, values, params)
 
     def uncaptured(self, asked: Attended) -> Tensor:
         """What transformers' layer, as it was before the first step, makes of a step: `[B, H_q, 1, D]`."""
@@ -109,20 +140,16 @@ class SlidingWindow(CacheLayerMixin):
         self._steps += 1
         self._layer.keys = self._layer.values = None
 
-    def forget_trial(self) -> None:
-        """Undoes a step that was a trial: its row went to a place that nothing else was in."""
-        self._attention.counts.copy_(torch.tensor(self._first, dtype=torch.int32))
-
     def give_back(self) -> None:
         """Puts transformers' layer back: as it was if no step was made, else as if it had made the steps itself, with zeros for
         padding."""
         if self._steps:
+            rows = self._of.attention.rows
             try:
-                self._layer.keys, self._layer.values = self._in_order(self._attention.rows)
-            except torch.OutOfMemoryError:  # so the ring goes first
-                device, rows = self._attention.rows.device, self._attention.rows.cpu()
-                del self._attention
-                self._layer.keys, self._layer.values = (side.to(device) for side in self._in_order(rows))
+                self._layer.keys, self._layer.values = self._in_order(rows[self._slots])
+            except torch.OutOfMemoryError:  # on the host it takes the result's memory alone
+                ordered = self._in_order(torch.stack([rows[slot].cpu() for slot in self._slots]))
+                self._layer.keys, self._layer.values = (side.to(rows.device) for side in ordered)
             self._layer.cumulative_length = self._length
         self.cache.layers[self.number] = self._layer
 

@@ -28,13 +28,17 @@ _REMEDY = "Decode uncaptured (capture=None), and report it with the model, the m
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer was asked in a step, queries, keys and values `[B, H, 1, D]`, and its answer `[B, H_q, 1, D]`."""
+    """What one layer was asked in a step, queries, keys and values `[slots, H, 1, D]`, and its answer `[slots, H_q, 1, D]`."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
     params: AttentionParams
     out: Tensor
+
+    def of(self, slots: list[int]) -> Attended:
+        """The same for some of the slots."""
+        return Attended(self.queries[slots], self.keys[slots], self.values[slots], self.params, self.out[slots])
 
 
 def difference(made: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.layer.state import LayerState
+from kvrecall.select.queries import QueryLog
 
 
 def places(first: int, count: int, ring: int, device: torch.device) -> Tensor:
@@ -14,26 +15,24 @@ def places(first: int, count: int, ring: int, device: torch.device) -> Tensor:
 
 
 class QueryRing:
-    """The last queries of every sequence and the log-sum-exp of their attention, `[B, H_kv, window, G, D]` and without D."""
+    """The last queries of every slot and the log-sum-exp of their attention, `[slots, H_kv, window, G, D]` and without D."""
 
-    def __init__(self, state: LayerState) -> None:
-        shape, self.window = state.shape, state.decode_window
-        assert state.log is not None
-        self._log = state.log
-        size = (shape.sequences, shape.kv_heads, self.window, shape.query_heads // shape.kv_heads)
+    def __init__(self, like: LayerState, slots: int) -> None:
+        shape, self.window = like.shape, like.decode_window
+        size = (slots, shape.kv_heads, self.window, shape.query_heads // shape.kv_heads)
         self.queries = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self.lse = torch.zeros(size, dtype=torch.float32, device=shape.device)
 
-    def give_back(self, sequence: int, steps: int, coming: int, sink: int) -> None:
-        """Adds those of the last `steps` queries of a sequence, the next of which belongs to token number `coming`, to the log
-        that it does not know yet."""
-        known = self._log.seen(sequence)
+    def give_back(self, log: QueryLog, sequence: int, slot: int, steps: int, coming: int, sink: int) -> None:
+        """Adds those of the last `steps` queries of a slot, the next of which belongs to token number `coming`, to the log of
+        its sequence, unless it knows them."""
+        known = log.seen(sequence)
         missing = steps if known is None else sink + coming - (known.start + known.queries.shape[1])
         count = min(missing, steps, self.window)
         if count <= 0:
             return
         at = places(coming - count, count, self.window, self.lse.device)
-        queries = self.queries[sequence][:, at].transpose(1, 2).flatten(0, 1)  # [H_q, count, D]
-        lse = self.lse[sequence][:, at].transpose(1, 2).flatten(0, 1)
-        self._log.add(sequence, queries, lse, sink + coming - count)
-        self._log.shrink(sequence, self.window)
+        queries = self.queries[slot][:, at].transpose(1, 2).flatten(0, 1)  # [H_q, count, D]
+        lse = self.lse[slot][:, at].transpose(1, 2).flatten(0, 1)
+        log.add(sequence, queries, lse, sink + coming - count)
+        log.shrink(sequence, self.window)

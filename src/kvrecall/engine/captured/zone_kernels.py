@@ -15,8 +15,10 @@ from kvrecall.core.host_rows import row_offset
 ZONE_FIELDS = tl.constexpr(7)
 """Numbers of a zone row, int32, one row per sequence and KV head: rows in front of the window (sink and static set) · window
 rows with the token of this step · ring place of the oldest · row of the token of this step · numbers of the oldest window
-token, which is the length of the retrieval zone, and of the token of this step · whether this step is a trial, in which nothing
-leaves the window. Tokens count from the end of the sink."""
+token, which is the length of the retrieval zone, and of the token of this step · what kind of step it is: 0, TRIAL or IDLE.
+Tokens count from the end of the sink."""
+TRIAL, IDLE = 1, 2
+"""A trial: nothing leaves the window. Idle: a slot without a sequence, of which nothing is written down."""
 
 
 @triton.jit
@@ -103,6 +105,8 @@ def segment_kernel(
     i_bh = tl.program_id(0)
     i_b = i_bh // HEADS
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
+    if tl.load(p_zone + 6) == 2:  # IDLE
+        return
     p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
     keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
                BLOCK, D, BD, G, LOG)  # fmt: skip
@@ -147,6 +151,8 @@ def page_kernel(
     """
     i_bh = tl.program_id(0)
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
+    if tl.load(p_zone + 6) == 2:  # IDLE
+        return
     p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
     keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
                BLOCK, D, BD, G, LOG)  # fmt: skip

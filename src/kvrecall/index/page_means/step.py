@@ -1,4 +1,4 @@
-"""The page means' part of the device step: means at fixed addresses, attended to in parts of the step's merge."""
+"""The page means' part of the device step: means in slots of fixed addresses, attended to in parts of the step's merge."""
 
 # A launch takes what only Triton knows.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -18,36 +18,48 @@ _PAGES, _MOST_PARTS = 64, 32
 
 
 class PageMeansStep:
-    """The means of one layer's pages, and the launch that attends to them, as `parts` parts of its step.
+    """The means of the pages of every slot, and the launch that attends to them, as `parts` parts of its step.
 
     Pages become whole when a zone grows, which happens between two steps: the host takes their means then (`catch_up`).
     """
 
-    def __init__(self, index: PageMeansIndex, zones: list[int]) -> None:
-        """zones: lengths of the retrieval zones. The index has room already for all that they may grow to."""
-        self._index, self.page_tokens = index, index.page_tokens
-        self._means = index.means
-        capacity = self._means.rows.shape[2]
+    def __init__(self, like: PageMeansIndex, slots: int, tokens: int) -> None:
+        """like: an index of the kind. tokens: most tokens of a retrieval zone."""
+        rows, self.page_tokens = like.means.rows, like.page_tokens
+        capacity = max(1, tokens // self.page_tokens)
+        self._means = rows.new_zeros(slots, rows.shape[1], capacity, rows.shape[3])
         self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
         self._blocks = cdiv(capacity, self.parts * _PAGES)
-        self._pages = torch.zeros(self._means.rows.shape[0], dtype=torch.int32, device=self._means.rows.device)
-        self.attended = 0
-        """Pages that steps have attended to so far, over all sequences and KV heads."""
-        for sequence, length in enumerate(zones):
-            self.catch_up(sequence, length)
+        self._pages = torch.zeros(slots, dtype=torch.int32, device=rows.device)
+        self._joined: dict[int, tuple[PageMeansIndex, int]] = {}
+        self._counts: dict[int, int] = {}
 
-    def lacks(self, sequence: int, tokens: int) -> bool:
+    def join(self, slot: int, index: PageMeansIndex, sequence: int, tokens: int) -> None:
+        """A sequence of an index takes a slot, with a zone of `tokens` tokens."""
+        self._joined[slot], self._counts[slot] = (index, sequence), 0
+        self.catch_up(slot, tokens)
+
+    def leave(self, slot: int) -> None:
+        """The slot is free."""
+        self._joined.pop(slot, None)
+        self._counts.pop(slot, None)
+        self._pages[slot] = 0
+
+    def pages(self, slot: int) -> int:
+        """Whole pages of a slot's sequence."""
+        return self._counts[slot]
+
+    def lacks(self, slot: int, tokens: int) -> bool:
         """Whether a zone of `tokens` tokens has pages whose means are not there yet."""
-        return tokens // self.page_tokens > self._means.lengths[sequence]
+        return tokens // self.page_tokens > self._counts[slot]
 
-    def catch_up(self, sequence: int, tokens: int) -> None:
+    def catch_up(self, slot: int, tokens: int) -> None:
         """Takes in the pages that have become whole in a zone of `tokens` tokens."""
-        self._index.catch_up(sequence, tokens)
-        self._pages[sequence] = self._means.lengths[sequence]
-
-    def count(self) -> None:
-        """A step was made."""
-        self.attended += sum(self._means.lengths) * self._means.rows.shape[1]
+        (index, sequence), known = self._joined[slot], self._counts[slot]
+        index.catch_up(sequence, tokens)
+        means = index.means.view(sequence)
+        self._means[slot, :, known : means.shape[1]] = means[:, known:]
+        self._pages[slot] = self._counts[slot] = means.shape[1]
 
     def attend(
         self, queries: Tensor, ids: Tensor, out: Tensor, lse: Tensor, first: int, params: AttentionParams, pairs: range
@@ -56,10 +68,10 @@ class PageMeansStep:
 
         queries: `[B, H_q, 1, D]`; ids int32 `[…, K]`: the selections, in the order of the pairs, -1 where there is none.
         """
-        (_, query_heads, parts, dim), (_, heads, capacity, _) = out.shape, self._means.rows.shape
+        (_, query_heads, parts, dim), (_, heads, capacity, _) = out.shape, self._means.shape
         top_k = ids.shape[-1]
         page_means_kernel[(len(pairs) * self.parts,)](
-            queries, self._means.rows, self._pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start, capacity,
+            queries, self._means, self._pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start, capacity,
             top_k, self.page_tokens, self._blocks, D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES,
             BK=next_power_of_2(top_k), TILES=self.parts, FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4,
             **overlapping(queries.device),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvrecall.core.launch import kernels_available
+from kvrecall.cache.blocks import block_tables, stacked
+from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
-from kvrecall.index.base import Index, LayerShape, stack_selections
+from kvrecall.index.base import BlockSource, Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
 from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.pages import CodeLayout, CodePages
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
-from kvrecall.index.table import TokenTable
 from kvrecall.select.gqa import search_queries
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
 
+_ROOM_TOKENS, _MOST_SPARE = 1024, 65_536
+"""Scratch of searches is made for a multiple of so many tokens, and for at most so many more than there are."""
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
@@ -33,32 +37,33 @@ class SphereIndex(Index):
 
     A key is coded once, when it is appended, by its position and the layer's maps alone. The maps are made at the first key:
     from the calibration of the layer's model, or from these keys where there is none.
+
+    Codes lie in the blocks of their sequences (`pages.py`). An index that is bound uses the zones' block tables, which have a
+    place for each key before it is appended; one that is not has tables of its own.
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, numba: bool | None = None) -> None:
         """numba: None picks the numba path on a CPU where numba can be imported."""
-        blocks = shape.head_dim // BLOCK
         self.config, self._kv_heads = config, shape.kv_heads
         self._shape = shape
         self._maps: Maps | None = None
         self._calibration = own_calibration(shape) if shape.calibration is None else shape.calibration
-
-        def table(width: int, dtype: torch.dtype) -> TokenTable:
-            return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
-
-        self._signs = table(blocks, torch.uint8)
-        self._magnitudes = table(blocks * MAGNITUDE_BYTES, torch.uint8)
-        self._weights = table(blocks, config.stored_dtype)
-        self._norms = table(1, torch.uint8) if config.norms else None
-        counts_shape = (shape.sequences, shape.kv_heads, blocks, CENTROIDS)
+        self._layer, self._bound = 0, False
+        self._tables = block_tables(shape.sequences, shape.device)
+        self._lengths, self._reserved = [0] * shape.sequences, 0
+        self._pages: CodePages | None = None
+        self._stacked: tuple[list[Tensor], Tensor] | None = None
+        counts_shape = (shape.sequences, shape.kv_heads, shape.head_dim // BLOCK, CENTROIDS)
         with lasting_tensors():
             self.counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
             """Keys per sign pattern, int32 `[B, H_kv, S, 256]`; only collisions keep them."""
-            self._zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
+            self.zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
+            """int32 `[B, H_kv]`, not 0 where some key has norm zero."""
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._numba = _numba_available(shape.device) if numba is None else numba
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
+        self._room = 0  # tokens that it is made for
         self._planned: tuple[object, Tensor, Tensor] | None = None  # what it was told, which changes when tokens move
         self._flags: Tensor | None = None  # the excluded tokens as its kernels read them
 
@@ -71,11 +76,13 @@ class SphereIndex(Index):
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
-        return list(self._signs.lengths)
+        return list(self._lengths)
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self._tables) + self.counts.nbytes
+        """Bytes of the sequences' blocks, those included that wait for tokens; a block that several use counts once."""
+        used = {block for table in self._tables for block in table.blocks}
+        return len(used) * self._layout.block_bytes + self.counts.nbytes
 
     @staticmethod
     def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False) -> float:
@@ -83,57 +90,97 @@ class SphereIndex(Index):
         return head_dim // BLOCK * (1 + MAGNITUDE_BYTES + weight_dtype.itemsize) + norms
 
     @property
-    def _tables(self) -> list[TokenTable]:
-        """One per part of the codes."""
-        return [x for x in (self._signs, self._magnitudes, self._weights, self._norms) if x is not None]
+    def pages(self) -> CodePages:
+        """The codes of all sequences of this layer whose keys are coded alike, in the blocks of one pool."""
+        if self._pages is None:
+            shape, layout = self._shape, self._layout
+            calibration = self._calibration if self.config.needs_calibration else None
+            kind = Maps.kind(shape, self.config)
+            key = "codes", self._layer, calibration, kind, layout, shape.device, self._numba, self._kernels
+            self._pages = self._tables[0].pool.memory(key, lambda: CodePages(layout, shape.device))
+        return self._pages
+
+    @property
+    def _layout(self) -> CodeLayout:
+        return self.config.layout(self._shape, self._tables[0].pool.block_size)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        zones = [source for source in sources if isinstance(source, BlockSource)]
+        assert len(zones) == len(sources), "codes lie in the blocks of their rows"
+        tables, layer = [zone.blocks_of_all_layers for zone in zones], zones[0].layer
+        if not self._bound or tables[0].pool is not self._tables[0].pool:
+            assert not any(self._lengths), "codes lie in blocks of another pool"
+            self._pages = None
+        self._tables, self._layer, self._bound = tables, layer, True
 
     def reserve(self, tokens: int) -> None:
-        for table in self._tables:
-            table.reserve(tokens)
+        self._reserved = max(self._reserved, tokens)
+        size, pool = self._layout.block_size, self._tables[0].pool
+        if not self._bound:
+            for table, length in zip(self._tables, self._lengths, strict=True):
+                table.reach(min(length, tokens), tokens)
+        missing = sum(max(0, cdiv(tokens, size) - len(table.blocks)) for table in self._tables)
+        self._give(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
 
     def append(self, sequence: int, keys: Tensor) -> None:
         if self._maps is None and self._shape.calibration is None and self.config.needs_calibration:
             self._calibration.see(keys, None, 0)
-        before = self._signs.lengths[sequence]
+        before = self._lengths[sequence]
         after = before + keys.shape[1]
-        for table in self._tables:
-            table.make_room(after)
+        if not self._bound:
+            self._tables[sequence].reach(before, after)
         for start in range(before, after, _ENCODE_TOKENS):
             stop = min(after, start + _ENCODE_TOKENS)
-            self.encode_ahead(sequence, keys[:, start - before : stop - before], slice(start, stop))
+            self.encode_ahead(sequence, keys[:, start - before : stop - before], start)
         self.extend(sequence, after)
 
-    def encode_ahead(self, sequence: int, keys: Tensor, at: slice) -> Tensor:
-        """Codes of keys `[H_kv, n, D]` into the rows `at`, behind those that count; returns their signs."""
-        rows, zero_norms = Codes(*(table.rows[sequence, :, at] for table in self._tables)), self._zero_norms[sequence]
+    def encode_ahead(self, sequence: int, keys: Tensor, first: int) -> None:
+        """Codes of keys `[H_kv, n, D]` into the places of the tokens from `first` on, behind those that count."""
+        stop, zero_norms, table = first + keys.shape[1], self.zero_norms[sequence], self._tables[sequence]
+        assert stop <= len(table.blocks) * self._layout.block_size, "rows are stored before their keys are appended"
+        self._give(max(table.blocks, default=-1) + 1)
         if self._kernels and not self._numba:
             from kvrecall.index.sphere.kernels import encode as kernels
 
-            kernels.encode(keys, self.maps, at.start, into=rows, zero_norms=zero_norms)
-            return rows.signs
-        codes = self._encode(keys, at.start)
-        for row, part in zip(rows.parts, codes.parts, strict=True):
-            row.copy_(part)
+            kernels.encode(keys, self.maps, first, self.pages.codes, table.on(self._shape.device), zero_norms)
+            return
+        codes = self._encode(keys, first)
+        for start, rows in self.pages.pieces(table.blocks, first, stop):
+            for row, part in zip(rows.parts, codes.parts, strict=True):
+                row.copy_(part[:, start - first : start - first + row.shape[1]])
         zero_norms |= (codes.weights == 0).all(-1).any(-1)
-        return rows.signs
+
+    def _give(self, blocks: int) -> None:
+        """Makes the codes of the blocks below id `blocks` usable."""
+        if blocks:
+            self.pages.give(blocks)
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        self._count(sequence, self._signs.view(sequence)[:, tokens:], -1)
-        for table in self._tables:
-            table.truncate(sequence, tokens)
+        before = self._lengths[sequence]
+        self.add_counts(self.counts[sequence], sequence, min(tokens, before), before, -1)
+        self._hold(sequence, min(tokens, before))
+        if not self._bound:
+            self._tables[sequence].trim()
+
+    def _hold(self, sequence: int, tokens: int) -> None:
+        """Counts the tokens of a sequence."""
+        self._lengths[sequence] = tokens
+        if not self._bound:
+            self._tables[sequence].lengths[self._layer] = tokens
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
         if self._maps is None and self._shape.calibration is None:
             chosen._calibration = own_calibration(self._shape)  # the first keys may differ
-        for name in ("_signs", "_magnitudes", "_weights", "_norms"):
-            table = getattr(self, name)
-            setattr(chosen, name, None if table is None else table.select(sequences))
+            chosen._pages = None
+        tables = [self._tables[b] for b in sequences]
+        chosen._tables = tables if self._bound else [table.fork() for table in tables]
+        chosen._lengths = [self._lengths[b] for b in sequences]
         chosen._excluded = [self._excluded[b] for b in sequences]
-        chosen._gpu = chosen._planned = chosen._flags = None
+        chosen._gpu = chosen._planned = chosen._flags = chosen._stacked = None
         with lasting_tensors():
-            chosen.counts, chosen._zero_norms = (
-                x[torch.tensor(sequences, device=x.device)] for x in (self.counts, self._zero_norms)
+            chosen.counts, chosen.zero_norms = (
+                x[torch.tensor(sequences, device=x.device)] for x in (self.counts, self.zero_norms)
             )
         return chosen
 
@@ -141,15 +188,13 @@ class SphereIndex(Index):
         self._excluded[sequence], self._flags = ids, None
 
     def codes(self, sequence: int) -> Codes:
-        """Views of one sequence's summaries, `[H_kv, n, ·]`; valid until the next append."""
-        return Codes(*(table.view(sequence) for table in self._tables))
+        """Copies of one sequence's summaries, `[H_kv, n, ·]`."""
+        return self.pages.gather(self._tables[sequence].on(self._shape.device), 0, self._lengths[sequence])
 
     def extend(self, sequence: int, tokens: int) -> None:
-        """Counts in summaries that kernels have written behind those that were there, up to `tokens` in all."""
-        before = self._signs.lengths[sequence]
-        for table in self._tables:
-            table.lengths[sequence] = tokens
-        self._count(sequence, self._signs.view(sequence)[:, before:], 1)
+        """Counts in summaries that are written behind those that were there, up to `tokens` in all."""
+        self.add_counts(self.counts[sequence], sequence, self._lengths[sequence], tokens, 1)
+        self._hold(sequence, tokens)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config
@@ -160,12 +205,11 @@ class SphereIndex(Index):
         if self._numba:
             from kvrecall.index.sphere.cpu import search_batch
 
-            tables = (self._signs.rows, self._magnitudes.rows, self._weights.rows, self.counts)
-            lengths = [self.lengths[b] for b in sequences]
-            zero_norms = [bool(self._zero_norms[b].any()) for b in sequences]
+            lengths = [self._lengths[b] for b in sequences]
+            zero_norms = [bool(self.zero_norms[b].any()) for b in sequences]
             return search_batch(
-                tables, lengths, zero_norms, sequences, rotated, sizes, budget, config.gqa, excluded, config.stage1, shifts,
-                None if self._norms is None else self._norms.rows,
+                self.pages, [self._tables[b].blocks for b in sequences], self.counts, lengths, zero_norms, sequences, rotated,
+                sizes, budget, config.gqa, excluded, config.stage1, shifts,
             )  # fmt: skip
         found = [
             reference.search_sequence(
@@ -190,23 +234,22 @@ class SphereIndex(Index):
         """By the kernels: nothing is asked of the host, so ids keep the width of the budget."""
         from kvrecall.index.sphere.kernels.search import GpuSearch, plan_row
 
-        config, signs = self.config, self._signs.rows
-        count, heads, capacity, blocks = signs.shape
-        sizes = [stage_sizes(config.steps, n, budget.top_k, config.min_candidates_per_k) for n in self.lengths]
+        config, shape, heads, count = self.config, self._shape, self._kv_heads, len(self._lengths)
+        sizes = [stage_sizes(config.steps, n, budget.top_k, config.min_candidates_per_k) for n in self._lengths]
+        self._make_room(max(self._lengths))
         most = max(sizes[b].candidates for b in sequences)
         gpu = self._gpu
-        if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != capacity or gpu.candidates < most:
-            group, dim = queries.shape[1] // heads, blocks * BLOCK
-            room = most * 9 // 8
-            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, capacity, room, self.maps,
-                            norms=config.norms)  # fmt: skip
+        if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != self._room or gpu.candidates < most:
+            group, dim = queries.shape[1] // heads, shape.head_dim
+            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, self._room, most * 9 // 8,
+                            self.maps, norms=config.norms)  # fmt: skip
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
-        told = (*self.lengths, *excluded, *sequences, budget.top_k)
+        told = (*self._lengths, *excluded, *sequences, budget.top_k)
         if self._planned is None or self._planned[0] != told:
-            rows = [plan_row(*row) for row in zip(self.lengths, sizes, excluded, strict=True)]
+            rows = [plan_row(*row) for row in zip(self._lengths, sizes, excluded, strict=True)]
             fires = [int(b in sequences) for b in range(count)]
-            plan, fire = (torch.tensor(x, dtype=torch.int32, device=signs.device) for x in (rows, fires))
+            plan, fire = (torch.tensor(x, dtype=torch.int32, device=shape.device) for x in (rows, fires))
             self._planned = (told, plan, fire)
         _, plan, fire = self._planned
         every, whole = queries, sequences == list(range(count))
@@ -214,36 +257,49 @@ class SphereIndex(Index):
             every = queries.new_zeros(count, *queries.shape[1:])
             for i, b in enumerate(sequences):  # a list of numbers would have to be sent to the GPU, and waited for
                 every[b] = queries[i]
-        gpu.launch(every.contiguous(), self.tables(self._barred()), plan, fire, budget.scaling)
+        gpu.launch(every.contiguous(), self.tables(self._all_blocks(), self._barred()), plan, fire, budget.scaling)
         if whole:
             return Selection(gpu.ids.clone(), gpu.counts.clone())
         return Selection(torch.stack([gpu.ids[b] for b in sequences]), torch.stack([gpu.counts[b] for b in sequences]))
 
-    def tables(self, barred: Tensor | None = None) -> Tables:
-        """What the kernels read, where it lies now. barred: uint8 `[B, H_kv, capacity]`, not 0 for tokens not to be found."""
+    def tables(self, blocks: Tensor, barred: Tensor | None = None) -> Tables:
+        """What the kernels read, where it lies. blocks: int32 `[B, W]`, the sequences' blocks. barred: uint8 `[B, H_kv, room]`,
+        not 0 for tokens not to be found."""
         from kvrecall.index.sphere.kernels.search import Tables
 
-        signs, magnitudes, weights = self._signs.rows, self._magnitudes.rows, self._weights.rows
-        norms = None if self._norms is None else self._norms.rows
-        return Tables(signs, magnitudes, weights, self.counts, self._zero_norms, norms, barred)
+        return Tables(self.pages.codes, blocks, self.counts, self.zero_norms, barred)
+
+    def _make_room(self, tokens: int) -> None:
+        """Has the scratch of searches made for `tokens` tokens at least: for more, so that it is not made anew soon."""
+        if tokens > self._room:
+            wanted = max(tokens, self._reserved, min(self._room * 9 // 8, tokens + _MOST_SPARE))
+            self._room = cdiv(wanted, _ROOM_TOKENS) * _ROOM_TOKENS
+
+    def _all_blocks(self) -> Tensor:
+        """int32 `[B, W]` on the device, made anew when blocks have come or gone."""
+        near = [table.on(self._shape.device) for table in self._tables]
+        known = self._stacked
+        if known is None or any(own is not then for own, then in zip(near, known[0], strict=True)):
+            self._stacked = known = near, stacked(self._tables, self._shape.device)
+        return known[1]
 
     def _barred(self) -> Tensor | None:
-        """uint8 `[B, H_kv, capacity]`: 1 for excluded tokens; None where there are none."""
+        """uint8 `[B, H_kv, room]`: 1 for excluded tokens; None where there are none."""
         if all(ids is None for ids in self._excluded):
             return None
-        rows = self._signs.rows
-        if self._flags is None or self._flags.shape != rows.shape[:3]:
-            self._flags = torch.zeros(rows.shape[:3], dtype=torch.uint8, device=rows.device)
+        shape = len(self._lengths), self._kv_heads, self._room
+        if self._flags is None or self._flags.shape != shape:
+            self._flags = torch.zeros(shape, dtype=torch.uint8, device=self._shape.device)
             for b, ids in enumerate(self._excluded):
                 if ids is not None:
-                    self._flags[b].scatter_(1, ids.long().to(rows.device), 1)
+                    self._flags[b].scatter_(1, ids.long().to(self._flags.device), 1)
         return self._flags
 
     def _prepare(
         self, queries: Tensor, budget: Budget, sequences: list[int]
     ) -> tuple[Tensor, list[Tensor | None], list[StageSizes]]:
         """Turned queries, per sequence what their estimates lack (None without centres), sizes of the stages."""
-        config, lengths = self.config, [self._signs.lengths[b] for b in sequences]
+        config, lengths = self.config, [self._lengths[b] for b in sequences]
         grouped = search_queries(queries, self._kv_heads, config.gqa)
         shifts = [self.maps.shifts(query, tokens) for query, tokens in zip(grouped, lengths, strict=True)]
         least = config.min_candidates_per_k
@@ -259,23 +315,26 @@ class SphereIndex(Index):
         centre = self.maps.centres(first, keys.shape[1])
         return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms, first)
 
-    def _count(self, sequence: int, signs: Tensor, sign: int) -> None:
-        self.add_counts(self.counts[sequence], signs, sign)
-
-    def add_counts(self, counts: Tensor, signs: Tensor, sign: int) -> None:
-        """Counts the sign patterns `[H_kv, n, S]` into counts `[H_kv, S, 256]`, where a search looks at counts at all."""
-        if self.config.stage1 != "collision":
-            return None
+    def add_counts(self, counts: Tensor, sequence: int, start: int, stop: int, step: int) -> None:
+        """Adds `step` to the counts `[H_kv, S, 256]` of the sign patterns of the tokens start .. stop - 1 of a sequence, where
+        a search looks at counts at all."""
+        if self.config.stage1 != "collision" or start >= stop:
+            return
+        table = self._tables[sequence]
         if self._numba:
             from kvrecall.index.sphere import cpu_encode
 
-            return cpu_encode.count_signs(signs.contiguous(), counts, sign)
+            for _, rows in self.pages.pieces(table.blocks, start, stop):
+                cpu_encode.count_signs(rows.signs.contiguous(), counts, step)
+            return
+        blocks = table.on(self._shape.device)
         if self._kernels:
             from kvrecall.index.sphere.kernels import encode as kernels
 
-            return kernels.count_signs(signs, counts, sign)
-        ids = signs.long().transpose(1, 2)  # [H_kv, S, n]
-        ones = torch.full_like(ids, sign, dtype=torch.int32)
+            kernels.count_signs(self.pages.codes.signs, blocks, counts, start, stop, step)
+            return
+        ids = self.pages.gather(blocks, start, stop).signs.long().transpose(1, 2)  # [H_kv, S, n]
+        ones = torch.full_like(ids, step, dtype=torch.int32)
         counts.scatter_add_(-1, ids, ones)
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from kvrecall.cache.blocks import block_size_on
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.index.base import Captured, IndexConfig, LayerShape
 from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.pages import CodeLayout
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps, check_schedule
 
 if TYPE_CHECKING:
@@ -82,11 +84,12 @@ class SphereConfig(IndexConfig):
 
         return SphereIndex(shape, self)
 
-    def nbytes(self, shape: LayerShape, tokens: int) -> int:
-        from kvrecall.index.sphere import SphereIndex
+    def layout(self, shape: LayerShape, block_size: int) -> CodeLayout:
+        """What a block of codes of a layer is made of."""
+        return CodeLayout(shape.kv_heads, shape.head_dim, self.stored_dtype, self.norms, block_size)
 
-        tables = SphereIndex.nbytes_per_token(shape.head_dim, self.stored_dtype, self.norms) * tokens
-        return int(tables) * shape.kv_heads
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return self.layout(shape, block_size_on(shape.device)).nbytes(tokens)
 
     def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
         table = Maps.turns_nbytes(shape.head_dim, tokens) if self.center else 0

@@ -26,10 +26,12 @@ from kvrecall.index.sphere.cpu_stages import (
     compact,
     drop_ids,
     pair_tables,
+    part,
     rerank,
     scan,
     threshold,
 )
+from kvrecall.index.sphere.pages import CodePages
 from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.index.sphere.turns import SPAN
@@ -43,7 +45,9 @@ _MODES = {
 
 
 def search_batch(
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    pages: CodePages,
+    tables: list[list[int]],
+    counts: Tensor,
     lengths: list[int],
     zero_norms: list[bool],
     sequences: list[int],
@@ -54,9 +58,8 @@ def search_batch(
     excluded: list[Tensor | None],
     stage1: str,
     shifts: list[Tensor | None],
-    norms: Tensor | None = None,
 ) -> Selection:
-    """tables: signs, magnitudes, weights `[B, H_kv, cap, ·]` and counts `[B, H_kv, S, 256]`. norms: uint8 `[B, H_kv, cap, 1]`.
+    """pages: the codes; tables: of each searched sequence, the blocks that it has there. counts `[B, H_kv, S, 256]`.
 
     queries: rotated `[b, H_kv, G', D]`.
 
@@ -65,16 +68,19 @@ def search_batch(
     stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own. shifts: per sequence
     fp32 `[H_kv, G', R]`, what products with centred keys lack, by spans of tokens; None: nothing.
     """
-    signs, magnitudes, weights, counts = tables
-    weight_bits, kind = as_bits(weights)
+    layout = pages.layout
+    bits, kind = as_bits(pages.tensor.view(layout.weight_dtype))
+    blocks = np.zeros((len(tables), max(len(own) for own in tables)), np.int32)
+    for b, own in enumerate(tables):
+        blocks[b, : len(own)] = own
     barred_counts = np.array([0 if e is None else e.shape[1] for e in excluded], np.int64)
-    barred = np.zeros((len(excluded), signs.shape[1], int(barred_counts.max())), np.int32)
+    barred = np.zeros((len(excluded), layout.kv_heads, int(barred_counts.max())), np.int32)
     for b, e in enumerate(excluded):
         if e is not None:
             barred[b, :, : e.shape[1]] = e.numpy()
     products, offset, shift, most = np.empty((0, 0, 0, 0, 0), np.uint8), 0, 0, 254
     if stage1 == "product":
-        offset, shift, most = product_scale(queries.shape[-1], norms is not None)
+        offset, shift, most = product_scale(queries.shape[-1], layout.norms)
         products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
     spans = cdiv(max(lengths), SPAN)
     whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64)
@@ -84,22 +90,24 @@ def search_batch(
             added[b, ..., : own.shape[-1]] = own
             whole[b, ..., : own.shape[-1]] = whole_shifts(queries[b], own)
     ids, found = _search(
-        signs.numpy(), magnitudes.numpy(), weight_bits, kind, counts.numpy(),
+        pages.tensor.numpy(), bits, kind, blocks, layout.block_size, np.array(layout.starts), layout.norms, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
         barred, barred_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
-        np.empty((*signs.shape[:2], 0, 1), np.uint8) if norms is None else norms.numpy(),
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
 
 @njit(cache=True, parallel=True, nogil=True)
 def _search(
-    signs,
-    magnitudes,
-    weights,
+    codes,
+    wide,
     kind,
+    tables,
+    size,
+    starts,
+    weighed,
     counts,
     lengths,
     zero_norms,
@@ -119,10 +127,11 @@ def _search(
     most_score,
     added,
     whole,
-    norms,
 ):
+    """codes: uint8 `[blocks, bytes]`, wide: the same as numbers of the weights' size. A block of `size` tokens has its parts
+    at the bytes `starts`; weighed: whether it has norms. tables: int32 `[b, W]`, the blocks of each searched sequence."""
     b_n, heads, group, dim = queries.shape
-    blocks = dim // 8
+    blocks, item = dim // 8, wide.itemsize
     sets = group if mode == _PER_HEAD else 1
     longest = lengths.max()
     chunks = (longest + _CHUNK - 1) // _CHUNK
@@ -151,23 +160,27 @@ def _search(
         b = task // (chunks * heads)
         start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
         if start < end:
-            row = sequences[b]
-            scan(
-                signs[row, h],
-                bonus[b, h],
-                start,
-                end,
-                coarse[b, h],
-                histogram[b, h, :, c],
-                score_offset,
-                score_shift,
-                most_score,
-                norms[row, h],
-                whole[b, h],
-                SPAN,
-            )
-            if zero_norms[b]:
-                bar_zero_norms(weights[row, h], start, end, coarse[b, h], histogram[b, h, :, c])
+            for first in range(start // size * size, end, size):
+                block, left, right = tables[b, first // size], max(start, first), min(end, first + size)
+                norms = part(codes, block, starts[3], heads, h, size, 1) if weighed else codes[:0, :0]
+                scan(
+                    part(codes, block, starts[0], heads, h, size, blocks),
+                    first,
+                    bonus[b, h],
+                    left,
+                    right,
+                    coarse[b, h],
+                    histogram[b, h, :, c],
+                    score_offset,
+                    score_shift,
+                    most_score,
+                    norms,
+                    whole[b, h],
+                    SPAN,
+                )
+                if zero_norms[b]:
+                    weights = part(wide, block, starts[2] // item, heads, h, size, blocks)
+                    bar_zero_norms(weights, first, left, right, coarse[b, h], histogram[b, h, :, c])
             if barred_counts[b] > 0:
                 bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
 
@@ -189,51 +202,31 @@ def _search(
         b = task // (chunks * sets * heads)
         start, end = c * _CHUNK, min((c + 1) * _CHUNK, lengths[b])
         if start < end:
-            row = sequences[b]
             first = offset[b, h, j, c]
             taken = compact(coarse[b, h, j], start, end, cut[b, h, j], quota[b, h, j, c], candidates[b, h, j], first)
-            chosen = candidates[b, h, j, first:taken]
-            if mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX):
-                for g in range(group):
+            together = mode == _MEAN_Q or mode == _MAX  # one estimate for the group: the largest
+            while first < taken:  # those of one block at a time
+                base = candidates[b, h, j, first] // size * size
+                last = first + np.searchsorted(candidates[b, h, j, first:taken], base + size)
+                block, chosen = tables[b, base // size], candidates[b, h, j, first:last]
+                signs = part(codes, block, starts[0], heads, h, size, blocks)
+                magnitudes = part(codes, block, starts[1], heads, h, size, 3 * blocks)
+                weights = part(wide, block, starts[2] // item, heads, h, size, blocks)
+                for g in range(j if mode == _PER_HEAD else 0, j + 1 if mode == _PER_HEAD else group):
                     rerank(
-                        signs[row, h],
-                        magnitudes[row, h],
-                        weights[row, h],
+                        signs,
+                        magnitudes,
+                        weights,
+                        base,
                         kind,
                         pairs[b, h, g],
                         chosen,
-                        scores[b, h, g, first:taken],
-                        False,
+                        scores[b, h, 0 if together else g, first:last],
+                        together and g > 0,
                         added[b, h, g],
                         SPAN,
                     )
-            elif mode == _PER_HEAD:
-                rerank(
-                    signs[row, h],
-                    magnitudes[row, h],
-                    weights[row, h],
-                    kind,
-                    pairs[b, h, j],
-                    chosen,
-                    scores[b, h, j, first:taken],
-                    False,
-                    added[b, h, j],
-                    SPAN,
-                )
-            else:
-                for g in range(group):
-                    rerank(
-                        signs[row, h],
-                        magnitudes[row, h],
-                        weights[row, h],
-                        kind,
-                        pairs[b, h, g],
-                        chosen,
-                        scores[b, h, 0, first:taken],
-                        g > 0,
-                        added[b, h, g],
-                        SPAN,
-                    )
+                first = last
 
     best = np.empty((b_n, heads, sets, top_k), np.int32)
     kept = np.empty((b_n, heads, sets), np.int64)

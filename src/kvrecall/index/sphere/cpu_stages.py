@@ -15,6 +15,13 @@ _AHEAD = 16
 """Candidates between asking for a cache line and using it."""
 
 
+@njit(cache=True, inline="always")
+def part(codes, block, start, heads, h, size, width):
+    """One part of one KV head's codes, `[size, width]`, in a block of `codes` `[blocks, ·]`: that behind `start` numbers."""
+    rows = size * width
+    return codes[block, start + h * rows : start + (h + 1) * rows].reshape(size, width)
+
+
 @njit(cache=True)
 def bonus_table(block, counts, targets, out):
     """Collision bonus of the 256 sign patterns. Sorting is a merge of two sorted halves per added coordinate."""
@@ -88,11 +95,11 @@ def pair_tables(block, levels, out):
 
 
 @njit(cache=True)
-def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms, added, span):
+def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most, norms, added, span):
     """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set.
 
-    norms: uint8 codes `[n, 1]` of factors of the sums, in units of 2^-UNIT; empty: none. added: int64 `[G, R]`, added to the
-    sums of each `span` tokens.
+    signs: of the tokens from `first` on, of which start .. end - 1 are looked at. norms: uint8 codes `[n, 1]` of
+    factors of their sums, in units of 2^-UNIT; empty: none. added: int64 `[G, R]`, added to the sums of each `span` tokens.
     """
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
@@ -101,11 +108,11 @@ def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms
     for i in range(start, end):
         best = 0
         if weighed:
-            factor, power = 16 + np.int64(norms[i, 0] & 15), np.int64(norms[i, 0] >> 4)
+            factor, power = 16 + np.int64(norms[i - first, 0] & 15), np.int64(norms[i - first, 0] >> 4)
         for g in range(group):
             total = 0
             for s in range(blocks):
-                total += bonus[g, s, signs[i, s]]
+                total += bonus[g, s, signs[i - first, s]]
             if weighed:
                 total = ((total * factor) << power) >> UNIT
             total += added[g, i // span] + offset
@@ -121,12 +128,12 @@ def scan(signs, bonus, start, end, coarse, histogram, offset, shift, most, norms
 
 
 @njit(cache=True)
-def bar_zero_norms(weights, start, end, coarse, histogram):
+def bar_zero_norms(weights, first, start, end, coarse, histogram):
     """Moves keys of zero norm to coarse score 0, behind everything."""
     for i in range(start, end):
         zero = True
         for s in range(weights.shape[1]):
-            if weights[i, s] != 0:
+            if weights[i - first, s] != 0:
                 zero = False
                 break
         if zero:
@@ -202,8 +209,10 @@ def compact(coarse, start, end, threshold, quota, out, at):
 
 
 @njit(cache=True)
-def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, added, span):
+def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_larger, added, span):
     """Estimated inner products (Eq. 24) of the chosen tokens, plus `added` fp32 `[R]` of their spans of tokens.
+
+    Codes are those of the tokens from `first` on, among which all the chosen ones are.
 
     The sums are ordered as in the reference.
     Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
@@ -212,12 +221,12 @@ def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, ad
     sign_base, magnitude_base, weight_base = signs.ctypes.data, magnitudes.ctypes.data, weights.ctypes.data
     for c in range(chosen.shape[0]):
         if c + _AHEAD < chosen.shape[0]:
-            later = np.int64(chosen[c + _AHEAD])
+            later = np.int64(chosen[c + _AHEAD]) - first
             prefetch(sign_base + later * signs.strides[0])
             prefetch(magnitude_base + later * magnitudes.strides[0])
             prefetch(magnitude_base + (later + 1) * magnitudes.strides[0] - 1)
             prefetch(weight_base + later * weights.strides[0])
-        i = chosen[c]
+        i = chosen[c] - first
         total = np.float32(0.0)
         for s in range(blocks):
             word = (
@@ -232,5 +241,5 @@ def rerank(signs, magnitudes, weights, kind, pairs, chosen, out, keep_larger, ad
             dot = np.float32(dot + pairs[s, 3, ((word >> 18) & 63) | (((sign >> 6) & 3) << 6)])
             term = np.float32(load_float(weights[i, s], kind) * dot)
             total = np.float32(total + term) if s > 0 else term
-        total = np.float32(total + added[i // span])
+        total = np.float32(total + added[chosen[c] // span])
         out[c] = max(out[c], total) if keep_larger else total

@@ -17,7 +17,9 @@ on a key and its position alone. Not from the paper.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -59,13 +61,23 @@ class Maps:
 
     @staticmethod
     def of(shape: LayerShape, calibration: LayerCalibration, config: SphereConfig) -> Maps:
-        """Those of a layer; its statistics become final. Indexes of one kind share them."""
-        kind = (Maps, config.center, config.balance, config.seed, shape.device, shape.zone_start)
-        if kind not in calibration.made:
-            statistics = calibration.settle(shape.kv_heads, shape.head_dim)
-            made = Maps(statistics, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed)
-            calibration.made.setdefault(kind, made)  # another thread may have made the same
-        return calibration.made[kind]
+        """Those of a layer, whose statistics become final; indexes of one kind share them. A rotation alone depends on no
+        layer: there is one per size, seed and device."""
+        kind, held = Maps.kind(shape, config), calibration.made if config.needs_calibration else _rotations
+        made = held.get(kind)
+        if made is None:
+            heads, dim = shape.kv_heads, shape.head_dim
+            known = calibration.settle(heads, dim) if config.needs_calibration else KeyStatistics.nothing(heads, dim)
+            made = Maps(known, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed)
+            made = held.setdefault(kind, made)  # another thread may have made the same
+        return made
+
+    @staticmethod
+    def kind(shape: LayerShape, config: SphereConfig) -> Hashable:
+        """What tells the maps of one calibration apart, and rotations of all."""
+        if not config.needs_calibration:
+            return shape.head_dim, config.seed, shape.device
+        return Maps, config.center, config.balance, config.seed, shape.device, shape.zone_start
 
     @property
     def stride(self) -> int:
@@ -118,3 +130,7 @@ class Maps:
 def own_calibration(shape: LayerShape) -> LayerCalibration:
     """For an index that nobody told of its model: statistics of its first keys, as if no embedding turned them."""
     return LayerCalibration(NoRotary(shape.head_dim))
+
+
+_rotations: WeakValueDictionary[Any, Maps] = WeakValueDictionary()
+"""Maps that are a rotation alone, as long as somebody uses them."""

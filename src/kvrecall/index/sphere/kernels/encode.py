@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from kvrecall.core import small_floats
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN
 
@@ -55,7 +55,8 @@ def weight_values(b_weight):
 def encode_blocks(
     b_blocks, b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, o_code, m_code, HIGHEST, LOWEST, MIN_ALPHA,
 ):  # fmt: skip
-    """Codes of rotated blocks fp32 `[T, S, 8]` of keys that were divided by `b_scale` `[T]`, into places `o_code` `[T, S]`.
+    """Codes of rotated blocks fp32 `[T, S, 8]` of keys that were divided by `b_scale` `[T]`, into places `o_code` `[T, S]`
+    behind the pointers, which may be tensors, too.
 
     The norm of a key needs not be known: the weight |k| r / alpha is the length of its block divided by alpha. Weights lie
     between LOWEST and HIGHEST; those of a key whose scale is 0 are 0. Returns the weights as they are stored.
@@ -129,24 +130,26 @@ def eleven_bits(b_x):
     return ((b_x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["p_signs", "p_magnitudes", "p_weights", "p_norms", "p_zero_norms", "number", "tokens", "ROOM"])
+@triton.jit(
+    do_not_specialize=["p_signs", "p_magnitudes", "p_weights", "p_norms", "p_zero_norms", "number", "tokens", "TABLE", "BYTES"]
+)
 def encode_kernel(
-    p_keys, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_zero_norms,
-    number, tokens, HEAD, TOKEN, MAP, MEANS, ROOM, HIGHEST, LOWEST, MIN_ALPHA,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr, BK: tl.constexpr,
-    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
+    p_keys, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_table,
+    p_zero_norms, number, tokens, HEAD, TOKEN, MAP, MEANS, TABLE, BYTES, HIGHEST, LOWEST, MIN_ALPHA,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
+    BK: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Program (T tokens, KV head): codes of keys of any float dtype, which lie HEAD and TOKEN numbers apart.
 
-    number: that of the first token in its zone. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads), codes of two
-    heads ROOM tokens. CENTRED: there are means `[2, H, D]` and turns of SPAN tokens each (`centre_at`); programs begin at whole
-    multiples of T in the zone, so that each has whole spans, or a part of one. NORMS: writes norms too. ZEROS: sets zero_norms
-    `[H]` to 1 where the weights of a key are all 0. Not compiled anew for where in their tables the codes go.
+    number: that of the first token in its zone. Programs begin at whole multiples of T in the zone, so that each has whole
+    blocks and spans, or a part of one. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads). table int32 `[TABLE]`:
+    the blocks of the sequence, which lie BYTES bytes apart (`kernels/blocks.py`). CENTRED: there are means `[2, H, D]` and
+    turns of SPAN tokens each (`centre_at`). NORMS: writes norms too. ZEROS: sets zero_norms `[H]` to 1 where the weights of a
+    key are all 0.
     """
     i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
     o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
-    if CENTRED:
-        first -= number % T
+    first -= number % T
     m_t = (o_t >= -first) & (o_t < tokens - first)
     p_rows, p_mean, p_map = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, p_means + i_h * D, p_maps + i_h * MAP
     SPANS: tl.constexpr = T // SPAN if T > SPAN else 1
@@ -180,26 +183,41 @@ def encode_kernel(
             b_x = b_rounded
         b_turned += tl.dot(b_x, b_high, b_sum, input_precision="tf32")
 
-    row, m_code = i_h * ROOM + first, m_t[:, None] & (o_s < S)[None, :]
+    m_code, begin = m_t[:, None] & (o_s < S)[None, :], number + first
+    b_known = look_up(p_table, TABLE, begin, BLOCK, T)
+    b_block = blocks_of(b_known, p_table, TABLE, begin, 0, o_t, BLOCK, T)
+    p_sign = p_signs + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, S)
+    p_magnitude = p_magnitudes + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, 3 * S)
+    p_weight = p_weights + begin_of(b_block, numbers_of(p_weights, BYTES), i_h, begin, BLOCK, T, S)
+    if BLOCK < T:
+        p_sign, p_magnitude, p_weight = p_sign[:, None], p_magnitude[:, None], p_weight[:, None]
     b_weight = encode_blocks(
-        tl.reshape(b_turned, [T, BS, 8]), b_scale, p_levels, p_thresholds, p_signs + row * S, p_magnitudes + row * (3 * S),
-        p_weights + row * S, o_t[:, None] * S + o_s[None, :], m_code, HIGHEST, LOWEST, MIN_ALPHA,
+        tl.reshape(b_turned, [T, BS, 8]), b_scale, p_levels, p_thresholds, p_sign, p_magnitude, p_weight,
+        rows_of(o_t, BLOCK, T, S)[:, None] + o_s[None, :], m_code, HIGHEST, LOWEST, MIN_ALPHA,
     )  # fmt: skip
     if NORMS:
-        tl.store(p_norms + row + o_t, packed(tl.sqrt(tl.sum(b_turned * b_turned, 1)) * b_scale), mask=m_t)
+        p_norm = p_norms + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, 1) + rows_of(o_t, BLOCK, T, 1)
+        tl.store(p_norm, packed(tl.sqrt(tl.sum(b_turned * b_turned, 1)) * b_scale), mask=m_t)
     if ZEROS:
         b_most = tl.max(tl.where(m_code, b_weight.to(tl.float32), 0.0), 1)
         if tl.min(tl.where(m_t, b_most, 1.0), 0) == 0.0:
             tl.store(p_zero_norms + i_h, 1)
 
 
-@triton.jit(do_not_specialize=["p_signs", "tokens", "ROOM", "STEP"])
-def count_kernel(p_signs, p_counts, tokens, ROOM, STEP, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr):
-    """Program (T tokens, KV head): adds STEP to the counts `[H, S, 256]` of sign patterns; two heads lie ROOM tokens apart."""
-    i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
+@triton.jit(do_not_specialize=["p_signs", "start", "stop", "TABLE", "BYTES", "STEP"])
+def count_kernel(
+    p_signs, p_table, p_counts, start, stop, TABLE, BYTES, STEP,
+    BLOCK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (T tokens, KV head): adds STEP to the counts `[H, S, 256]` of sign patterns of the tokens start .. stop - 1 of a
+    sequence; other arguments as in `encode_kernel`."""
+    i_h, first = tl.program_id(1).to(tl.int64), (start // T + tl.program_id(0)).to(tl.int64) * T
     o_t, o_s = tl.arange(0, T), tl.arange(0, BS)
-    m_code = (o_t < tokens - first)[:, None] & (o_s < S)[None, :]
-    b_sign = tl.load(p_signs + (i_h * ROOM + first) * S + o_t[:, None] * S + o_s[None, :], mask=m_code, other=0)
+    m_code = ((first + o_t >= start) & (first + o_t < stop))[:, None] & (o_s < S)[None, :]
+    b_known = look_up(p_table, TABLE, first, BLOCK, T)
+    b_block = blocks_of(b_known, p_table, TABLE, first, 0, o_t[:, None], BLOCK, T)
+    p_sign = p_signs + begin_of(b_block, BYTES, i_h, first, BLOCK, T, S)
+    b_sign = tl.load(p_sign + rows_of(o_t, BLOCK, T, S)[:, None] + o_s[None, :], mask=m_code, other=0)
     p_own = p_counts + i_h * (S * 256) + o_s[None, :] * 256
     tl.atomic_add(p_own + b_sign.to(tl.int32), STEP, mask=m_code, sem="relaxed")
 
@@ -227,11 +245,11 @@ def one_turned(b_x, p_map, first, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def encode_one(
-    b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, token, first,
+    b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, row, first,
     HIGHEST, LOWEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS coordinates, from `first` on, of one key fp32 `[BD]` into row `token` of the tables.
+    """Encodes ROWS coordinates, from `first` on, of one key fp32 `[BD]` into row `row` of a block, to which the pointers point.
 
     map `[D, D]`; CENTRED: the centre of its span is taken from the key first. Returns whether the key is zero.
     """
@@ -239,7 +257,7 @@ def encode_one(
     b_turned = one_turned(b_x, p_map, first, D, BD, ROWS)
     o_s = first // 8 + tl.arange(0, ROWS // 8)
     encode_blocks(tl.reshape(b_turned, [1, ROWS // 8, 8]), b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-                  (token * S + o_s)[None, :], (o_s < S)[None, :], HIGHEST, LOWEST, MIN_ALPHA)  # fmt: skip
+                  (row * S + o_s)[None, :], (o_s < S)[None, :], HIGHEST, LOWEST, MIN_ALPHA)  # fmt: skip
     return m_zero
 
 
@@ -276,59 +294,45 @@ class Centring(NamedTuple):
 
 
 def encode(
-    keys: Tensor,
-    maps: Maps,
-    number: int,
-    weight_dtype: torch.dtype = torch.bfloat16,
-    norms: bool = False,
-    into: Codes | None = None,
-    zero_norms: Tensor | None = None,
-) -> Codes:
+    keys: Tensor, maps: Maps, number: int, into: Codes, blocks: Tensor, zero_norms: Tensor | None = None
+) -> None:  # fmt: skip
     """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, wherever its heads and tokens lie; the first is token `number`.
 
-    into: where the codes are written, views of n rows of tables that are equally long; weight_dtype and norms are then theirs.
-    zero_norms: int32 `[H_kv]`, becomes 1 for heads with a key whose weights are all 0.
+    into: the codes of all blocks, views `[blocks, H_kv, block_size, ·]` (`CodePages`). blocks: int32 `[W]` on the GPU, those of
+    the sequence. zero_norms: int32 `[H_kv]`, becomes 1 for heads with a key whose weights are all 0.
     """
     heads, tokens, dim = keys.shape
-    blocks, padded = dim // BLOCK, next_power_of_2(dim)
-    made = _blank(heads, tokens, blocks, weight_dtype, norms, keys.device) if into is None else into
     if not tokens:
-        return made
-    room = made.signs.stride(0) // blocks
-    assert all(x.stride(0) == room * x.shape[2] and x.stride(1) == x.shape[2] for x in made.parts)
+        return
+    blocks_of_key, padded = dim // BLOCK, next_power_of_2(dim)
+    apart = into.signs.stride(0)
+    assert all(x.stride(0) * x.itemsize == apart and x.stride(1) == x.shape[2] * x.shape[3] for x in into.parts)
     if keys.stride(2) != 1:
         keys = keys.contiguous()
     centring, centred = Centring.of(maps, number + tokens), maps.means is not None
-    least, most = weight_range(made.weights.dtype, centred)
+    least, most = weight_range(into.weights.dtype, centred)
     per_program = _NUMBERS // padded
-    ahead = number % per_program if centred else 0  # tokens of the first program that are not ours
+    ahead = number % per_program  # tokens of the first program that are not ours
     encode_kernel[(cdiv(ahead + tokens, per_program), heads)](
         keys, maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(keys.device),
-        magnitude_thresholds(keys.device), made.signs, made.magnitudes, made.weights,
-        made.signs if made.norms is None else made.norms, made.signs if zero_norms is None else zero_norms, number, tokens,
-        keys.stride(0), keys.stride(1), maps.stride, centring.between, room, most, least, MIN_ALPHA,
-        D=dim, BD=padded, S=blocks, BS=padded // BLOCK, T=per_program, BK=_SUMMED, SPAN=SPAN, CENTRED=centred,
-        NORMS=made.norms is not None, ZEROS=zero_norms is not None, num_warps=_WARPS, num_stages=2,
+        magnitude_thresholds(keys.device), into.signs, into.magnitudes, into.weights,
+        into.signs if into.norms is None else into.norms, blocks, into.signs if zero_norms is None else zero_norms, number,
+        tokens, keys.stride(0), keys.stride(1), maps.stride, centring.between, blocks.shape[0], apart, most, least, MIN_ALPHA,
+        BLOCK=into.signs.shape[2], D=dim, BD=padded, S=blocks_of_key, BS=padded // BLOCK, T=per_program, BK=_SUMMED, SPAN=SPAN,
+        CENTRED=centred, NORMS=into.norms is not None, ZEROS=zero_norms is not None, num_warps=_WARPS, num_stages=2,
     )  # fmt: skip
-    return made
 
 
-def count_signs(signs: Tensor, counts: Tensor, step: int) -> None:
-    """As `cpu_encode.count_signs`, on a GPU: signs uint8 `[H_kv, n, S]` of a table; counts int32 `[H_kv, S, 256]`."""
-    heads, tokens, blocks = signs.shape
-    assert signs.stride(1) == blocks and counts.is_contiguous()
-    if tokens:
-        padded = next_power_of_2(blocks)
+def count_signs(signs: Tensor, blocks: Tensor, counts: Tensor, start: int, stop: int, step: int) -> None:
+    """As `cpu_encode.count_signs`, on a GPU, of the tokens start .. stop - 1 of a sequence with these blocks, int32 `[W]`.
+
+    signs: uint8 `[blocks, H_kv, block_size, S]`, of all blocks; counts int32 `[H_kv, S, 256]`."""
+    _, heads, size, width = signs.shape
+    assert signs.stride(1) == size * width and counts.is_contiguous()
+    if start < stop:
+        padded = next_power_of_2(width)
         per_program = _NUMBERS // 8 // padded
-        count_kernel[(cdiv(tokens, per_program), heads)](
-            signs, counts, tokens, signs.stride(0) // blocks, step, S=blocks, BS=padded, T=per_program, num_warps=4,
+        count_kernel[(cdiv(stop, per_program) - start // per_program, heads)](
+            signs, blocks, counts, start, stop, blocks.shape[0], signs.stride(0), step,
+            BLOCK=size, S=width, BS=padded, T=per_program, num_warps=4,
         )  # fmt: skip
-
-
-def _blank(heads: int, tokens: int, blocks: int, weight_dtype: torch.dtype, norms: bool, device: torch.device) -> Codes:
-    """Codes that are yet to be written."""
-
-    def rows(width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(heads, tokens, width, dtype=dtype, device=device)
-
-    return Codes(rows(blocks), rows(blocks * 3), rows(blocks, weight_dtype), rows(1) if norms else None)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.core.overlap import begin, end
+from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.kernels.scan import row_of_scores, tally, write_scores
 
 
@@ -69,29 +70,30 @@ _WHOLE, _WHOLE_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
 """A number of fp32 and its bits: a whole number of 22 bits, added to the bits, is added to the number."""
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "TABLE"])
 def product_kernel(
-    p_signs, p_norms, p_weights, p_zero_norms, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
-    p_total, scale, units, HEADS, START, CAPACITY, TILES, SPANS,
-    D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
-    SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
-    BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, NORMS: tl.constexpr,
-    UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr,
-    MOST: tl.constexpr, PDL: tl.constexpr,
+    p_signs, p_norms, p_weights, p_table, p_zero_norms, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores,
+    p_reach, p_total, scale, units, HEADS, START, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES,
+    BLOCK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr,
+    T: tl.constexpr, SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr,
+    FIELDS: tl.constexpr, BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr,
+    NATIVE: tl.constexpr, NORMS: tl.constexpr, UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr,
+    SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once.
 
     scale: length of a rotated query `[BH, LANES, D]` in whole numbers, which are cut off at PEAK. NORMS: products are
     multiplied by the keys' norms, small floats in units of 2^-UNIT. CENTRED: what the products of each SPAN tokens lack is
     added, shifts fp32 `[BH, LANES, SPANS]` less their mean, MOST at most, in units of products (units: of a query of length 1);
-    sums of BR shifts each are in `sums`, BB of them at most. SPAN divides T.
+    sums of BR shifts each are in `sums`, BB of them at most. SPAN divides T. BLOCK, BYTES, OWN_HEADS, table: as in
+    `collision_kernel`.
     """
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
-    i_b = i_bh // HEADS
+    i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
     KEYS: tl.constexpr = 32 // BS  # in a row
-    tokens = tl.load(p_plan + i_b * FIELDS)
+    first, tokens = i_tile * (SUB * T), tl.load(p_plan + i_b * FIELDS)
+    b_known = look_up(p_own, TABLE, first, BLOCK, SUB * T)
     begin(PDL)
-    first = i_tile * (SUB * T)
     if (tl.load(p_fire + i_b) != 0) & (first < tokens):
         o_k, o_n = tl.arange(0, 32), tl.arange(0, KEYS * BL)
         o_lane = o_n % BL
@@ -127,12 +129,15 @@ def product_kernel(
             b_start = (-(tl.sum(b_all, 0) << 2) + _WHOLE_BITS)[None, :]
         else:
             b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
-        o_row = i_bh.to(tl.int64) * CAPACITY
-        p_sign, p_score = p_signs + o_row * S, p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-        for i_sub in tl.range(0, SUB, num_stages=STAGES):
-            o_key = (first + i_sub * T + tl.arange(0, T // KEYS) * KEYS)[:, None] + (o_k // BS)[None, :]
-            m_code = (o_key < tokens) & (o_k % BS < S)[None, :]
-            b_codes = tl.load(p_sign + o_key * S + (o_k % BS)[None, :], mask=m_code, other=0).to(tl.int8, bitcast=True)
+        p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
+        for i_sub in tl.range(0, SUB, num_stages=STAGES, disable_licm=CENTRED):  # that took more registers
+            start = first + i_sub * T
+            o_key = (tl.arange(0, T // KEYS) * KEYS)[:, None] + (o_k // BS)[None, :]
+            m_code = (o_key < tokens - start) & (o_k % BS < S)[None, :]
+            b_block = blocks_of(b_known, p_own, TABLE, first, i_sub * T, o_key, BLOCK, T)
+            p_sign = p_signs + begin_of(b_block, numbers_of(p_signs, BYTES), i_h, start, BLOCK, T, S)
+            p_code = p_sign + rows_of(o_key, BLOCK, T, S) + (o_k % BS)[None, :]
+            b_codes = tl.load(p_code, mask=m_code, other=0).to(tl.int8, bitcast=True)
             b_product = tl.zeros([T // KEYS, KEYS * BL], tl.int32) + b_start
             for j in tl.static_range(4):
                 b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[j], b_product, out_dtype=tl.int32)
@@ -142,12 +147,15 @@ def product_kernel(
             # Of each token the group's best product, plus OFFSET; tokens lie in a matrix whose rows are GROUPED long.
             GROUPED: tl.constexpr = SPAN if CENTRED else KEYS
             o_group = tl.arange(0, T // GROUPED)
-            o_t = (first + i_sub * T + o_group * GROUPED)[:, None] + tl.arange(0, GROUPED)[None, :]
+            o_in = (o_group * GROUPED)[:, None] + tl.arange(0, GROUPED)[None, :]
+            o_t = start + o_in
             if NORMS:
-                b_code = tl.load(p_norms + o_row + o_t, mask=o_t < tokens, other=0).to(tl.int32)
+                b_block = blocks_of(b_known, p_own, TABLE, first, i_sub * T, o_in, BLOCK, T)
+                p_norm = p_norms + begin_of(b_block, numbers_of(p_norms, BYTES), i_h, start, BLOCK, T, 1)
+                b_code = tl.load(p_norm + rows_of(o_in, BLOCK, T, 1), mask=o_in < tokens - start, other=0).to(tl.int32)
             if CENTRED:
                 # What is added differs between the lanes. In fp32, exact for all sums that lie between the ends.
-                o_s = (first + i_sub * T) // SPAN + o_group
+                o_s = start // SPAN + o_group
                 p_shift = p_shifts + (i_bh.to(tl.int64) * LANES + o_l[None, :]) * SPANS + o_s[:, None]
                 m_shift = (o_l < LANES)[None, :] & (o_s < spans)[:, None]
                 b_shift = (tl.load(p_shift, mask=m_shift, other=0.0) - b_mean[None, :]) * b_unit[None, :]
@@ -164,6 +172,6 @@ def product_kernel(
                     b_best = (((b_best - OFFSET) * (16 + (b_code & 15)) << (b_code >> 4)) >> UNIT) + OFFSET
                 b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
             write_scores(p_score, b_score, o_t, tokens)
-        tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_tile, CAPACITY, TILES,
-              S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS)  # fmt: skip
+        tally(p_score, p_weights, p_own, p_zero_norms, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
+              CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS)  # fmt: skip
     end(PDL)

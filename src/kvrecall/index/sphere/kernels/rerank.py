@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.core.overlap import begin, end
+from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import weight_values
 
 
@@ -34,13 +35,13 @@ def in_rows(p_x, o_x):
     return tl.multiple_of(tl.max_contiguous(p_x + o_x, (1, o_x.shape[1])), (1, 1))
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "TABLE"])
 def rerank_kernel(
-    p_signs, p_magnitudes, p_weights, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass, p_shifts,
-    scaling, HEADS, START, CAPACITY, ROOM, PARTS, UNITS, SPANS,
-    D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
-    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr,
-    PDL: tl.constexpr,
+    p_signs, p_magnitudes, p_weights, p_table, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass,
+    p_shifts, scaling, HEADS, START, ROOM, PARTS, UNITS, SPANS, OWN_HEADS, TABLE, BYTES,
+    BLOCK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr,
+    BL: tl.constexpr, R: tl.constexpr, FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr,
+    CENTRED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
 
@@ -48,7 +49,7 @@ def rerank_kernel(
     in lane 0. CENTRED: adds to each what its span of SPAN tokens lacks, shifts fp32 `[bh, lane, SPANS]`. SOFTMAX: also writes
     peak and mass `[bh, lane, part]` of a softmax over the candidates. A key has UNITS units of U blocks, which one thread
     reads: 4 blocks as one word of signs, three of levels and, where they have 8 bits, one of weights; or 1 as bytes. levels:
-    fp32 `[16]`, negative magnitudes, then positive ones.
+    fp32 `[16]`, negative magnitudes, then positive ones. BLOCK, BYTES, OWN_HEADS, table: as in `collision_kernel`.
     """
     i_part, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
@@ -65,15 +66,19 @@ def rerank_kernel(
         if CENTRED:  # asked for early, as it takes long
             p_shift = p_shifts + (i_bh.to(tl.int64) * LANES + o_l)[None, :] * SPANS + (b_id // SPAN)[:, None]
             b_shift = tl.load(p_shift, mask=m_c[:, None] & (o_l < LANES)[None, :], other=0.0)
-        o_unit = (i_bh.to(tl.int64) * CAPACITY + b_id)[:, None] * UNITS + o_u[None, :]
-        b_sign = tl.load(in_rows(p_signs, o_unit), mask=m_u, other=0).to(tl.int32)
-        b_low = tl.load(in_rows(p_magnitudes, o_unit * 3), mask=m_u, other=0).to(tl.int32)
-        b_mid = tl.load(in_rows(p_magnitudes, o_unit * 3 + 1), mask=m_u, other=0).to(tl.int32)
-        b_top = tl.load(in_rows(p_magnitudes, o_unit * 3 + 2), mask=m_u, other=0).to(tl.int32)
+        i_h, p_own = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
+        b_block = tl.load(p_own + b_id // BLOCK, mask=m_c, other=0).to(tl.int64)[:, None]
+        o_unit = (i_h * BLOCK + b_id % BLOCK)[:, None] * UNITS + o_u[None, :]
+        o_sign, o_level = b_block * numbers_of(p_signs, BYTES) + o_unit, b_block * numbers_of(p_magnitudes, BYTES) + o_unit * 3
+        b_sign = tl.load(in_rows(p_signs, o_sign), mask=m_u, other=0).to(tl.int32)
+        b_low = tl.load(in_rows(p_magnitudes, o_level), mask=m_u, other=0).to(tl.int32)
+        b_mid = tl.load(in_rows(p_magnitudes, o_level + 1), mask=m_u, other=0).to(tl.int32)
+        b_top = tl.load(in_rows(p_magnitudes, o_level + 2), mask=m_u, other=0).to(tl.int32)
+        o_block = b_block * numbers_of(p_weights, BYTES)
         WORDS: tl.constexpr = p_weights.dtype.element_ty == tl.int32
         b_norm = tl.zeros([R, BU], tl.float32)
         if WORDS:
-            b_words = tl.load(in_rows(p_weights, o_unit), mask=m_u, other=0)
+            b_words = tl.load(in_rows(p_weights, o_block + o_unit), mask=m_u, other=0)
         b_dots = ()
         for _ in tl.static_range(LANES):
             b_dots = b_dots + (b_norm,)
@@ -81,7 +86,7 @@ def rerank_kernel(
             if WORDS:
                 b_weight = weight_values(((b_words >> (8 * u)) & 255).to(tl.uint8))
             else:
-                b_weight = weight_values(tl.load(in_rows(p_weights, o_unit * U + u), mask=m_u, other=0))
+                b_weight = weight_values(tl.load(in_rows(p_weights, o_block + o_unit * U + u), mask=m_u, other=0))
             b_norm += b_weight
             b_level = block_level(b_low, b_mid, b_top, U, u)
             b_xs = ()

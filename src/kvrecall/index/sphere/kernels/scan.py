@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.core.overlap import begin, end
+from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, one_block, rows_of
 
 
 @triton.jit
@@ -35,28 +36,44 @@ def write_scores(p_score, b_score, o_t, tokens):
 
 
 @triton.jit
+def lower_zero_norms(
+    p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES,
+    BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """Score 1 for the keys of zero norm; arguments as in `tally`. Few heads have one: it takes few registers, and its time."""
+    PIECE: tl.constexpr = T if T < BLOCK else BLOCK
+    for i_piece in range(SUB * T // PIECE):
+        o_in, start = tl.arange(0, PIECE), i_first + i_piece * PIECE
+        m_t = o_in < tokens - start
+        o_begin = begin_of(one_block(p_table, TABLE, start, BLOCK), numbers_of(p_weights, BYTES), i_h, start, BLOCK, PIECE, S)
+        p_weight = p_weights + o_begin + o_in * S
+        b_norm = tl.zeros([PIECE], tl.float32)
+        for s in range(S):
+            b_norm += tl.load(p_weight + s, mask=m_t, other=1.0).to(tl.float32)
+        tl.store(p_score + start + o_in, tl.full([PIECE], 1, tl.uint8), mask=m_t & (b_norm == 0.0))
+    tl.debug_barrier()
+
+
+@triton.jit
 def tally(
-    p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_tile, CAPACITY, TILES,
-    S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, BINS: tl.constexpr,
+    p_score, p_weights, p_table, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h, i_tile, CAPACITY, TILES,
+    TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
     """Puts keys that have no direction or are barred in their places, and counts the scores that this program has written.
 
+    weights: of head i_h of blocks that lie BYTES bytes apart; table: the blocks of the sequence, TABLE at most.
     reach[bh, s, tile] = tokens of the tile whose score is >= s; total[bh, s] = their sum over the tiles.
     """
     tl.debug_barrier()
-    any_zero = tl.load(p_zero_norms + i_bh)
+    if tl.load(p_zero_norms + i_bh) != 0:
+        lower_zero_norms(p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES, BLOCK, S, T, SUB)
     o_row = i_bh.to(tl.int64) * CAPACITY
     b_counts = tl.zeros([BINS], tl.int32)
     for i_sub in range(SUB):
         o_t = i_first + i_sub * T + tl.arange(0, T)
         m_t = o_t < tokens
         b_score = read_scores(p_score, o_t, tokens)
-        if any_zero != 0:
-            b_norm = tl.zeros([T], tl.float32)
-            for s in range(S):
-                b_norm += tl.load(p_weights + (o_row + o_t) * S + s, mask=m_t, other=1.0).to(tl.float32)
-            b_score = tl.where(b_norm == 0.0, 1, b_score)
-            tl.store(p_score + o_t, b_score.to(tl.uint8), mask=m_t)
         if HAS_BARRED:
             b_score = tl.where(tl.load(p_barred + o_row + o_t, mask=m_t, other=1) != 0, 0, b_score)
             tl.store(p_score + o_t, b_score.to(tl.uint8), mask=m_t)
@@ -67,40 +84,50 @@ def tally(
     tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "TABLE"])
 def collision_kernel(
-    p_signs, p_weights, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START, CAPACITY,
-    TILES,
-    S: tl.constexpr, BYTES: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
-    T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
+    p_signs, p_weights, p_table, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START,
+    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES,
+    BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr,
+    LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read BYTES at a time."""
+    """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
+
+    table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and lie BYTES
+    bytes apart. HEADS is less where each KV head is searched as a sequence of its own.
+    """
     begin(PDL)
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
     tokens = tl.load(p_plan + i_b * FIELDS)
-    if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
-        o_w = tl.arange(0, BW)
-        o_row = i_bh.to(tl.int64) * CAPACITY
-        p_sign, p_table = p_signs + o_row * NW, p_tables + i_bh * (WORDS * S * 256)
+    i_h, p_own, i_first = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE, i_tile * (SUB * T)
+    b_known = look_up(p_own, TABLE, i_first, BLOCK, SUB * T)
+    if (tl.load(p_fire + i_b) != 0) & (i_first < tokens):
+        p_entries = p_tables + i_bh * (WORDS * S * 256)
         p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-        for i_sub in range(SUB):
-            o_t = i_tile * (SUB * T) + i_sub * T + tl.arange(0, T)
-            m_w = (o_t < tokens)[:, None] & (o_w < NW)[None, :]
-            b_codes = tl.load(p_sign + o_t[:, None] * NW + o_w[None, :], mask=m_w, other=0).to(tl.int32)
-            b_score = tl.zeros([T], tl.int32)
+        # A tile that lies in several known blocks is scored block by block.
+        PIECE: tl.constexpr = BLOCK if (T > BLOCK) & (len(b_known) > 0) else T
+        o_w, o_in = tl.arange(0, BW), tl.arange(0, PIECE)
+        for i_piece in tl.range(0, SUB * T // PIECE, disable_licm=True):  # that took more registers
+            start = i_first + i_piece * PIECE
+            m_w = (o_in < tokens - start)[:, None] & (o_w < NW)[None, :]
+            b_block = blocks_of(b_known, p_own, TABLE, i_first, i_piece * PIECE, o_in[:, None], BLOCK, PIECE)
+            p_sign = p_signs + begin_of(b_block, numbers_of(p_signs, BYTES), i_h, start, BLOCK, PIECE, NW)
+            p_code = p_sign + rows_of(o_in, BLOCK, PIECE, NW)[:, None] + o_w[None, :]
+            b_codes = tl.load(p_code, mask=m_w, other=0).to(tl.int32)
+            b_score = tl.zeros([PIECE], tl.int32)
             for w in tl.static_range(WORDS):
-                b_sum = tl.zeros([T, BW], tl.int32)
-                for i_byte in tl.static_range(BYTES):
-                    o_entry = (w * S + o_w * BYTES + i_byte) * 256
+                b_sum = tl.zeros([PIECE, BW], tl.int32)
+                for i_byte in tl.static_range(READ):
+                    o_entry = (w * S + o_w * READ + i_byte) * 256
                     b_byte = (b_codes >> (8 * i_byte)) & 255
-                    b_sum += tl.load(p_table + (o_entry[None, :] + b_byte), mask=(o_w < NW)[None, :], other=0)
+                    b_sum += tl.load(p_entries + (o_entry[None, :] + b_byte), mask=(o_w < NW)[None, :], other=0)
                 b_lanes = tl.sum(b_sum, 1)
                 for lane in tl.static_range(4):
                     if w * 4 + lane < LANES:
                         b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
-            write_scores(p_score, b_score + 2, o_t, tokens)
-        tally(p_score, p_weights, p_zero_norms, p_barred, p_reach, p_total, i_tile * (SUB * T), tokens, i_bh, i_tile, CAPACITY,
-              TILES, S, T, SUB, HAS_BARRED, BINS)  # fmt: skip
+            write_scores(p_score, b_score + 2, start + o_in, tokens)
+        tally(p_score, p_weights, p_own, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
+              i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS)  # fmt: skip
     end(PDL)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrecall.core.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.core.small_floats import UNIT
-from kvrecall.index.sphere.codes import BLOCK, magnitude_levels
+from kvrecall.index.sphere.codes import BLOCK, Codes, magnitude_levels
 from kvrecall.index.sphere.kernels.compact import compact_kernel
 from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.products import product_kernel
@@ -65,20 +65,29 @@ def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Tables:
-    """A sphere index as the kernels read it, `[B, H_kv, capacity, ·]` on the device.
+    """A sphere index as the kernels read it, on the device.
 
-    signs uint8, magnitudes uint8, weights; counts int32 `[B, H_kv, S, 256]`; zero_norms int32 `[B, H_kv]`, not 0 where some
-    key has norm zero; norms uint8 `[B, H_kv, capacity, 1]` or None; barred uint8 `[B, H_kv, capacity]`, not 0 for tokens that
-    must not be found, or None.
+    codes: of all blocks, `[blocks, H_kv, block_size, ·]`, parts of blocks that lie equally far apart (`CodePages`). blocks:
+    int32 `[B, W]`, contiguous, the blocks of each sequence. counts int32 `[B, H_kv, S, 256]`; zero_norms int32 `[B, H_kv]`,
+    not 0 where some key has norm zero; barred uint8 `[B, H_kv, tokens of the search]`, not 0 for
+    tokens that must not be found, or None.
     """
 
-    signs: Tensor
-    magnitudes: Tensor
-    weights: Tensor
+    codes: Codes
+    blocks: Tensor
     counts: Tensor
     zero_norms: Tensor
-    norms: Tensor | None = None
     barred: Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.codes.signs.shape[2]
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """KV heads of a block, entries of a sequence's table, and bytes from one block to the next."""
+        return self.codes.signs.shape[1], self.blocks.shape[1], self.codes.signs.stride(0)
 
 
 class GpuSearch:
@@ -136,7 +145,7 @@ class GpuSearch:
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
         levels = magnitude_levels(device)
         self._levels = torch.cat([-levels, levels])
-        self._scores: Tensor | None = None
+        self._scores = torch.empty(pairs, cdiv(tokens, 16) * 16, dtype=torch.uint8, device=device)  # sixteen are read at once
         self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
         self.counts = scratch(sequences, heads)
@@ -184,26 +193,24 @@ class GpuSearch:
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Scores of all tokens and their histogram."""
         pairs = pairs or self.pairs
-        capacity, width = tables.signs.shape[2:]
-        row = cdiv(capacity, 16) * 16  # as many are read at a time
-        if self._scores is None or self._scores.shape[1] != row:
-            self._scores = torch.empty(self._total.shape[0], row, dtype=torch.uint8, device=self._total.device)
-        barred = tables.signs if tables.barred is None else tables.barred
-        written, sizes = (plan, fire, self._scores, self._reach, self._total), (self._heads, pairs.start, capacity, self._tiles)
+        codes, width, size = tables.codes, self._blocks, tables.block_size
+        barred = codes.signs if tables.barred is None else tables.barred
+        written = plan, fire, self._scores, self._reach, self._total
+        sizes = self._heads, pairs.start, self.tokens, self._tiles
         if self.stage1 == "product":
             # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift, top = self._scale
             product_kernel[(self._tiles, len(pairs))](
-                tables.signs, tables.signs if tables.norms is None else tables.norms, tables.weights, tables.zero_norms, barred,
-                self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim),
-                *sizes, self._spans,
-                D=self._dim, S=width, BS=padded, LANES=self._lanes,
+                codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
+                tables.zero_norms, barred, self._rotated, self._shifts, self._sums, *written,
+                PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *tables.places,
+                BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
-                NATIVE=not INTERPRETED, NORMS=tables.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
+                NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
                 MOST=MOST_SHIFT, num_warps=warps, **self._options,
             )  # fmt: skip
@@ -211,21 +218,20 @@ class GpuSearch:
         read = 4 if width % 4 == 0 else 1
         words = width // read
         collision_kernel[(self._tiles, len(pairs))](
-            tables.signs.view(torch.int32) if read == 4 else tables.signs, tables.weights, tables.zero_norms, barred,
-            self._tables, *written, *sizes,
-            S=width, BYTES=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
+            codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, tables.zero_norms,
+            barred, self._tables, *written, *sizes, *tables.places,
+            BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
             T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
             num_warps=4, **self._options,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Ids of the candidates."""
-        assert self._scores is not None
         pairs = pairs or self.pairs
         programs = self._tiles * len(self.pairs)
         compact_kernel[(self._tiles, len(pairs))](
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
-            pairs.start, tables.signs.shape[2], self._tiles, self.candidates,
+            pairs.start, self.tokens, self._tiles, self.candidates,
             T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
             num_warps=1 if programs >= _MANY else _COMPACT_WARPS, **self._options,
         )  # fmt: skip
@@ -234,14 +240,15 @@ class GpuSearch:
         """Estimates of the candidates, and the parts of their softmax where the mode has one."""
         unit, pairs = self._unit, pairs or self.pairs
         words = torch.int32 if unit == 4 else torch.uint8
-        weights = tables.weights.view(words) if tables.weights.dtype == torch.uint8 else tables.weights
+        codes, weights = tables.codes, tables.codes.weights
         rerank_kernel[(self._parts, len(pairs))](
-            tables.signs.view(words), tables.magnitudes.view(words), weights, self._levels, self._rotated, plan,
+            codes.signs.view(words), codes.magnitudes.view(words),
+            weights.view(words) if weights.dtype == torch.uint8 else weights, tables.blocks, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
-            pairs.start, tables.signs.shape[2], self.candidates, self._parts, self._blocks // unit, self._spans,
-            D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit), LANES=self._lanes,
-            BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride, LARGEST=self.mode in ("max", "mean_q"),
-            SOFTMAX="softmax" in self.mode, CENTRED=self._centred, SPAN=SPAN,
+            pairs.start, self.candidates, self._parts, self._blocks // unit, self._spans, *tables.places,
+            BLOCK=tables.block_size, D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit),
+            LANES=self._lanes, BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride,
+            LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode, CENTRED=self._centred, SPAN=SPAN,
             num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 

@@ -1,0 +1,240 @@
+"""Decode attention to whole retrieval zones whose blocks lie on the device: no row is gathered, all sequences are one launch.
+
+A program reads its share of a zone block by block, with one look-up in the block table per block, and the next rows are on
+their way while it computes. Of a captured step the rows in front of the zone and the new token are one part more. All sums are
+fp32.
+Bytes: 2 D numbers per row and KV head, once, for all query heads of a group.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrecall.attend.kernels import flag_odd
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.overlap import begin, end
+from kvrecall.core.softcap import capped
+from kvrecall.core.structs import AttentionParams, HostTable, Partial
+from kvrecall.merge.cuda import merge_splits, merge_step
+
+_MOST_PARTS, _MOST_STEP_PARTS = 256, 63
+"""Parts of a zone, of one attention and of a captured step, whose parts one program merges with the one for other rows."""
+_PROGRAMS = 512
+"""So many keep the multiprocessors of a large GPU reading, if a zone has rows enough."""
+_ROW_BYTES = 16384
+"""Bytes of keys that one step of a program's loop reads, at most."""
+_STAGES = 3
+"""Steps of the loop that are under way at a time."""
+
+
+@triton.jit
+def fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP: tl.constexpr):
+    """The running softmax of queries `[BG, BD]`, peak and total `[BG]`, sum `[BG, BD]`, with rows `[R, BD]` more.
+
+    m_r: which rows are real. Weights are rounded to the values' dtype, sums are fp32.
+    """
+    b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
+    if CAP:
+        b_logit = capped(b_logit, softcap)
+    b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
+    b_high = tl.maximum(b_peak, tl.max(b_logit, 1))
+    b_base = tl.where(b_high == float("-inf"), 0.0, b_high)
+    b_p = tl.exp(b_logit - b_base[:, None])
+    b_old = tl.exp(b_peak - b_base)
+    b_total = b_total * b_old + tl.sum(b_p, 1)
+    b_sum = b_sum * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    return b_high, b_total, b_sum
+
+
+@triton.jit
+def fold_rows(p_own, first, stop, b_q, b_peak, b_total, b_sum, scaling, softcap, D: tl.constexpr, BD: tl.constexpr,
+              R: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """`fold` of the rows first .. stop - 1 of `[·, 2, D]`, R at a time; they must be fewer than 2^31 / 2 D."""
+    o_r, o_d = tl.arange(0, R), tl.arange(0, BD)
+    for i_r in tl.range(first, stop, R, num_stages=STAGES):
+        o_row = i_r + o_r
+        m_r = o_row < stop
+        m_row = m_r[:, None] & (o_d < D)[None, :]
+        p_row = p_own + o_row[:, None] * (2 * D) + o_d[None, :]
+        b_k = tl.load(p_row, mask=m_row, other=0.0)  # [R, BD]
+        b_v = tl.load(p_row + D, mask=m_row, other=0.0)
+        b_peak, b_total, b_sum = fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
+    return b_peak, b_total, b_sum
+
+
+@triton.jit
+def fold_zone(p_rows, p_table, i_kv, i_p, length, b_q, b_peak, b_total, b_sum, scaling, softcap, HEADS, BLOCK: tl.constexpr,
+              D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
+              STAGES: tl.constexpr):  # fmt: skip
+    """`fold` of part number i_p of PARTS of the first `length` tokens of one KV head's zone.
+
+    rows `[blocks, HEADS, BLOCK, 2, D]`; table int32 `[W]`: the blocks of the sequence. BLOCK is a multiple of R.
+    """
+    share = tl.cdiv(tl.cdiv(length, PARTS), R) * R
+    first = i_p * share
+    stop = tl.minimum(first + share, length)
+    for i_block in range(first // BLOCK, tl.cdiv(stop, BLOCK)):
+        block = tl.load(p_table + i_block).to(tl.int64)
+        start = i_block * BLOCK
+        p_own = p_rows + (block * HEADS + i_kv) * (BLOCK * 2 * D)
+        b_peak, b_total, b_sum = fold_rows(p_own, tl.maximum(first - start, 0), tl.minimum(stop - start, BLOCK), b_q, b_peak,
+                                           b_total, b_sum, scaling, softcap, D, BD, R, CAP, STAGES)  # fmt: skip
+    return b_peak, b_total, b_sum
+
+
+@triton.jit
+def begin_part(p_queries, i_bh, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr):
+    """Queries `[BG, BD]` of one KV head out of `[BH, G, D]`, and a softmax of nothing."""
+    BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_queries + (i_bh.to(tl.int64) * G + o_g[:, None]) * D + o_d[None, :], mask=m_q, other=0.0)
+    return b_q, tl.full([BG], float("-inf"), tl.float32), tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
+
+
+@triton.jit
+def end_part(p_out, p_lse, i_bh, i_p, b_peak, b_total, b_sum, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+             PARTS: tl.constexpr):  # fmt: skip
+    """Stores a softmax as part number i_p of out fp32 `[BH, G, PARTS, D]`, lse `[BH, G, PARTS]`."""
+    BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    o_out = (i_bh.to(tl.int64) * G + o_g) * PARTS + i_p
+    b_mass = tl.where(b_total > 0, b_total, 1.0)
+    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
+    tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_sum / b_mass[:, None], mask=m_q)
+    tl.store(p_lse + o_out, tl.where(b_total > 0, b_peak + tl.log(b_mass), float("-inf")), mask=o_g < G)
+
+
+@triton.jit(do_not_specialize=["TABLE"])
+def zone_kernel(
+    p_queries, p_rows, p_table, p_lengths, p_out, p_lse, scaling, softcap, HEADS, TABLE,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    CAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, part): see `fold_zone`. table int32 `[B, TABLE]`, lengths int32 `[B]`."""
+    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    i_b = i_bh // HEADS
+    b_q, b_peak, b_total, b_sum = begin_part(p_queries, i_bh, D, BD, G)
+    length = tl.load(p_lengths + i_b)
+    b_peak, b_total, b_sum = fold_zone(p_rows, p_table + i_b * TABLE, i_bh % HEADS, i_p, length, b_q, b_peak, b_total, b_sum,
+                                       scaling, softcap, HEADS, BLOCK, D, BD, R, PARTS, CAP, STAGES)  # fmt: skip
+    end_part(p_out, p_lse, i_bh, i_p, b_peak, b_total, b_sum, D, BD, G, PARTS)
+
+
+@triton.jit(do_not_specialize=["TABLE"])
+def zone_step_kernel(
+    p_queries, p_keys, p_values, p_front, p_rows, p_table, p_counts, p_active, p_bad, p_out, p_lse, scaling, softcap, HEADS,
+    TABLE, FRONT,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, ZONES: tl.constexpr,
+    CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, part): ZONES parts of the zone, then one of the rows in front `[BH, FRONT, 2, D]` and the
+    step's token `[BH, D]`.
+
+    counts int32 `[B]`: tokens stored before this step; the first FRONT lie in front, the others in blocks. The step's token is
+    attended from where the model put it, and stored behind them where active[b] is not 0; bad[b] becomes 1 if it is not finite.
+    """
+    begin(PDL)
+    i_bh, i_p = tl.program_id(0), tl.program_id(1)
+    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
+    PARTS: tl.constexpr = ZONES + 1
+    count = tl.load(p_counts + i_b)
+    p_own_table = p_table + i_b * TABLE
+    b_q, b_peak, b_total, b_sum = begin_part(p_queries, i_bh, D, BD, G)
+    if i_p < ZONES:
+        b_peak, b_total, b_sum = fold_zone(p_rows, p_own_table, i_kv, i_p, tl.maximum(count - FRONT, 0), b_q, b_peak, b_total,
+                                           b_sum, scaling, softcap, HEADS, BLOCK, D, BD, R, ZONES, CAP, STAGES)  # fmt: skip
+    else:
+        p_own = p_front + i_bh.to(tl.int64) * FRONT * (2 * D)
+        b_peak, b_total, b_sum = fold_rows(p_own, 0, tl.minimum(count, FRONT), b_q, b_peak, b_total, b_sum, scaling, softcap, D,
+                                           BD, R, CAP, 1)  # fmt: skip
+        o_r, o_d = tl.arange(0, R), tl.arange(0, BD)
+        m_r = o_r == 0
+        m_new = m_r[:, None] & (o_d < D)[None, :]
+        o_new = i_bh.to(tl.int64) * D + o_d[None, :]
+        b_k = tl.load(p_keys + o_new, mask=m_new, other=0.0)  # [R, BD], whose first row is real
+        b_v = tl.load(p_values + o_new, mask=m_new, other=0.0)
+        b_peak, b_total, b_sum = fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
+        flag_odd(p_bad + i_b, b_k, b_v)
+        place = tl.maximum(count - FRONT, 0)
+        block = tl.load(p_own_table + place // BLOCK).to(tl.int64)
+        later = (block * HEADS + i_kv) * BLOCK + place % BLOCK
+        p_first = p_own + (count + o_r[:, None]) * (2 * D) + o_d[None, :]
+        p_later = p_rows + (later + o_r[:, None]) * (2 * D) + o_d[None, :]
+        active = tl.load(p_active + i_b)  # rows to store: 1 or 0
+        first = tl.where(count < FRONT, active, 0)
+        m_first = (o_r < first)[:, None] & (o_d < D)[None, :]
+        m_later = (o_r < active - first)[:, None] & (o_d < D)[None, :]
+        tl.store(p_first, b_k, mask=m_first)
+        tl.store(p_first + D, b_v, mask=m_first)
+        tl.store(p_later, b_k, mask=m_later)
+        tl.store(p_later + D, b_v, mask=m_later)
+    end_part(p_out, p_lse, i_bh, i_p, b_peak, b_total, b_sum, D, BD, G, PARTS)
+    end(PDL)
+
+
+def attend_zones(
+    queries: Tensor, table: HostTable, lengths: Tensor, longest: int, scaling: float, softcap: float = 0.0
+) -> Partial:
+    """As `reference.attend_zones`; queries `[B, H_q, 1, D]` on the device that the rows lie on."""
+    (b, heads, _, dim), kv_heads = queries.shape, table.rows.shape[1]
+    rows = _rows_at_once(table)
+    # A power of two, so that few sizes are ever compiled; parts without rows merge as empty ones.
+    wanted = max(1, min(cdiv(longest, rows), cdiv(_PROGRAMS, b * kv_heads)))
+    parts = min(_MOST_PARTS, next_power_of_2(wanted))
+    out = queries.new_empty(b * heads, parts, dim, dtype=torch.float32)
+    lse = queries.new_empty(b * heads, parts, dtype=torch.float32)
+    with torch.cuda.device_of(queries):  # Triton launches on the current device, which need not be that of this layer
+        zone_kernel[(b * kv_heads, parts)](
+            queries.contiguous(), table.rows, table.blocks, lengths, out, lse, scaling, softcap, kv_heads,
+            table.blocks.stride(0), BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=heads // kv_heads, R=rows,
+            PARTS=parts, CAP=softcap != 0, STAGES=_STAGES, num_warps=4,
+        )  # fmt: skip
+        merged, total = merge_splits(out, lse)
+    return Partial(merged.view(b, heads, 1, dim), total.view(b, heads, 1))
+
+
+class ZoneAttention:
+    """Captured steps over whole zones: the rows in front of them, and the parts of an attention, at fixed addresses."""
+
+    def __init__(self, table: HostTable, query_heads: int, front: int, tokens: int) -> None:
+        """table: all blocks of the layer, on the device, and those of each sequence. front: tokens in front of a zone. tokens:
+        most tokens of a zone, those of the window among them."""
+        (_, heads, _, _, dim), rows, b = table.rows.shape, table.rows, len(table.blocks)
+        device, self.table = rows.device, table
+        self.front = torch.zeros(b, heads, front, 2, dim, dtype=rows.dtype, device=device)
+        """`[B, H_kv, front, 2, D]`"""
+        self.counts = torch.zeros(b, dtype=torch.int32, device=device)
+        """int32 `[B]`: tokens stored so far, in front and in blocks."""
+        self.active = torch.zeros(b, dtype=torch.int32, device=device)
+        """int32 `[B]`: 1 for sequences; 0 where there is none, so that nothing is stored."""
+        self.bad = torch.zeros(b, dtype=torch.int32, device=device)
+        """Not 0 for sequences that were given a row that is not finite."""
+        self._rows_at_once = _rows_at_once(self.table)
+        parts = 1 + max(1, min(_MOST_STEP_PARTS, cdiv(tokens, self._rows_at_once)))
+        self._out = torch.zeros(b, query_heads, parts, dim, dtype=torch.float32, device=device)
+        self._lse = torch.zeros(b, query_heads, parts, dtype=torch.float32, device=device)
+
+    def launch(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        """Attends for queries `[B, H_q, 1, D]`, and stores keys and values `[B, H_kv, 1, D]`, all contiguous."""
+        (b, heads, front, _, dim), parts, table = self.front.shape, self._lse.shape[2], self.table
+        zone_step_kernel[(b * heads, parts)](
+            queries, keys, values, self.front, table.rows, table.blocks, self.counts, self.active, self.bad, self._out,
+            self._lse, params.scaling, params.softcap, heads, table.blocks.stride(0), front, BLOCK=table.block_size, D=dim,
+            BD=next_power_of_2(dim), G=queries.shape[1] // heads, R=self._rows_at_once, ZONES=parts - 1,
+            CAP=params.softcap != 0, STAGES=_STAGES, num_warps=4, **overlapping(queries.device),
+        )  # fmt: skip
+        out = merge_step(queries, self._out, self._lse, params.sink_logits)
+        self.counts += self.active
+        return out
+
+
+def _rows_at_once(table: HostTable) -> int:
+    row_bytes = next_power_of_2(table.rows.shape[4]) * table.rows.element_size()
+    return min(table.block_size, max(16, min(64, _ROW_BYTES // row_bytes)))

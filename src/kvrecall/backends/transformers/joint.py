@@ -1,0 +1,239 @@
+"""Several RetrievalCaches as one cache of one call of the model: a decode step of sequences that belong to different requests.
+
+1. Each row of the batch is one sequence of one member. A layer of the joint cache hands each member's layer its own rows, so
+   every member stores and attends as it does alone, whatever its method and its length.
+2. The call is a forward pass of every member (`passes.ForwardPass`): accepted whole, or undone.
+3. An error in a member's own attention takes this member out of the step, and the others go on. An error of the call itself
+   undoes the step for all.
+
+Members must consist of retrieval layers only: other layers of transformers keep tensors of one batch. Positions must be given
+to the model, since the rows have no length in common; a model that asks for one is refused (`NotTogetherError`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvrecall.backends.transformers import passes
+from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
+from kvrecall.backends.transformers.passes import ForwardPass, Inputs, OpenCall
+from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError
+from kvrecall.core.structs import AttentionParams
+
+
+class NotTogetherError(UnsupportedModelError):
+    """Rows of several requests cannot be in one call of this model; nothing of the call is stored."""
+
+
+class JointCache(Cache):
+    """`past_key_values` for one decode step of several members, one new token per row; rows are in the members' order.
+
+    The call takes no attention mask: a token of a decode step is no padding, and each member knows its own.
+    """
+
+    def __init__(self, members: Sequence[RetrievalCache]) -> None:
+        """members: caches of one model that hold their prompts, each once. Raises ParameterError for others."""
+        if not members or len(set(map(id, members))) != len(members):
+            raise ParameterError("members", "one or more different caches", len(members), "Give each request its own cache.")
+        for member in members:
+            if not joinable(member):
+                remedy = "Decode in turn, one call per request."
+                raise ParameterError("members", "caches that hold tokens, in retrieval layers alone", repr(member), remedy)
+        self.members = list(members)
+        ends = torch.tensor([member.sequences for member in members]).cumsum(0).tolist()
+        self.rows = [slice(end - member.sequences, end) for end, member in zip(ends, members, strict=True)]
+        """The rows of the batch that are a member's."""
+        self.failed: dict[int, Exception] = {}
+        """By the member's number: why it did not take part in the last step. It holds what it held before."""
+        self.running: JointPass | None = None
+        super().__init__(layers=[JointLayer(self, number) for number in range(len(members[0].layers))])
+
+    @property
+    def sequences(self) -> int:
+        """Rows of the batch."""
+        return self.rows[-1].stop
+
+    @property
+    def signature(self) -> object:
+        """What the members were made for."""
+        return self.members[0].signature
+
+    def belongs_to(self, config: PretrainedConfig) -> bool:
+        """Whether a layer's config describes the model that all members were made for."""
+        return all(member.belongs_to(config) for member in self.members)
+
+    def open_pass(self, inputs: Inputs) -> JointPass:
+        """The state of a step that begins; the members are unchanged where it raises."""
+        if (inputs.sequences, inputs.tokens) != (self.sequences, 1):
+            got = [inputs.sequences, inputs.tokens]
+            raise ShapeError("input_ids", str([self.sequences, 1]), got, "Give each sequence of each member one token.")
+        if inputs.mask is not None:
+            raise ShapeError("attention_mask", "none", "one", "A token of a decode step is no padding.")
+        for member in self.members:
+            if member.running is not None and member.running.alive():
+                passes.check_thread(member.running)
+            member.settle()
+        return JointPass(self, inputs)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.running is None or passes.current() is not self.running:
+            raise NotAttachedError
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Raises NotTogetherError: the rows have no length in common."""
+        raise NotTogetherError(self._family, "a model that asks for one length of all rows of different requests")
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # of masks, which a single token does not need
+
+    def align(self) -> None:
+        """After an exception that ended the call without a word: the members hold what they held before the step."""
+        if self.running is not None and not self.running.alive():
+            self.running.finish(failed=True)
+        for member in self.members:
+            member.align()
+
+    @property
+    def _family(self) -> str:
+        return self.members[0].signature.model_type
+
+
+def joinable(cache: RetrievalCache) -> bool:
+    """Whether rows of this cache can be in one call with those of others."""
+    plain = all(type(layer) is RetrievalLayer and layer.captured is None for layer in cache.layers)
+    return plain and len(cache.layers) == cache.signature.layers and cache.get_seq_length() > 0
+
+
+class JointLayer(CacheLayerMixin):
+    """One layer of all members."""
+
+    is_sliding = False
+
+    def __init__(self, cache: JointCache, number: int) -> None:
+        super().__init__()
+        self._owner, self.number = ref(cache), number
+        self.is_initialized = True
+
+    @property
+    def cache(self) -> JointCache:
+        """The joint cache of this layer, which does not live for it."""
+        cache = self._owner()
+        assert cache is not None, "the layer has outlived its cache"
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the members' layers are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hands the new tokens `[rows, H_kv, 1, D]` to the attention function."""
+        return tagged(self, *as_attended(key_states, value_states))
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """Each member stores and attends to its own rows: queries `[rows, H_q, 1, D]` -> as queries.
+
+        Rows of a member that fails, in this layer or one before, are 0.
+        """
+        joint = self.cache
+        if mask is not None:
+            raise NotTogetherError(joint._family, "a mask for single tokens without padding")
+        outs = []
+        for number, (member, rows) in enumerate(zip(joint.members, joint.rows, strict=True)):
+            layer, own = member.layers[self.number], queries[rows]
+            assert isinstance(layer, RetrievalLayer)
+            out = torch.zeros_like(own)
+            if number not in joint.failed:
+                try:
+                    out = layer.attend(own, *layer.update(keys[rows], values[rows]), None, params)
+                except Exception as error:  # this member's alone: its rows, its memory, its index
+                    joint.failed[number] = error
+            outs.append(out)
+        return torch.cat(outs)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As for a single token that nothing was before, which needs no mask."""
+        return int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length(self.number)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class JointPass(OpenCall):
+    """One call of the model, a forward pass of every member."""
+
+    def __init__(self, cache: JointCache, inputs: Inputs) -> None:
+        super().__init__(cache)
+        self.cache: JointCache = cache
+        cache.failed.clear()
+        self._members: list[_MemberPass] = []
+        for member, rows in zip(cache.members, cache.rows, strict=True):
+            ids = None if inputs.ids is None else inputs.ids[rows]
+            self._members.append(_MemberPass(self, member, Inputs(member.sequences, 1, ids, None)))
+
+    def begin(self, switch: Any) -> None:
+        super().begin(switch)
+        for each in self._members:
+            each.cache.running = each
+
+    def missing(self) -> list[int]:
+        """Layers in which the attention of some member has not run, though it did not fail."""
+        going = [each for number, each in enumerate(self._members) if number not in self.cache.failed]
+        return sorted({number for each in going for number in each.missing()})
+
+    def finish(self, failed: bool) -> None:
+        """Accepts the step of every member that did not fail, and undoes those of the others; of all where the call failed.
+
+        Raises UnsupportedModelError where the model went past a layer without an error.
+        """
+        passed_by: UnsupportedModelError | None = None
+        with deferred_interrupt():
+            self._close()
+            members, self._members = self._members, []  # no circle that would hold the caches
+            for number, each in enumerate(members):
+                try:
+                    each.end(failed=failed or number in self.cache.failed)
+                except UnsupportedModelError as error:
+                    passed_by = error
+                except Exception as error:  # memory refused while it is undone; the member mends itself when it is used next
+                    self.cache.failed.setdefault(number, error)
+        if passed_by is not None:
+            raise passed_by
+
+
+class _MemberPass(ForwardPass):
+    """A member's share of a joint pass. Who ends it from outside ends the whole call."""
+
+    def __init__(self, joint: JointPass, cache: RetrievalCache, inputs: Inputs) -> None:
+        super().__init__(cache, inputs)
+        self._joint = joint
+
+    def alive(self) -> bool:
+        return self._joint.alive()
+
+    def finish(self, failed: bool) -> None:
+        if self._joint.open:
+            self._joint.finish(failed=True)
+        else:
+            self.end(failed=True)
+
+    def end(self, failed: bool) -> None:
+        """Accepts the member's step, or undoes it."""
+        super().finish(failed)

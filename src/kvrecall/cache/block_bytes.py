@@ -1,0 +1,84 @@
+"""What one layer keeps of every block on its device: summaries of keys, whose layout their index knows."""
+
+from __future__ import annotations
+
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.device_memory import region, total_bytes
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.errors import HostMemoryError
+from kvrecall.core.launch import cdiv
+
+_SLAB_BYTES = 4 << 20
+"""Memory is asked for in pieces of so many bytes at least."""
+
+
+class BlockBytes:
+    """Bytes `[blocks, block_bytes]` on a device, at one address for as long as they live. Memory is given as block ids rise.
+
+    Sequences that share blocks may belong to several threads.
+    """
+
+    def __init__(self, block_bytes: int, block_size: int, device: torch.device) -> None:
+        """block_size: tokens of a block. Raises torch.OutOfMemoryError where a GPU has no memory for the first block."""
+        self._block_size = block_size
+        self._region = region((cdiv(total_bytes(device), block_bytes), block_bytes), torch.uint8, device)
+        self.tensor: Tensor = self._region.tensor
+        """uint8 `[most blocks, block_bytes]`; only what was given may be used."""
+        self._blocks, self._lock = 0, RLock()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block."""
+        return self.tensor.shape[1]
+
+    @property
+    def given(self) -> int:
+        """Blocks that are usable: those below this id."""
+        return self._blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    def give(self, blocks: int) -> None:
+        """Makes the blocks below id `blocks` usable. Raises torch.OutOfMemoryError on a GPU, HostMemoryError on a CPU, and
+        changes nothing, where memory is short."""
+        if blocks > self._blocks:
+            with self._lock:
+                self._give(blocks)
+
+    def _give(self, blocks: int) -> None:
+        if blocks <= self._blocks:
+            return
+        wanted = max(blocks, min(self._region.most, self._blocks + cdiv(_SLAB_BYTES, self.block_bytes)))
+        if self.tensor.device.type == "cpu":
+            self._give_on_host(wanted)
+        elif wanted > self._region.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
+        else:
+            self._region.give(wanted)
+        self._blocks = wanted
+
+    def _give_on_host(self, wanted: int) -> None:
+        need, available, tokens = (
+            self._region.missing(wanted),
+            available_host_bytes(),
+            (wanted - self._blocks) * self._block_size,
+        )
+        if wanted > self._region.most or need > available:
+            raise HostMemoryError(need, available, tokens)
+        try:
+            self._region.give(wanted)
+        except (OSError, MemoryError) as error:
+            raise HostMemoryError(need, available, tokens) from error
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies the bytes of a block; nothing where none of this layer were ever in it."""
+        if source < self._blocks:
+            self.give(target + 1)
+            self.tensor[target].copy_(self.tensor[source])

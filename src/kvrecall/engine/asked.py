@@ -1,0 +1,111 @@
+"""What one request asks for, checked before anything is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
+from kvrecall.engine.decoding import generation_config
+from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
+from kvrecall.methods.base import Method
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The arguments of `engine.generate`. cache: the one that was given, or a new one that was `made` for the method.
+
+    autocast: whether the thread that asks computes under torch.autocast on the model's device, and its dtype.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    input_ids: Tensor
+    cache: RetrievalCache
+    made: bool
+    config: GenerationConfig
+    max_new_tokens: int
+    chunk_tokens: int
+    attention_mask: Tensor | None
+    on_prefill: Progress | None
+    on_text: Callable[[str], None] | None
+    on_token: Callable[[int], None] | None
+    seed: int | None
+    capture: bool | None
+    compiled: bool
+    autocast: tuple[bool, torch.dtype]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens per sequence of the prompt, padding included."""
+        return self.input_ids.shape[1]
+
+    @property
+    def sequences(self) -> int:
+        """B, the number of prompts."""
+        return self.input_ids.shape[0]
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens per sequence of prompt and answer."""
+        return self.prompt_tokens + self.max_new_tokens
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The context in which the thread that asked would call the model."""
+        enabled, dtype = self.autocast
+        return torch.autocast(self.model.device.type, dtype=dtype, enabled=enabled)
+
+
+def asked(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, input_ids: Tensor, cache: RetrievalCache | Method, *,
+    max_new_tokens: int, chunk_tokens: int | None, attention_mask: Tensor | None, on_prefill: Progress | None,
+    on_text: Callable[[str], None] | None, on_token: Callable[[int], None] | None, temperature: float, top_p: float,
+    seed: int | None, eos_token_id: int | list[int] | None, capture: bool | None, compiled: bool,
+) -> Asked:  # fmt: skip
+    """Checks what `engine.generate` is given. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
+    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
+    check_prompt(model, input_ids, chunk_tokens, attention_mask)
+    if max_new_tokens < 1:
+        raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
+    if not 0 <= temperature < float("inf"):  # NaN is none
+        raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
+    if not 0 < top_p <= 1:
+        raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and input_ids.shape[1] + max_new_tokens > limit:
+        raise ContextLengthError("prompt and answer", limit, input_ids.shape[1] + max_new_tokens)
+    made = isinstance(cache, Method)
+    if isinstance(cache, Method):
+        cache = RetrievalCache(model.config, cache)
+    if compiled and capture is False:
+        raise ParameterError("compiled", "False with capture=False", compiled, "Only captured steps run compiled modules.")
+    if on_text is not None and (tokenizer is None or input_ids.shape[0] != 1):
+        got = f"{input_ids.shape[0]} sequences" if tokenizer is not None else "no tokenizer"
+        raise ParameterError("on_text", "one sequence and a tokenizer", got, "Use on_token, or generate one by one.")
+    if capture and model.device.type != "cuda":
+        raise CaptureError(f"the model is on {model.device}", "Move it to a CUDA device, or leave `capture` out.")
+    _check_shards(model)
+    config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p, eos_token_id)
+    device = model.device.type
+    return Asked(
+        model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,
+        on_token, seed, capture, compiled, (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+    )  # fmt: skip
+
+
+def _check_shards(model: Any) -> None:
+    """Raises ParameterError where every process must make as many calls as the one with the longest answer."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if torch.distributed.get_world_size() > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+        remedy = "Shard it by tp_plan, or call model.generate inside kvrecall.attach."
+        raise ParameterError("model", "a model that each process can call alone", "one sharded by FSDP or ZeRO-3", remedy)

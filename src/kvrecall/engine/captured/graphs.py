@@ -1,0 +1,60 @@
+"""The recorded steps of each model, which serve one request after another."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.engine.captured.layers import Joined
+from kvrecall.engine.captured.recorded import RecordedStep
+from kvrecall.engine.captured.structure import StepKey
+
+_MOST = 4
+"""Steps that are kept per model; the one that was used least recently goes."""
+_TOO_LARGE = 4
+"""A step of slots so many times longer than a sequence needs is slower than one of its own."""
+
+_steps: WeakKeyDictionary[PreTrainedModel, list[RecordedStep]] = WeakKeyDictionary()
+
+
+def find(
+    model: PreTrainedModel, kind: type[RecordedStep], key: StepKey, cache: RetrievalCache, joined: Joined, slots: int
+) -> RecordedStep | None:
+    """A recorded step of a class and of so many slots that the sequences of a cache can join. Steps of a model that has been
+    changed since they were recorded are dropped, unless somebody uses them."""
+    kept = _steps.get(model, [])
+    stale = [step for step in kept if not step.members and step.key.model != key.model]
+    for step in stale:
+        kept.remove(step)
+    for step in kept:
+        known = (
+            type(step) is kind
+            and step.key == key
+            and step.slots == slots
+            and step.layers.tokens <= _TOO_LARGE * joined.behind_sink
+        )
+        if known and not step.members and step.fits(cache, joined):
+            kept.remove(step)
+            kept.append(step)
+            return step
+    return None
+
+
+def keep(model: PreTrainedModel, step: RecordedStep) -> None:
+    """Keeps a recorded step for requests to come."""
+    kept = _steps.setdefault(model, [])
+    kept.append(step)
+    idle = [old for old in kept if not old.members]
+    for old in idle[: max(0, len(kept) - _MOST)]:
+        kept.remove(old)
+
+
+def release(model: PreTrainedModel) -> int:
+    """Drops the recorded steps of a model that nobody uses, and with them their device memory; returns how many."""
+    kept = _steps.get(model, [])
+    idle = [step for step in kept if not step.members]
+    for step in idle:
+        kept.remove(step)
+    return len(idle)

@@ -1,0 +1,295 @@
+"""One decode step of a model for a number of slots: recorded as a CUDA graph once, replayed for all sequences that join."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.structs import AttentionParams
+from kvrecall.engine.captured.base import SlotLayer
+from kvrecall.engine.captured.check import PLAIN
+from kvrecall.engine.captured.layers import Joined, Layers, roomy
+from kvrecall.engine.captured.ranks import Ranks
+from kvrecall.engine.captured.sliding import SlidingSlots, SlidingWindow
+from kvrecall.engine.captured.structure import StepKey
+from kvrecall.engine.captured.verify import Attended, check_attention, check_logits, uncaptured_answer
+
+
+class Member:
+    """A cache whose sequences are in slots of a step."""
+
+    def __init__(self, cache: RetrievalCache, joined: Joined, windows: list[SlidingWindow]) -> None:
+        self.cache, self.joined, self.windows = cache, joined, windows
+        self.left = joined.room
+        """Steps that it may still make."""
+
+
+class RecordedStep:
+    """Slots of all layers, and the graph of a step that works on them. It holds no model, no cache and no state."""
+
+    def __init__(
+        self, key: StepKey, cache: RetrievalCache, joined: Joined, slots: int, ranks: Ranks, tokens: int | None = None
+    ) -> None:
+        """Makes free slots for sequences such as those of `joined`, with up to `tokens` tokens behind the sink. Raises
+        CaptureError where a layer refuses."""
+        self.key, self.slots, self._ranks = key, slots, ranks
+        device = joined.states[0].shape.device
+        self.layers = Layers(joined.states, slots, tokens or roomy(joined.behind_sink))
+        self.windows = [
+            SlidingSlots(cache, number, slots)
+            for number, held in enumerate(cache.layers)
+            if isinstance(held, DynamicSlidingWindowLayer)
+        ]
+        self._parity = torch.zeros(1, dtype=torch.int64, device=device)
+        self.input_ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
+        """int64 `[slots, 1]`: the tokens of the next step; write them in place."""
+        self.positions = torch.zeros(slots, 1, dtype=torch.int64, device=device)
+        """int64 `[slots, 1]`: their positions."""
+        self.logits: Tensor
+        """`[slots, vocabulary]` of the last step."""
+        self.members: list[Member] = []
+        self.recorded = False
+        self._graph: Any = None
+        self._found: dict[SlotLayer, torch.cuda.Event] = {}
+        self._attended: dict[SlotLayer, Attended] | None = None
+        """While a graph is recorded and checked: what its layers are asked and answer. Tensors that somebody holds lie where
+        nothing else of the graph does, so a replay leaves its own values in them."""
+        self._failed: list[Exception] | None = None
+        """While ranks warm up together: what failed in this one's layers, told when no other rank waits for it."""
+
+    @property
+    def free(self) -> list[int]:
+        """Slots without a sequence."""
+        taken = {slot for member in self.members for slot in member.joined.slots}
+        return [slot for slot in range(self.slots) if slot not in taken]
+
+    def fits(self, cache: RetrievalCache, joined: Joined) -> bool:
+        """Whether the sequences of a cache can join, their slots being free."""
+        sliding = [number for number, held in enumerate(cache.layers) if isinstance(held, DynamicSlidingWindowLayer)]
+        return (
+            set(joined.slots) <= set(self.free)
+            and sliding == [window.number for window in self.windows]
+            and all(window.fits(cache) for window in self.windows)
+            and self.layers.fits(joined)
+        )
+
+    def join(self, cache: RetrievalCache, joined: Joined) -> Member:
+        """Takes the sequences of a cache, which fit, into their slots. After an error the cache is as it was."""
+        member = Member(cache, joined, [])
+        try:
+            for of in self.windows:
+                member.windows.append(SlidingWindow(cache, of, joined.slots))
+            self.layers.join(joined)
+        except BaseException:
+            for window in member.windows:
+                window.give_back()
+            raise
+        for layer, holder in zip(self.layers.all, cache.retrieval_layers, strict=True):
+            holder.captured = partial(self._attend, layer)
+        first = joined.states[0].store
+        for b, slot in enumerate(joined.slots):
+            self.positions[slot] = first.zones(b).total
+        self.members.append(member)
+        return member
+
+    def leave(self, member: Member) -> None:
+        """Gives a cache back, with everything that was decoded; every layer of it, though one may fail."""
+        if member not in self.members:
+            return
+        if self.positions.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        with deferred_interrupt(), ExitStack() as every:  # the last one that is named goes first
+            self.members.remove(member)
+            for holder in member.cache.retrieval_layers:
+                every.callback(holder.give_back)
+            for state in member.joined.states:
+                every.callback(state.statics.pause)
+            every.callback(self.layers.leave, member.joined)
+            for window in member.windows:
+                every.callback(window.give_back)
+            for slot in member.joined.slots:
+                self.positions[slot] = 0
+
+    def replay(self) -> None:
+        """A step of all slots: one token per sequence, which is in all layers and in all counts afterwards, or in none."""
+        with deferred_interrupt():
+            self.layers.prepare()
+            self._graph.replay()
+            self.layers.advance()
+            for member in self.members:
+                member.left -= 1
+                before = member.cache.get_seq_length()
+                for holder in member.cache.retrieval_layers:
+                    holder.count_captured()
+                member.cache.tokens.add(self.rows(self.input_ids, member), before, 1)
+                for window in member.windows:
+                    window.moved_on()
+                if (running := member.cache.running) is not None:  # no layer's own function has been called
+                    running.attended.update(holder.number for holder in member.cache.retrieval_layers)
+            self.layers.prepare_ahead()
+
+    @staticmethod
+    def rows(of_slots: Tensor, member: Member) -> Tensor:
+        """What belongs to the slots of a member, out of `[slots, …]`; a view where they lie side by side."""
+        slots = member.joined.slots
+        first = slots[0]
+        return of_slots[first : first + len(slots)] if slots == list(range(first, first + len(slots))) else of_slots[slots]
+
+    def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
+        """Warms up, records, and checks the first replay, which like the warm-up is a trial: they write only where the first
+        real step will write too. Every layer searches in them, also where it would go on with what it holds.
+
+        call: the model's forward. member: the one whose cache the model is called with. A rank that fails tells the others
+        before they wait for it in a collective.
+        """
+        states = [state for each in self.members for state in each.joined.states]
+        held = [state.held for state in states]
+        launch = partial(self._launch, model, partial(self._forward, call, member.cache))
+        try:
+            for state in states:
+                state.held = {}
+            self._forget_trial()
+            with self._ranks.agreeing():
+                launched = self._warm_up(launch)
+            self._forget_trial()
+            self._attended = {}
+            with self._ranks.agreeing():
+                self._record(launch)
+            self.layers.prepare(trial=True)
+            self._graph.replay()
+            self.positions -= 1
+            self._parity.copy_(1 - self._parity)
+            with self._ranks.agreeing(), torch.no_grad():
+                self._verify(launched)
+            self.recorded = True
+        finally:
+            self._attended = None
+            for window in self.windows:
+                window.attended = None
+            for state, own in zip(states, held, strict=True):
+                state.held = own
+        self._forget_trial()
+
+    def _warm_up(self, launch: Any) -> Tensor:
+        """A step that is launched: it compiles the kernels, and opens the ranks' connections. Returns a copy of its logits."""
+        self.layers.prepare(trial=True)
+        device = self._parity.device
+        aside, self._branch = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            logits = launch().clone()
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+        return logits
+
+    def _record(self, launch: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        launch(torch.cuda.graph(self._graph))
+
+    def _launch(self, model: PreTrainedModel, forward: Any, recording: AbstractContextManager[None] | None = None) -> Tensor:
+        """One step without a graph, or one that is recorded. Where ranks wait for one another, what fails in a layer of a
+        launched step is raised behind the last one."""
+        self._failed = [] if self._ranks.size > 1 and recording is None else None
+        try:
+            with attach(model), self._modules(model), torch.no_grad(), recording or nullcontext():
+                logits = forward()
+                if recording is not None:
+                    self.logits = logits
+                    self._move_on()
+            if self._failed:
+                raise self._failed[0]
+            return logits
+        finally:
+            self._failed = None
+
+    def _move_on(self) -> None:
+        self.positions += 1
+        self._parity.copy_(1 - self._parity)
+
+    def _verify(self, launched: Tensor) -> None:
+        """Compares what the replay has left with the uncaptured layers, and with the logits of the warm-up."""
+        assert self._attended is not None
+        for number, layer in enumerate(self.layers.all):
+            asked = self._attended.pop(layer)
+            for member in self.members:
+                state = member.joined.states[number]
+                check_attention(state.layer, asked.of(member.joined.slots), partial(uncaptured_answer, state))
+        for member in self.members:
+            for of, window in zip(self.windows, member.windows, strict=True):
+                assert of.attended is not None
+                check_attention(window.number, of.attended.of(member.joined.slots), window.uncaptured)
+            check_logits(self.logits[member.joined.slots], launched[member.joined.slots])
+
+    def _forget_trial(self) -> None:
+        self.layers.forget_trial()
+        for member in self.members:
+            for window in member.windows:
+                window.load()
+
+    def _modules(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""
+        if not self.key.compiled:
+            return nullcontext()
+        from kvrecall.engine.captured.compiled import compiled_modules  # torch's compiler takes a second to import
+
+        return compiled_modules(model)
+
+    def _attend(self, layer: SlotLayer, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        found = self._found.get(layer)
+        if found is not None:
+            torch.cuda.current_stream().wait_event(found)
+        try:
+            self._check_heads(layer, queries, keys)
+            out = layer.step(queries, keys, values, self._parity, params)
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed.append(error)
+            return torch.zeros_like(queries)
+        if self._attended is not None:
+            self._attended[layer] = Attended(queries, keys, values, params, out)
+        return out
+
+    def _check_heads(self, layer: SlotLayer, queries: Tensor, keys: Tensor) -> None:
+        """Kernels take sizes from the slots: heads of a rank must be the rank's own."""
+        shape = layer.shape
+        if (queries.shape[1], keys.shape[1]) != (shape.query_heads, shape.kv_heads):
+            got, known = f"{queries.shape[1]}/{keys.shape[1]} heads", f"{shape.query_heads}/{shape.kv_heads}"
+            raise CaptureError(f"layer {layer.layer} attends with {got}, but was made for {known}", PLAIN)
+        if queries.shape[0] != self.slots or queries.shape[2] != 1:
+            got = f"{queries.shape[2]} tokens of {queries.shape[0]} sequences"
+            raise CaptureError(f"layer {layer.layer} attends to {got}, but one of {self.slots} slots was fed", PLAIN)
+
+    def _search_early(self) -> None:
+        """On a branch of the graph, all layers that know a query already search, one after another, while the model computes;
+        the step of each waits for its own search only."""
+        early = [layer for layer in self.layers.all if layer.early]
+        if early:
+            self._branch.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._branch):
+            for layer in early:
+                layer.search_early()
+                self._found[layer] = torch.cuda.Event()
+                self._found[layer].record()
+
+    def _forward(self, call: Any, cache: RetrievalCache) -> Tensor:
+        if (running := cache.running) is not None:  # a call of the model captures, and then steps or goes on uncaptured
+            running.attended.clear()
+        self._search_early()
+        out = call(
+            input_ids=self.input_ids,
+            position_ids=self.positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]

@@ -1,0 +1,52 @@
+"""What a recorded step holds of its model: a step may be replayed as long as none of it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+_SCALARS = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What two requests must have in common to share a recorded step, beside their caches.
+
+    model: a hash of where its weights lie, of its modules, their hooks and their settings. compiled: whether small operations
+    are compiled. ranks: processes that run the model together.
+    """
+
+    model: int
+    compiled: bool
+    ranks: int
+
+    @staticmethod
+    def of(model: PreTrainedModel, compiled: bool, ranks: int) -> StepKey:
+        """Of a model as it is."""
+        return StepKey(hash(tuple(_parts(model))), compiled, ranks)
+
+
+def _parts(model: PreTrainedModel) -> Iterator[Any]:
+    own: Any = model.config
+    yield getattr(own, "_attn_implementation", None)
+    for name, module in model.named_modules():
+        yield name, type(module), id(vars(module).get("forward")) if module is not model else None
+        yield tuple((key, value) for key, value in vars(module).items() if type(value) in _SCALARS)
+        for kind in _HOOKS:
+            yield tuple(number for number, hook in getattr(module, kind).items() if not _ours(hook))
+        yield tuple(_place(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
+def _ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("kvrecall.")
+
+
+def _place(tensor: torch.Tensor | nn.Parameter) -> tuple[Any, ...]:
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return local.data_ptr(), tuple(local.shape), local.dtype, tuple(local.stride())

@@ -1,0 +1,215 @@
+"""What happens to one request between two calls of the model: its next inputs, its next tokens, its end.
+
+transformers' `generate` prepares all of it, from the model's own generation config too: logits processors, stopping criteria,
+positions, arguments of the model. It hands them to a decoding loop, and that loop is ours, since several requests share a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.joint import joinable
+from kvrecall.core.errors import ParameterError
+
+_SHARED = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
+"""Arguments of a decode step that a joint step makes for all rows alike."""
+
+
+class Decoding:
+    """One request, from the last chunk of its prompt on. Nothing here knows of other requests."""
+
+    def __init__(
+        self, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, mask: Tensor, config: GenerationConfig,
+        seed: int | None,
+    ) -> None:  # fmt: skip
+        """input_ids: the prompt `[B, T]`. mask: `[B, T]`, 0 for left padding. seed: of a generator of its own; None: torch's.
+
+        Raises what `model.generate` raises for its arguments.
+        """
+        self.cache = cache
+        self._prepare(model, input_ids, mask, config)
+        self._prompt = input_ids.shape[1]
+        self._ids = torch.zeros(input_ids.shape[0], self._most, dtype=torch.int64, device=input_ids.device)
+        self._ids[:, : self._prompt] = input_ids
+        self._written = self._prompt
+        self._generator: torch.Generator | None = None
+        if seed is not None and self._samples:
+            self._generator = torch.Generator(input_ids.device).manual_seed(seed)
+        self.steps: list[list[int]] = []
+        """The answer: ids of each step, one per sequence; padding after a sequence's end."""
+        self.ended = False
+        self._unfinished = [True] * input_ids.shape[0]
+        self._told = 0
+        """Steps that the model's arguments know of."""
+        self._outputs: Any = None
+        self._plain: bool | None = None
+
+    def _prepare(self, model: Any, input_ids: Tensor, mask: Tensor, config: GenerationConfig) -> None:
+        """Has `generate` prepare everything, and takes it where a decoding loop would begin."""
+        taken: dict[str, Any] = {}
+
+        def take(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor:
+            taken.update(prepared, model=model)
+            return input_ids
+
+        model.generate(
+            input_ids, attention_mask=mask, past_key_values=self.cache, generation_config=config, custom_generate=take
+        )
+        made: Any = taken.pop("generation_config")
+        self.model: Any = taken.pop("model")
+        """The transformers model that is called, where another one wraps it."""
+        self._processors = taken.pop("logits_processor")
+        criteria = list(taken.pop("stopping_criteria"))
+        self._arguments = taken
+        self._samples = bool(made.do_sample)
+        self._most: int = made.max_length
+        ends = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]
+        self._ends = {token for each in ends for token in each.tolist()}
+        self._pad: int | None = made.pad_token_id if ends else None
+        self._criteria = [each for each in criteria if not isinstance(each, EosTokenCriteria | MaxLengthCriteria)]
+        """Those that are more than the length and the ids that end a sequence."""
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens per sequence that may still come."""
+        return self._most - self._prompt - len(self.steps)
+
+    @property
+    def stored(self) -> int:
+        """Tokens per sequence that the cache holds between two steps."""
+        return self._prompt + len(self.steps) - 1
+
+    @property
+    def sequences(self) -> Tensor:
+        """Prompt and answer so far, int64 `[B, T]`; a view that later steps leave as it is."""
+        new = self.steps[self._written - self._prompt :]
+        if new:
+            end = self._written + len(new)
+            self._ids[:, self._written : end] = torch.tensor(new).T.to(self._ids.device)
+            self._written = end
+        return self._ids[:, : self._written]
+
+    @property
+    def joinable(self) -> bool:
+        """Whether a step of this request can be made of tokens and positions alone, in one call with those of others."""
+        if not joinable(self.cache):
+            return False
+        if self._plain is None:
+            self._plain = self._is_plain()
+        return self._plain
+
+    def _is_plain(self) -> bool:
+        positions = self._arguments.get("position_ids")
+        if positions is None or positions.ndim != 2 or positions.shape[0] != self._ids.shape[0]:
+            return False
+        self._last = positions[:, self._prompt - 1].tolist()
+        return all(name in _SHARED or value is None for name, value in self.next_inputs().items())
+
+    def positions(self) -> list[int]:
+        """Of the tokens that are fed next, one per sequence; for requests that are joinable."""
+        return [last + len(self.steps) for last in self._last]
+
+    def first_inputs(self) -> dict[str, Any]:
+        """Arguments of the call that reads what the cache does not hold of the prompt."""
+        missing = self._prompt - self.cache.get_seq_length()
+        return self.model.prepare_inputs_for_generation(
+            self.sequences, next_sequence_length=missing, is_first_iteration=True, **self._arguments
+        )
+
+    def next_inputs(self) -> dict[str, Any]:
+        """Arguments of a call that feeds the last tokens."""
+        behind = len(self.steps) - self._told
+        if behind:
+            outputs = self._outputs or CausalLMOutputWithPast(past_key_values=self.cache)  # type: ignore[arg-type]
+            several = {"num_new_tokens": behind} if behind > 1 else {}  # steps that were made of tokens and positions alone
+            self._arguments = self.model._update_model_kwargs_for_generation(
+                outputs, self._arguments, is_encoder_decoder=False, **several
+            )
+            self._told, self._outputs = len(self.steps), None
+        return self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=1, **self._arguments)
+
+    def called(self, outputs: Any) -> Tensor:
+        """The logits `[B, vocabulary]` of a call with this request's own arguments, from which the next ones follow."""
+        logits = outputs.logits[:, -1]
+        outputs["logits"], self._outputs = None, outputs  # of the first call they may be of a whole chunk
+        return logits
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next tokens int64 `[B]`, on the prompt's device, from logits `[B, vocabulary]`."""
+        scores = logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
+        if self._processors:
+            scores = self._processors(self.sequences, scores)
+        if not self._samples:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(1)
+
+    def accept(self, tokens: list[int]) -> None:
+        """Adds what was chosen; a sequence that has ended gets padding."""
+        if self._pad is not None:
+            tokens = [token if going else self._pad for token, going in zip(tokens, self._unfinished, strict=True)]
+        self.steps.append(tokens)
+        stops = [token in self._ends for token in tokens]
+        if len(self.steps) >= self._most - self._prompt:
+            stops = [True] * len(tokens)
+        for criterion in self._criteria:
+            told = criterion(self.sequences, None).expand(len(tokens)).tolist()
+            stops = [a or b for a, b in zip(stops, told, strict=True)]
+        self._unfinished = [going and not stop for going, stop in zip(self._unfinished, stops, strict=True)]
+        self.ended = not any(self._unfinished)
+
+
+def generation_config(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, max_new_tokens: int, temperature: float, top_p: float,
+    eos_token_id: int | list[int] | None,
+) -> GenerationConfig:  # fmt: skip
+    """What is asked of transformers; for all else the model's own generation config holds.
+
+    Raises ParameterError where that one asks for what a step of several requests cannot give: beams, several answers,
+    assisted generation.
+    """
+    known: Any = model.generation_config
+    mode = known.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise _refused("generation_config", "greedy search or sampling", str(getattr(mode, "value", mode)))
+    if (known.num_return_sequences or 1) != 1:
+        raise _refused("num_return_sequences", "1", known.num_return_sequences)
+    if known.use_cache is False:
+        raise _refused("use_cache", "True", False)
+    eos = eos_token_id if eos_token_id is not None else getattr(known, "eos_token_id", None)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    pad = getattr(known, "pad_token_id", None)
+    if pad is None:
+        pad = tokenizer.pad_token_id if tokenizer is not None and tokenizer.pad_token_id is not None else 0
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:  # top_k 0 is off; left out, transformers would sample from 50 tokens
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling)
+
+
+def _refused(name: str, expected: str, got: object) -> ParameterError:
+    remedy = "Change model.generation_config, or call model.generate inside kvrecall.attach."
+    return ParameterError(name, f"{expected} in the model's generation config", got, remedy)
+
+
+def answers(steps: list[list[int]], eos_token_id: int | list[int] | None) -> list[list[int]]:
+    """The ids of each sequence up to its end, which is one of them."""
+    ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    cut = []
+    for row in map(list, zip(*steps, strict=True)):
+        stop = next((i for i, token in enumerate(row) if token in ends), len(row))
+        cut.append(row[: stop + 1])
+    return cut

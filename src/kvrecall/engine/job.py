@@ -1,0 +1,198 @@
+"""One request inside the loop: what is done for it, piece by piece, and what waits to be told to those who asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.engine.asked import Asked
+from kvrecall.engine.decoding import Decoding, answers
+from kvrecall.engine.prefill import read_chunk
+from kvrecall.engine.prefix import keep_prefix
+from kvrecall.engine.result import GenerateResult
+from kvrecall.engine.steps import Member
+
+
+class Job:
+    """The driver of the loop does its work; whoever waits for it delivers its events and reads its answer."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.cancelled = self.ended = False
+        self.error: BaseException | None = None
+        self.steps: list[list[int]] = []
+        """The answer so far: ids of each step, one per sequence."""
+        self.events: deque[Callable[[], None]] = deque()
+        """Calls to `on_prefill`, `on_token` and `on_text` that are due, in order."""
+        self.ready: Any = None
+        """What comes before its first launch, on a GPU."""
+        self.member: Member | None = None
+        """What decodes; None until the prompt's last chunk."""
+        self._held: int | None = None
+        self._ready = 0
+        self._delivering = threading.RLock()
+        self._streamer = None
+        if asked.on_text is not None and asked.tokenizer is not None:
+            self._streamer = _Streamer(asked.tokenizer, asked.on_text)
+        self._start = self._first = self._end = 0.0
+        self._sequences: Tensor | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the prompt is read."""
+        return bool(self.steps)
+
+    # What the driver does.
+
+    def prepare(self) -> None:
+        """Before it is admitted: cuts the cache back to what it holds of this prompt."""
+        if self._held is None:
+            asked = self.asked
+            self._held = keep_prefix(asked.cache, asked.input_ids, asked.attention_mask, most=asked.prompt_tokens - 1)
+
+    def admit(self) -> None:
+        """Announces the length to the cache, which may raise HostMemoryError or DeviceMemoryError."""
+        asked, held = self.asked, self._held or 0
+        self._start = time.perf_counter()
+        asked.cache.reserve(asked.total_tokens, asked.sequences)
+        # The last chunk is read by the call that gives the first token, and that needs at least one.
+        self._ready = asked.prompt_tokens - min(asked.chunk_tokens, asked.prompt_tokens - held)
+        if self._ready > held:
+            self._tell_read(held)
+
+    def read(self) -> Tensor | None:
+        """Reads one chunk of the prompt; with the last one, logits `[B, vocabulary]` of the first tokens.
+
+        After an exception that is no `Exception` it can be called again, and goes on from what the cache holds.
+        """
+        try:
+            self.prepare()
+            return self._read()
+        except BaseException:
+            self.asked.cache.align()
+            self._held = None
+            raise
+
+    def _read(self) -> Tensor | None:
+        asked, held = self.asked, self._held or 0
+        if held < self._ready:
+            end = min(held + asked.chunk_tokens, self._ready)
+            with asked.computing():
+                read_chunk(asked.model, asked.input_ids, asked.cache, slice(held, end), asked.attention_mask)
+            self._held = end
+            self._tell_read(end)
+            return None
+        asked.cache.align()
+        mask = asked.attention_mask
+        mask = torch.ones_like(asked.input_ids) if mask is None else mask
+        member = Member(asked, Decoding(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed))
+        logits = member.first()
+        self.member = member
+        return logits
+
+    def accept(self, tokens: list[int]) -> bool:
+        """Adds the tokens of a step; whether they are the last ones."""
+        assert self.member is not None
+        decoding = self.member.decoding
+        decoding.accept(tokens)
+        if not self.steps:
+            self._first = time.perf_counter()
+            self._tell_read(self.asked.prompt_tokens)
+        self.steps.append(decoding.steps[-1])
+        if self.asked.on_token is not None:
+            self.events.append(partial(self.asked.on_token, len(self.steps)))
+        if self._streamer is not None:
+            self.events.append(partial(self._streamer.put_ids, self.steps[-1]))
+        return decoding.ended
+
+    def finish(self, error: BaseException | None) -> None:
+        """Lets go of everything but the answer, or the error; the cache is whole and nobody's but the user's afterwards."""
+        with deferred_interrupt():
+            try:
+                if self.member is not None:
+                    self.member.release()
+            except Exception as failed:
+                error = error or failed
+            try:
+                self.asked.cache.align()
+            except Exception as failed:
+                error = error or failed
+            if error is None and self.member is not None:
+                self._sequences = self.member.decoding.sequences.clone()
+                if self._streamer is not None:
+                    self.events.append(self._streamer.end)
+            else:
+                self.events.clear()
+                if self.asked.made:
+                    self.asked.cache.reset()
+            self._end = time.perf_counter()
+            self.member, self.error = None, error and _without_frames(error)
+            self.ended = True
+
+    def _tell_read(self, tokens: int) -> None:
+        if self.asked.on_prefill is not None:
+            self.events.append(partial(self.asked.on_prefill, tokens, self.asked.prompt_tokens))
+
+    # What is done by those who wait.
+
+    def deliver(self) -> None:
+        """Makes the calls that are due, in this thread."""
+        if not self.events or not self._delivering.acquire(blocking=False):
+            return
+        try:
+            while self.events:
+                self.events.popleft()()
+        finally:
+            self._delivering.release()
+
+    def result(self) -> GenerateResult:
+        """Of a request that has ended. Raises its error."""
+        if self.error is not None:
+            error, self = self.error, None
+            try:
+                raise error
+            finally:
+                del error
+        asked = self.asked
+        assert self._sequences is not None
+        new = answers(self.steps, asked.config.eos_token_id)
+        texts = None
+        if asked.tokenizer is not None:
+            texts = [str(asked.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
+        return GenerateResult(self._sequences, new, texts, self._first - self._start, self._end - self._first, asked.cache)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error with a note where it came from. Its frames would keep the caches of all requests of that step, in a circle."""
+    error.add_note("In the loop of the engine:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+    chain: list[BaseException] = [error]
+    for each in chain:
+        each.__traceback__ = None
+        chain += [other for other in (each.__cause__, each.__context__) if other is not None and other not in chain]
+    return error
+
+
+class _Streamer(TextStreamer):
+    """Hands on the text of the answer in whole words."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]
+        self._on_text = on_text
+
+    def put_ids(self, ids: list[int]) -> None:
+        """Adds the ids of a step, of one sequence."""
+        self.put(torch.tensor(ids))
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(text)

@@ -1,0 +1,366 @@
+"""The loop of one model: admit, read a chunk of a prompt, make one decode step for all that decode, let go.
+
+There is no thread of its own. Whoever waits for a request and finds no driver drives, one piece of work after another, and
+stops when its own request is where it wants it; then another waiter goes on. Calls that users gave (`on_token`, …) are made by
+the thread that waits for the request, between two pieces of work, while others may drive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrecall.backends.transformers import attach
+from kvrecall.backends.transformers.families import changing_rotary
+from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
+from kvrecall.engine.captured.ranks import ranks_of
+from kvrecall.engine.job import Job
+from kvrecall.engine.room import fits, refuse_too_large
+from kvrecall.engine.steps import Stepper
+
+_lock = threading.Lock()
+_loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
+
+
+def loop_of(model: PreTrainedModel) -> Loop:
+    """The loop of a model, the same for all threads."""
+    with _lock:
+        loop = _loops.get(model)
+        if loop is None:
+            loop = _loops[model] = Loop(model)
+        return loop
+
+
+class Loop:
+    """Requests in flight on one model. Holds the model only while there are any."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.max_sequences = 16
+        self._model = ref(model)
+        self._changed = threading.Condition(threading.RLock())
+        """Guards all that follows. What the driver does to a job it does without it."""
+        self._waiting: list[Job] = []
+        self._active: list[Job] = []
+        self._driver: int | None = None
+        """The thread that drives."""
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
+        """Tasks that wait, by their event loop."""
+        self._served: list[asyncio.AbstractEventLoop] = []
+        """Event loops with a worker thread that drives for their tasks."""
+        self._attached = ExitStack()
+        self._stepper = Stepper()
+        self._step_next = False
+        self._stream: Any = None
+
+    def submit(self, job: Job) -> None:
+        """Takes a request in. Raises ParameterError where it cannot be run beside those in flight."""
+        asked = job.asked
+        if asked.model.device.type == "cuda":  # what the thread that asks has launched comes first
+            job.ready = torch.cuda.current_stream(asked.model.device).record_event()
+        with self._changed:
+            others = [*self._waiting, *self._active]
+            if any(other.asked.cache is asked.cache for other in others):
+                remedy = "Wait for that one, or give each request a fork()."
+                raise ParameterError("cache", "a cache that no other request uses", "one of a request in flight", remedy)
+            if others and _of_several_ranks(asked.model):
+                remedy = "Wait for its result first: ranks cannot agree on the order of several."
+                raise ParameterError("model", "one request at a time on a sharded model", "another in flight", remedy)
+            self._waiting.append(job)
+            self._tell()
+
+    # Waiting and driving.
+
+    def wait(self, job: Job, until: Callable[[], bool]) -> None:
+        """Returns when `until()` is true, which becomes so by work on `job`; drives where nobody does.
+
+        An exception in this thread, one of the calls that the user gave or KeyboardInterrupt, cancels the request, and is
+        raised when the loop has let go of it.
+        """
+        try:
+            while True:
+                job.deliver()
+                with self._changed:
+                    if until():
+                        break
+                    if self._driver is not None:
+                        self._check_not_inside()
+                        self._changed.wait()
+                        continue
+                self._drive(job, lambda: until() or bool(job.events))
+        except BaseException:
+            self.cancel(job)
+            self._wait_for_end(job)
+            raise
+        self._go_behind(job)
+
+    def _go_behind(self, job: Job) -> None:
+        """What this thread launches on a result comes after the loop's work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(job.asked.model.device).wait_stream(self._stream)
+
+    def cancel(self, job: Job) -> None:
+        """The loop lets go of the request: at once where nobody drives, else after the piece of work that runs."""
+        job.cancelled = True
+        self._drive(job, lambda: True)
+
+    def abandon(self, job: Job) -> None:
+        """As `cancel`, from a finaliser, which may come at any moment: waits for no lock."""
+        job.cancelled = True
+        if not job.ended and self._changed.acquire(blocking=False):
+            try:
+                idle = self._driver is None
+            finally:
+                self._changed.release()
+            if idle:
+                self._drive(job, lambda: True)
+
+    def _wait_for_end(self, job: Job) -> None:
+        with self._changed:
+            while not job.ended and self._driver not in (None, threading.get_ident()):
+                self._changed.wait()
+        if not job.ended:
+            self._drive(job, lambda: True)
+
+    def _check_not_inside(self) -> None:
+        if self._driver == threading.get_ident():
+            remedy = "Ask from outside the model's own modules and hooks."
+            raise ParameterError("generate", "a call outside the model's steps", "one inside a step of the same model", remedy)
+
+    def _drive(self, own: Job | None, until: Callable[[], bool]) -> None:
+        """Lets go of what was cancelled, and works until `until()` is true; unless another thread drives already.
+
+        own: the request that this thread waits for.
+        """
+        began = False
+        try:
+            with self._changed:
+                if self._driver is not None:
+                    return
+                self._driver, began = threading.get_ident(), True
+            with self._computing():
+                self._sweep()
+            while not until():
+                self._work(own)
+                with self._changed:
+                    self._tell()
+        finally:
+            if began:
+                with deferred_interrupt(), self._changed:
+                    self._driver = None
+                    self._tell()
+        if any(job.cancelled for job in [*self._active, *self._waiting]):  # while this thread was about to stop
+            self._drive(own, lambda: True)
+
+    def _tell(self) -> None:
+        """Wakes all that wait."""
+        self._changed.notify_all()
+        for loop, listener in self._listeners:
+            with suppress(RuntimeError):  # an event loop that was closed wakes nobody
+                loop.call_soon_threadsafe(listener)
+
+    # The same for tasks of asyncio.
+
+    async def wait_async(self, job: Job, until: Callable[[], bool]) -> None:
+        """As `wait`, for a task: one worker thread per event loop drives while any of its tasks waits."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        listener = (loop, woken.set)
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            while True:
+                job.deliver()
+                with self._changed:
+                    if until():
+                        return self._go_behind(job)
+                    serve = loop not in self._served
+                    if serve:
+                        self._served.append(loop)
+                if serve:
+                    self._start_serving(loop)
+                await woken.wait()
+                woken.clear()
+        except BaseException:
+            self.cancel(job)
+            raise
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+                self._tell()
+
+    def _start_serving(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_in_executor(None, self._serve, loop)
+        except RuntimeError:  # the event loop shuts down
+            with self._changed:
+                self._served.remove(loop)
+            raise
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Drives for the tasks of an event loop until none of them waits."""
+
+        def idle() -> bool:
+            return not any(each is loop for each, _ in self._listeners) or not (self._waiting or self._active)
+
+        try:
+            while True:
+                with self._changed:
+                    if idle():
+                        return
+                    if self._driver is not None:
+                        self._changed.wait()
+                        continue
+                self._drive(None, idle)
+        finally:
+            with self._changed:
+                self._served.remove(loop)
+                self._tell()
+
+    # The work. Only the driver does it.
+
+    def _work(self, own: Job | None) -> None:
+        """One piece: admits, then reads one chunk of a prompt or makes one decode step, in turn."""
+        try:
+            with self._computing():
+                with self._signals(own, [*self._active, *self._waiting]):
+                    self._sweep()
+                    self._admit()
+                reading = [job for job in self._active if not job.decodes]
+                decoding = [job for job in self._active if job.decodes]
+                if decoding and (self._step_next or not reading):
+                    self._step_next = False
+                    with self._signals(own, decoding):
+                        self._step(decoding)
+                elif reading:
+                    self._step_next = True
+                    with self._signals(own, reading[:1]):
+                        self._read(reading[0])
+        except Exception as error:  # of the loop itself: nobody may wait for it for ever
+            for job in [*self._active, *self._waiting]:
+                self._end(job, error)
+
+    @staticmethod
+    def _signals(own: Job | None, jobs: Sequence[Job]) -> AbstractContextManager[None]:
+        """Work for other requests is not torn by a signal that is this thread's; it comes afterwards."""
+        return nullcontext() if all(job is own for job in jobs) else deferred_interrupt()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The model's device, whichever thread drives, behind what the last driver has launched."""
+        model = self._model()
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))  # another thread may go on with what is made here
+            stack.enter_context(torch.no_grad())
+            if model is not None and model.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(model.device))
+                stream = torch.cuda.current_stream()
+                if self._stream is not None and self._stream != stream:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
+            yield
+
+    def _sweep(self) -> None:
+        for job in [*self._active, *self._waiting]:
+            if job.cancelled:
+                self._end(job, RequestCancelledError())
+
+    def _admit(self) -> None:
+        """Lets requests in, first come, first served, while there is room for them."""
+        while self._waiting:
+            job = self._waiting[0]
+            try:
+                if not self._may_enter(job):
+                    return
+                if not self._active:
+                    self._attached.enter_context(attach(job.asked.model))
+                job.admit()
+            except Exception as error:
+                self._end(job, error)
+                continue
+            with self._changed:
+                self._waiting.remove(job)
+                self._active.append(job)
+
+    def _may_enter(self, job: Job) -> bool:
+        if job.ready is not None:
+            job.ready.wait()
+            job.ready = None
+        job.prepare()
+        if not self._active:
+            return True  # what does not fit alone says so itself
+        others = [each.asked for each in self._active]
+        refuse_too_large(job.asked, others)
+        if sum(each.sequences for each in (job.asked, *others)) > self.max_sequences:
+            return False
+        return not any(map(_alone, (job.asked.model, others[0].model))) and fits(job.asked, others)
+
+    def _read(self, job: Job) -> None:
+        try:
+            logits = job.read()
+            if logits is not None:
+                self._accept([(job, logits)])
+        except Exception as error:
+            self._end(job, error)
+
+    def _step(self, jobs: list[Job]) -> None:
+        members = [job.member for job in jobs if job.member is not None]
+        made = []
+        for job, logits in zip(jobs, self._stepper.step(members), strict=True):
+            if isinstance(logits, Exception):
+                self._end(job, logits)
+            else:
+                made.append((job, logits))
+        self._accept(made)
+
+    def _accept(self, made: list[tuple[Job, Tensor]]) -> None:
+        """Chooses the next tokens of each request, waits for the device once, and ends those that are complete."""
+        chosen: list[tuple[Job, Tensor]] = []
+        for job, logits in made:
+            try:
+                assert job.member is not None
+                chosen.append((job, job.member.decoding.choose(logits)))
+            except Exception as error:
+                self._end(job, error)
+        if not chosen:
+            return
+        tokens = torch.cat([each.to(chosen[0][1].device) for _, each in chosen]).tolist()
+        for job, each in chosen:
+            own, tokens = tokens[: len(each)], tokens[len(each) :]
+            try:
+                if job.accept(own):
+                    self._end(job, None)
+            except Exception as error:
+                self._end(job, error)
+
+    def _end(self, job: Job, error: BaseException | None) -> None:
+        """Lets go of a request, whatever it was doing."""
+        with deferred_interrupt():
+            self._stepper.forget()
+            job.finish(error)
+            with self._changed:
+                for jobs in (self._active, self._waiting):
+                    if job in jobs:
+                        jobs.remove(job)
+                if not self._active:
+                    self._attached.close()
+                self._tell()
+
+
+def _alone(model: Any) -> bool:
+    """Whether a model keeps something of the last call for the next one, so that requests must follow one another."""
+    return changing_rotary(model.config) == "dynamic" or any(hasattr(part, "rope_deltas") for part in model.modules())
+
+
+def _of_several_ranks(model: PreTrainedModel) -> bool:
+    try:
+        return ranks_of(model).size > 1
+    except CaptureError:  # sharded in a way of its own
+        return True

@@ -1,0 +1,171 @@
+"""Several users of one model: `Engine.of(model).submit(...)` gives a `Request` to wait for, to read from, to cancel."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.core.errors import ParameterError
+from kvrecall.engine.asked import asked
+from kvrecall.engine.job import Job
+from kvrecall.engine.loop import Loop, loop_of
+from kvrecall.engine.prefill import Progress
+from kvrecall.engine.result import GenerateResult
+from kvrecall.methods.base import Method
+
+_lock = threading.Lock()
+_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+
+
+class Engine:
+    """Runs the requests of several threads and tasks on one model, in one loop.
+
+    Nothing needs to be shut down: the loop has no thread of its own. Threads that wait for a result or a token drive it, so a
+    request that nobody waits for goes on only while others are waited for.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Use `Engine.of`."""
+        self._model, self._loop = ref(model), loop_of(transformers_model(model))
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Engine:
+        """The engine of a model, or of a wrapper that holds one (PEFT); the same one as long as the model lives.
+
+        Raises ParameterError for what is no model.
+        """
+        with _lock:
+            engine = _engines.get(model) if isinstance(model, nn.Module) else None
+            if engine is None:
+                engine = _engines[model] = Engine(model)
+            return engine
+
+    @property
+    def max_sequences(self) -> int:
+        """How many sequences may be in flight together; a request of more runs alone. 16, and may be set."""
+        return self._loop.max_sequences
+
+    @max_sequences.setter
+    def max_sequences(self, count: int) -> None:
+        if count < 1:
+            raise ParameterError("max_sequences", "an integer >= 1", count, "1 runs requests one after another.")
+        self._loop.max_sequences = count
+
+    def submit(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        input_ids: Tensor,
+        cache: RetrievalCache | Method,
+        *,
+        max_new_tokens: int,
+        chunk_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        on_prefill: Progress | None = None,
+        on_text: Callable[[str], None] | None = None,
+        on_token: Callable[[int], None] | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        capture: bool | None = None,
+        compiled: bool = False,
+    ) -> Request:
+        """Takes in a request with the parameters of `engine.generate`; computes nothing yet.
+
+        Requests are admitted first come, first served: one waits until prompt and answer fit into memory beside what the
+        admitted ones have still to use, and until there are no more than `max_sequences` sequences. A request that nobody
+        holds any more is cancelled. Raises what `engine.generate` raises for its arguments, and ParameterError for a cache that
+        another request uses.
+        """
+        model = self._model()
+        assert model is not None, "the engine has outlived its model"
+        checked = asked(
+            model, tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens,
+            attention_mask=attention_mask, on_prefill=on_prefill, on_text=on_text, on_token=on_token, temperature=temperature,
+            top_p=top_p, seed=seed, eos_token_id=eos_token_id, capture=capture, compiled=compiled,
+        )  # fmt: skip
+        job = Job(checked)
+        request = Request(self._loop, job)
+        self._loop.submit(job)
+        return request
+
+
+class Request:
+    """One request in flight. Iterating gives, for each step, the new ids of its sequences as a list of B numbers.
+
+    `for` and `result()` are for threads; `async for` and `await` for tasks of asyncio. `on_prefill`, `on_token` and `on_text`
+    are called by the thread that waits for the request.
+    """
+
+    def __init__(self, loop: Loop, job: Job) -> None:
+        self._loop, self._job = loop, job
+        weakref.finalize(self, loop.abandon, job).atexit = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: with a result, an error, or cancelled."""
+        return self._job.ended
+
+    def result(self) -> GenerateResult:
+        """Waits for the whole answer. Raises what failed in this request; RequestCancelledError where it was cancelled.
+
+        An exception in the waiting thread, KeyboardInterrupt or one of the calls that were given, cancels the request.
+        """
+        try:
+            self._loop.wait(self._job, self._told)
+            return self._job.result()
+        finally:
+            self = None  # an exception keeps this frame, and must not keep the cache through it
+
+    def cancel(self) -> None:
+        """Ends the request; others are not touched. Does nothing where it has ended.
+
+        Its cache holds whole tokens, those read until then, and may be used again once `result` has raised. A cache that was
+        made for it is given up.
+        """
+        if not self._job.ended:
+            self._loop.cancel(self._job)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        seen = 0
+        while not self._read(seen):
+            self._loop.wait(self._job, partial(self._news, seen))
+            while seen < len(self._job.steps):
+                seen += 1
+                yield self._job.steps[seen - 1]
+        self.result()
+
+    async def __aiter__(self) -> AsyncIterator[list[int]]:
+        seen = 0
+        while not self._read(seen):
+            await self._loop.wait_async(self._job, partial(self._news, seen))
+            while seen < len(self._job.steps):
+                seen += 1
+                yield self._job.steps[seen - 1]
+        await self._whole()
+
+    def __await__(self) -> Generator[Any, None, GenerateResult]:
+        """As `result`, for a task."""
+        return self._whole().__await__()
+
+    async def _whole(self) -> GenerateResult:
+        await self._loop.wait_async(self._job, self._told)
+        return self._job.result()
+
+    def _told(self) -> bool:
+        return self._job.ended and not self._job.events
+
+    def _news(self, seen: int) -> bool:
+        return len(self._job.steps) > seen or self._job.ended
+
+    def _read(self, seen: int) -> bool:
+        return self._job.ended and seen == len(self._job.steps)

@@ -1,0 +1,255 @@
+"""How one decode step is made for all requests that decode: replayed, together, or in turn.
+
+1. A request replays a captured step where that is possible; several of one method share it, each in slots of its own.
+2. Requests whose caches consist of retrieval layers share one call of the model, each with its own rows.
+3. All others are called in turn.
+
+Every way gives a request what it gets alone, and what fails for one request is that request's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from kvrecall.backends.transformers.families import changing_rotary
+from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
+from kvrecall.core.errors import InterruptedPassError
+from kvrecall.engine.asked import Asked
+from kvrecall.engine.decoding import Decoding
+
+_ALONE_STEPS = 4
+"""Uncaptured steps of a request that is alone again before its steps are captured again."""
+
+_apart: WeakSet[Any] = WeakSet()
+"""Models that have refused a call with rows of several requests."""
+
+Logits = Tensor | Exception
+"""`[B, vocabulary]` of one request, or why it has none; its cache holds what it held before the step then."""
+
+
+class Member:
+    """One request that decodes, as a step sees it."""
+
+    def __init__(self, asked: Asked, decoding: Decoding) -> None:
+        """Raises CaptureError where capture is required and cannot be."""
+        self.asked, self.decoding = asked, decoding
+        self._capturing = _capturing(asked)
+        self._uncaptured = 0
+        """Steps to make before the next capture."""
+        self.shared: Any = None
+        """The captured steps that the cache has joined with others (`SharedSteps`)."""
+        self._apart = False
+        self._lost: Exception | None = None
+        """Why the cache could not go back to where it was before a step that was torn."""
+
+    def first(self) -> Tensor:
+        """Reads what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
+        with self.asked.computing(), torch.no_grad():
+            return self.decoding.called(self.decoding.model(**self.decoding.first_inputs(), return_dict=True))
+
+    def replayed(self) -> Tensor | None:
+        """A captured step; None where it must be made in another way."""
+        if self._capturing is None:
+            return None
+        if self._uncaptured:
+            self._uncaptured -= 1
+            return None
+        with self.asked.computing(), _decoding_modules(self.decoding.model):
+            return self._capturing.step(self._tokens(), self.decoding.room_tokens)
+
+    def stepped(self) -> Tensor:
+        """A step of a request that decodes alone."""
+        logits = self.replayed()
+        return self.alone() if logits is None else logits
+
+    def alone(self) -> Tensor:
+        """A call of the model for this request."""
+        with self.asked.computing(), torch.no_grad(), _decoding_modules(self.decoding.model):
+            return self.decoding.called(self.decoding.model(**self.decoding.next_inputs(), return_dict=True))
+
+    @property
+    def shares(self) -> bool:
+        """Whether its steps can be captured together with those of others."""
+        if self._lost is not None or self._capturing is None or self._apart:
+            return False
+        return self.shared is not None or self._capturing.ready
+
+    def stay_apart(self) -> None:
+        """Its steps cannot be captured together with those of others: they are not, while others decode."""
+        self._apart = True
+
+    @property
+    def joins(self) -> bool:
+        """Whether it can share a call with others."""
+        model = self.decoding.model
+        if self._lost is not None or model in _apart or changing_rotary(model.config) is not None:
+            return False
+        return self.decoding.joinable
+
+    def own(self, call: Callable[[], Tensor]) -> Logits:
+        """What a call gives that is this member's alone."""
+        if self._lost is not None:
+            return self._lost
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    def release(self) -> None:
+        """Ends a captured decode; the cache is nobody's but the request's."""
+        shared, self.shared = self.shared, None
+        if shared is not None:
+            shared.leave(self.asked.cache)
+        if self._capturing is not None:
+            self._uncaptured = _ALONE_STEPS
+            self._capturing.close()
+
+    def rewind(self) -> None:
+        """After a step that was torn: the cache holds what it held before, or the next step tells why it does not."""
+        cache = self.decoding.cache
+        try:
+            self.release()
+            cache.align()
+            more = cache.get_seq_length() - self.decoding.stored
+            if more > 0:
+                cache.crop(-more)
+            elif more < 0:
+                raise InterruptedPassError(cache.get_seq_length())
+        except Exception as error:
+            self._lost = error
+
+    def go_on_captured(self) -> None:
+        """Steps that were captured with others are captured alone."""
+        self._uncaptured = 0
+
+    def _tokens(self) -> Tensor:
+        return torch.tensor([[token] for token in self.decoding.steps[-1]])
+
+
+class Stepper:
+    """Chooses the way of each step."""
+
+    def __init__(self) -> None:
+        self._joint: JointCache | None = None
+        self._shared: dict[Any, Any] = {}  # SharedSteps, by what its members have in common
+
+    def step(self, members: Sequence[Member]) -> list[Logits]:
+        """Feeds each member's last tokens. One entry per member, in order.
+
+        After an exception that is no `Exception` no member has made the step, and it can be made again.
+        """
+        try:
+            if len(members) == 1:
+                if members[0].shared is not None:
+                    members[0].release()
+                    members[0].go_on_captured()
+                return [members[0].own(members[0].stepped)]
+            return self._several(members)
+        except BaseException:
+            for member in members:
+                member.rewind()
+            raise
+
+    def _several(self, members: Sequence[Member]) -> list[Logits]:
+        groups: dict[Any, list[int]] = {}
+        for number, member in enumerate(members):
+            model, asked = member.decoding.model, member.asked
+            if member.shares:
+                key: Any = ("captured", id(model), asked.autocast, asked.compiled, asked.cache.method)
+            else:
+                member.release()
+                key = (id(model), asked.autocast) if member.joins else number
+            groups.setdefault(key, []).append(number)
+        made: dict[int, Logits] = {}
+        for key, numbers in groups.items():
+            group = [members[number] for number in numbers]
+            if isinstance(key, tuple) and key[0] == "captured":
+                found = self._captured(key, group)
+            else:
+                found = self._together(group) if len(group) > 1 else _in_turn(group)
+            made.update(zip(numbers, found, strict=True))
+        return [made[number] for number in range(len(members))]
+
+    def _captured(self, key: Any, group: list[Member]) -> list[Logits]:
+        """Captured steps of members of one method; uncaptured ones where that cannot be."""
+        if len(group) == 1:
+            if group[0].shared is not None:
+                group[0].release()
+                group[0].go_on_captured()
+            return [group[0].own(group[0].stepped)]
+        from kvrecall.core.errors import CaptureError
+        from kvrecall.engine.captured.shared import SharedSteps, Turn
+
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = SharedSteps(group[0].decoding.model, group[0].asked.compiled)
+        for member in group:
+            if member.shared is not shared:
+                member.release()
+                member.shared = shared
+        turns = [Turn(member.asked.cache, member.decoding.steps[-1], member.decoding.room_tokens) for member in group]
+        try:
+            with group[0].asked.computing(), _decoding_modules(group[0].decoding.model):
+                return shared.step(turns)
+        except (CaptureError, torch.OutOfMemoryError):  # every cache was given back
+            for member in group:
+                member.stay_apart()
+                member.release()
+            return self._together(group) if all(member.joins for member in group) else _in_turn(group)
+
+    def forget(self) -> None:
+        """Holds no cache any more; the next step begins anew."""
+        self._joint = None
+        self._shared = {}
+
+    def _together(self, group: list[Member]) -> list[Logits]:
+        """One call for all; in turn where the call itself fails, so that an error is told to the one whose it is."""
+        caches = [member.decoding.cache for member in group]
+        if self._joint is None or [id(x) for x in self._joint.members] != [id(x) for x in caches]:
+            self._joint = JointCache(caches)
+        joint = self._joint
+        try:
+            logits = _joint_call(group, joint)
+        except Exception as error:
+            if isinstance(error, NotTogetherError):
+                _apart.add(group[0].decoding.model)
+            self._joint = None
+            joint.align()
+            return _in_turn(group)
+        failed = dict(joint.failed)
+        joint.failed.clear()  # an error keeps its frames, and these the joint cache
+        return [failed.get(number, logits[rows]) for number, rows in enumerate(joint.rows)]
+
+
+def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
+    model = group[0].decoding.model
+    tokens = [token for member in group for token in member.decoding.steps[-1]]
+    positions = [position for member in group for position in member.decoding.positions()]
+    rows = torch.tensor([tokens, positions], device=model.device).unsqueeze(-1)
+    with group[0].asked.computing(), torch.no_grad(), _decoding_modules(model):
+        outputs = model(input_ids=rows[0], position_ids=rows[1], past_key_values=joint, use_cache=True, return_dict=True)
+    return outputs.logits[:, -1]
+
+
+def _in_turn(group: list[Member]) -> list[Logits]:
+    return [member.own(member.alone) for member in group]
+
+
+def _capturing(asked: Asked) -> Any:
+    """Captured decoding if it is asked for, or neither refused nor impossible."""
+    if asked.capture is False or asked.model.device.type != "cuda":
+        return None
+    from kvrecall.engine.captured.decoder import Capturing
+
+    return Capturing(asked.model, asked.cache, bool(asked.capture), asked.compiled)
+
+
+def _decoding_modules(model: Any) -> AbstractContextManager[Any]:
+    """What transformers' own loop exchanges in a model while it decodes: experts that suit single tokens."""
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()

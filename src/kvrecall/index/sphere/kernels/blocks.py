@@ -1,0 +1,77 @@
+"""Where the codes of tokens lie: in the blocks of their sequence, whose table the kernels are given.
+
+A part of the codes of all blocks is `[blocks, HEADS, BLOCK, WIDTH]`, of which two blocks lie NUMBERS apart, a multiple of
+sixteen. What a program works on begins at a multiple of its length, so it lies in one block or in several whole ones. Where
+these are few, each is looked up once, before anything else (`look_up`): a load inside a loop would take the place of one that
+is read ahead. Where blocks are small, each token is looked up. Tables may end before a program's tokens do: entries behind
+their end are not read, and count as block 0.
+"""
+
+# Loops over constants are the compiler's.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_FEW = tl.constexpr(4)
+"""Blocks of a program that are looked up before anything else."""
+
+
+@triton.jit
+def numbers_of(p_part, BYTES):
+    """Numbers of a part's dtype between blocks that lie BYTES bytes apart."""
+    return BYTES // (p_part.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def one_block(p_table, TABLE, token, BLOCK: tl.constexpr):
+    """The block of a token, or of each of several, int32."""
+    o_place = token // BLOCK
+    return tl.load(p_table + o_place, mask=o_place < TABLE, other=0)
+
+
+@triton.jit
+def look_up(p_table, TABLE, first, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """The blocks of a program's TOKENS tokens from `first` on, a multiple of TOKENS; none where they are not few."""
+    COUNT: tl.constexpr = (TOKENS + BLOCK - 1) // BLOCK
+    b_known = ()
+    if COUNT <= _FEW:
+        for i in tl.static_range(COUNT):
+            b_known = b_known + (one_block(p_table, TABLE, first + i * BLOCK, BLOCK),)
+    return b_known
+
+
+@triton.jit
+def blocks_of(b_known, p_table, TABLE, first, start, o_t, BLOCK: tl.constexpr, T: tl.constexpr):
+    """The blocks of tokens first + start + o_t, 0 <= o_t < T, int32: one number where T tokens lie in one block, else of o_t's
+    shape. start: a multiple of T. known: what `look_up` has found for the program's tokens from `first` on."""
+    if BLOCK >= T:
+        o_t = 0
+    FEW: tl.constexpr = len(b_known)
+    if FEW == 0:
+        b_block = one_block(p_table, TABLE, first + start + o_t, BLOCK)
+    else:
+        b_block = b_known[0]
+        for i in tl.static_range(1, FEW):
+            b_block = tl.where(start + o_t >= i * BLOCK, b_known[i], b_block)
+    return b_block
+
+
+@triton.jit
+def begin_of(b_block, NUMBERS, i_h, start, BLOCK: tl.constexpr, T: tl.constexpr, WIDTH: tl.constexpr):
+    """Numbers before the code of the first of T tokens, number `start` of the zone, or (BLOCK < T) before the first code of
+    each token's block; int64."""
+    row = i_h * BLOCK
+    if BLOCK >= T:
+        row += start % BLOCK
+    return b_block.to(tl.int64) * NUMBERS + row * WIDTH
+
+
+@triton.jit
+def rows_of(o_t, BLOCK: tl.constexpr, T: tl.constexpr, WIDTH: tl.constexpr):
+    """Numbers from `begin_of` to the codes of tokens o_t."""
+    if BLOCK < T:
+        o_t = o_t % BLOCK
+    return o_t * WIDTH

@@ -1,0 +1,100 @@
+"""The codes of one layer in blocks on its device, addressed by the block ids of the host's rows.
+
+A block holds its parts one behind the other, each for all KV heads:
+
+    signs u8 [H_kv, tokens, S] · magnitudes u8 [H_kv, tokens, 3 S] · weights [H_kv, tokens, S] · norms u8 [H_kv, tokens, 1]
+
+A part of all blocks is one strided tensor `[blocks, H_kv, tokens, ·]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.block_bytes import BlockBytes
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import lasting_tensors
+from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes
+
+ALIGNMENT = 64
+"""Bytes in a multiple of which each part and each block lies: sixteen numbers of four bytes, so that kernels know that wide
+loads are aligned, whatever a part's dtype is."""
+
+
+@dataclass(frozen=True)
+class CodeLayout:
+    """What lies where in a block of `block_size` tokens. norms: whether norms are stored."""
+
+    kv_heads: int
+    head_dim: int
+    weight_dtype: torch.dtype
+    norms: bool
+    block_size: int
+
+    @property
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """Numbers per token and KV head of each part, and their dtype, in order."""
+        blocks = self.head_dim // BLOCK
+        coded = [(blocks, torch.uint8), (blocks * MAGNITUDE_BYTES, torch.uint8), (blocks, self.weight_dtype)]
+        return [*coded, (1, torch.uint8)] if self.norms else coded
+
+    @property
+    def ends(self) -> list[int]:
+        """Bytes of a block up to the end of each part."""
+        rows = self.kv_heads * self.block_size
+        return list(accumulate(ALIGNMENT * cdiv(rows * width * dtype.itemsize, ALIGNMENT) for width, dtype in self.parts))
+
+    @property
+    def starts(self) -> list[int]:
+        """Bytes of a block before each part."""
+        return [0, *self.ends[:-1]]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.ends[-1]
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the blocks of a sequence of so many tokens."""
+        return cdiv(tokens, self.block_size) * self.block_bytes
+
+
+class CodePages(BlockBytes):
+    """The codes of one layer in all blocks of a pool."""
+
+    def __init__(self, layout: CodeLayout, device: torch.device) -> None:
+        super().__init__(layout.block_bytes, layout.block_size, device)
+        rows, shape = layout.kv_heads * layout.block_size, (layout.kv_heads, layout.block_size)
+        with lasting_tensors():
+            parts = [
+                self.tensor[:, start : start + rows * width * dtype.itemsize].view(dtype).unflatten(1, (*shape, width))
+                for start, (width, dtype) in zip(layout.starts, layout.parts, strict=True)
+            ]
+        self.layout = layout
+        self.codes = Codes(*parts)
+        """Views `[blocks, H_kv, block_size, ·]` of all blocks; only what was given may be used."""
+
+    def pieces(self, blocks: list[int], start: int, stop: int) -> Iterator[tuple[int, Codes]]:
+        """The tokens start .. stop - 1 of a sequence with these blocks, block by block: views `[H_kv, n, ·]`, each with the
+        number of its first token."""
+        size, at = self.block_size, start
+        while at < stop:
+            place, offset = divmod(at, size)
+            end = min(size, offset + stop - at)
+            yield at, Codes(*(part[blocks[place], :, offset:end] for part in self.codes.parts))
+            at += end - offset
+
+    def gather(self, blocks: Tensor, start: int, stop: int) -> Codes:
+        """Copies of the same tokens, contiguous, `[H_kv, n, ·]`; blocks: int32 `[W]` on the device."""
+        size = self.block_size
+        own, first = blocks[start // size : cdiv(stop, size)].long(), start // size * size
+
+        def copied(part: Tensor) -> Tensor:
+            return part[own].transpose(0, 1).flatten(1, 2)[:, start - first : max(start, stop) - first].contiguous()
+
+        return Codes(*(copied(part) for part in self.codes.parts))

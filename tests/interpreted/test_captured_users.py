@@ -1,0 +1,173 @@
+"""Captured steps of one request and of several, which join and leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvrecall
+from kvrecall.core.errors import CaptureError
+from tests.backends.models import tiny
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine import steps
+from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured.shared import SharedSteps
+from kvrecall.engine.loop import loop_of
+from tests.engine.users import User, in_threads
+from tests.interpreted.launched import Launched, without_gpu
+from tests.interpreted.test_verified import METHODS, SINGLE
+
+PARIS, LOUIS = METHODS["every-step"], METHODS["segments"]
+GREEDY = {"temperature": 0.0}
+
+pytestmark = pytest.mark.usefixtures("several_blocks")
+
+
+@pytest.fixture
+def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The captured decodes that begin."""
+    made: list[Any] = []
+
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(SharedSteps, "kind", Launched)
+    monkeypatch.setattr(Launched, "recorded_steps", 0)
+
+    class Counted(captured.CapturedDecoder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(captured, "CapturedDecoder", Counted)
+    monkeypatch.setattr(steps, "_ALONE_STEPS", 2)
+    return made
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, required: bool = False) -> None:
+    """Requests are captured though the model is on a CPU."""
+    monkeypatch.setattr(steps, "_capturing", lambda asked: captured.Capturing(asked.model, asked.cache, required))
+
+
+def captured_caches(model: Any) -> list[bool]:
+    """Of every request that decodes, whether its steps are captured."""
+    caches = [job.asked.cache for job in loop_of(model)._active]
+    return [all(layer.captured is not None for layer in cache.retrieval_layers) for cache in caches]
+
+
+@pytest.mark.parametrize("method", [PARIS, LOUIS], ids=["pariskv", "louiskv"])
+def test_steps_of_one_method_are_captured_together(
+    method: kvrecall.Method, decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is alone, a second one that joins and leaves, and a third one in its place, of two sequences."""
+    model = tiny("llama", **SINGLE)
+    users = [
+        User(method, (40,), 16, more=GREEDY), User(method, (36,), 4, seed=1, more=GREEDY),
+        User(method, (44, 38), 4, seed=2, more=GREEDY),
+    ]  # fmt: skip
+    expected = [user.alone(model) for user in users]
+    capture(monkeypatch)
+    request = users[0].submit(model)
+    answer = iter(request)
+    for _ in range(3):
+        next(answer)
+    assert len(decoders) == 1 and captured_caches(model) == [True]
+    for user, wanted in zip(users[1:], expected[1:], strict=True):
+        other = user.submit(model)
+        for _, _ in zip(range(2), other, strict=False):
+            pass
+        assert captured_caches(model) == [True, True]
+        cache = loop_of(model)._active[1].asked.cache
+        assert other.result().new_tokens == wanted
+        assert not cache.captured
+    cache = loop_of(model)._active[0].asked.cache
+    assert request.result().new_tokens == expected[0]
+    assert cache.get_seq_length() == 55 and not cache.captured
+    assert Launched.recorded_steps == 3  # of one, two and four slots
+
+
+def test_methods_that_differ_are_captured_each_by_itself(decoders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", **SINGLE)
+    first, second = User(LOUIS, (40,), 10, more=GREEDY), User(PARIS, (36,), 4, seed=1, more=GREEDY)
+    expected = [first.alone(model), second.alone(model)]
+    capture(monkeypatch)
+    request = first.submit(model)
+    answer = iter(request)
+    next(answer)
+    other = second.submit(model)
+    for _, _ in zip(range(2), other, strict=False):
+        pass
+    assert captured_caches(model) == [True, True]
+    assert [request.result().new_tokens, other.result().new_tokens] == expected
+
+
+def test_steps_that_cannot_be_captured_together_are_shared_uncaptured(
+    decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of one that is alone again are captured again."""
+    model = tiny("llama", **SINGLE)
+    first, second = User(PARIS, (40,), 12, more=GREEDY), User(PARIS, (36,), 4, seed=1, more=GREEDY)
+    expected = [first.alone(model), second.alone(model)]
+    capture(monkeypatch)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    request = first.submit(model)
+    answer = iter(request)
+    for _ in range(3):
+        next(answer)
+    other = second.submit(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Launched, "record", fail)
+        for _, _ in zip(range(2), other, strict=False):
+            pass
+        assert captured_caches(model) == [False, False]
+    assert other.result().new_tokens == expected[1]
+    assert request.result().new_tokens == expected[0] and len(decoders) == 2
+
+
+def test_threads_get_what_they_get_uncaptured(decoders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", **SINGLE)
+    asked = [User(PARIS, (40,), 9, more=GREEDY), User(LOUIS, (30, 38), 6, seed=1, more=GREEDY)]
+    expected = [user.alone(model) for user in asked]
+    capture(monkeypatch)
+    made = in_threads([user.submit(model).result for user in asked], 300)
+    assert [result.new_tokens for result in made] == expected
+
+
+def test_a_captured_request_that_is_cancelled_gives_its_cache_back(
+    decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, user, answers = tiny("llama", **SINGLE), User(PARIS, (40,), 9, more=GREEDY), []
+    for captures in (False, True):
+        cache = kvrecall.RetrievalCache(model.config, PARIS)
+        with monkeypatch.context() as patch:
+            if captures:
+                capture(patch)
+            request = user.submit(model, cache)
+            begun = [ids for _, ids in zip(range(5), request, strict=False)]
+            request.cancel()
+        assert len(decoders) == captures and cache.get_seq_length() == 44
+        assert all(layer.captured is None for layer in cache.retrieval_layers)
+        answers.append((begun, user.alone(model, cache)))
+    assert answers[0] == answers[1]
+
+
+def test_a_capture_that_was_required_and_fails_is_its_own_request_s_error(
+    decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", **SINGLE)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("the system refused to pin host memory", "Raise the limit.")
+
+    monkeypatch.setattr(captured, "CapturedDecoder", refuse)
+    capture(monkeypatch, required=True)
+    with pytest.raises(CaptureError, match="pin"):
+        User(PARIS, (40,), 9, more=GREEDY).submit(model).result()
+    capture(monkeypatch)
+    user = User(PARIS, (40,), 9, more=GREEDY)
+    made = user.alone(model)
+    monkeypatch.undo()
+    assert made == user.alone(model)

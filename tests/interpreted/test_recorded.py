@@ -1,0 +1,159 @@
+"""A step is recorded once for a model and a method, and replayed for every later request that fits."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest.mock import Mock
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvrecall
+from kvrecall import engine
+from kvrecall.backends.transformers import calibration
+from kvrecall.backends.transformers.pools import pool_of
+from tests.backends.models import tiny
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.engine.captured import decoder as captured
+from kvrecall.engine.captured import graphs
+from tests.interpreted.launched import Launched, without_gpu
+
+SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 8, "update_interval": 4, "full_attention_threshold": 0}
+UNITS: dict[str, Any] = {"top_k": 6, "cluster_tokens": 4, "stretch_tokens": 32, "max_segment_tokens": 4, **ZONES}
+# The interpreter rounds to bf16 in a way of its own.
+METHODS: dict[str, kvrecall.Method] = {
+    "sphere": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", weight_dtype="float32", **ZONES),
+    "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, **ZONES),
+    "segments": kvrecall.LouisKV(dense_layers=(), threshold=0.0, **UNITS),
+    "full": kvrecall.Full(),
+}
+
+pytestmark = pytest.mark.usefixtures("several_blocks")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(Launched, "recorded_steps", 0)
+
+
+def prompt(tokens: int, sequences: int = 1, seed: int = 4) -> Tensor:
+    return torch.randint(5, 90, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def answer(model: Any, method: kvrecall.Method, ids: Tensor, capture: bool, new: int = 3) -> list[list[int]]:
+    cache = kvrecall.RetrievalCache(model.config, method)
+    engine.prefill(model, ids[:, :-1], cache)
+    if not capture:
+        return engine.generate(model, None, ids, cache, max_new_tokens=new).new_tokens
+    with captured.captured_decoding(model, cache, new, required=True):
+        return engine.generate(model, None, ids, cache, max_new_tokens=new).new_tokens
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_later_requests_replay_what_the_first_one_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other prompts, one of them a little longer, the caches of the earlier ones gone or still there."""
+    monkeypatch.setattr(calibration, "LEAST_TOKENS", 16)  # the first prompt's statistics are the model's
+    model, method, kept = tiny("llama", **SMALL), METHODS[name], []
+    for number, tokens in enumerate((40, 40, 42)):
+        ids = prompt(tokens, seed=number)
+        expected = answer(model, method, ids, False)
+        cache = kvrecall.RetrievalCache(model.config, method)
+        engine.prefill(model, ids[:, :-1], cache)
+        with captured.captured_decoding(model, cache, 3, required=True):
+            assert engine.generate(model, None, ids, cache, max_new_tokens=3).new_tokens == expected
+        kept.append(cache if number else None)
+    assert Launched.recorded_steps == 1
+
+
+def test_a_cache_knows_the_tokens_of_steps_that_were_only_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call of the model has told it; a second turn goes on from them."""
+    model, method, ids = tiny("llama", **SMALL), METHODS["sphere"], prompt(40, 3)
+    cache, other = (kvrecall.RetrievalCache(model.config, method) for _ in range(2))
+    for one in (cache, other):
+        engine.prefill(model, ids[:, :-1], one)
+    decoder = captured.CapturedDecoder(model, cache, 4, input_ids=ids[:, -1:])
+    fed = [ids[:, -1:]]
+    monkeypatch.setattr(decoder.recorded, "_graph", Mock())  # does nothing, as far as Python sees
+    for number in range(3):
+        decoder.input_ids.copy_(fed[-1])
+        decoder.step()
+        fed.append(torch.full((3, 1), 7 + number))
+    decoder.close()
+    held = cache.tokens.ids()
+    assert held is not None and torch.equal(held, torch.cat([ids[:, :-1], *fed[:3]], 1))
+    assert cache.tokens.known and cache.get_seq_length() == 42
+
+
+def test_three_sequences_take_four_slots_and_serve_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, method = tiny("llama", **SMALL), METHODS["segments"]
+    for sequences in (3, 4):
+        ids = prompt(40, sequences)
+        assert answer(model, method, ids, True) == answer(model, method, ids, False)
+    assert Launched.recorded_steps == 1
+
+
+def test_a_step_with_too_few_slots_or_too_little_room_is_not_used() -> None:
+    model, method = tiny("llama", **SMALL), METHODS["sphere"]
+    for ids in (prompt(40), prompt(40, 2), prompt(70)):
+        assert answer(model, method, ids, True) == answer(model, method, ids, False)
+    assert Launched.recorded_steps == 3
+    assert answer(model, method, prompt(41), True) == answer(model, method, prompt(41), False)
+    assert Launched.recorded_steps == 3
+
+
+def test_a_model_that_was_changed_is_recorded_anew() -> None:
+    """Weights elsewhere, a hook, a setting: a replay would go on with what was."""
+    model, method, ids = tiny("llama", **SMALL), METHODS["sphere"], prompt(40)
+    answer(model, method, ids, True)
+    made = Launched.recorded_steps
+
+    def other_weights() -> None:
+        head = model.lm_head
+        head.weight = torch.nn.Parameter(-head.weight.detach().clone())
+
+    def hook() -> None:
+        model.lm_head.register_forward_hook(lambda module, inputs, out: -out)
+
+    def setting() -> None:
+        norm = model.model.norm
+        norm.variance_epsilon = 100 * norm.variance_epsilon
+
+    for change in (other_weights, hook, setting):
+        change()
+        assert answer(model, method, ids, True) == answer(model, method, ids, False)
+        made += 1
+        assert Launched.recorded_steps == made
+        answer(model, method, ids, True)
+        assert Launched.recorded_steps == made
+
+
+def test_no_more_than_a_few_steps_are_kept_and_release_drops_them() -> None:
+    model, method = tiny("llama", **SMALL), METHODS["sphere"]
+    for tokens in (40, 60, 90, 120, 160):
+        answer(model, method, prompt(tokens), True, 1)
+    assert graphs.release(model) == 4 and graphs.release(model) == 0
+    answer(model, method, prompt(40), True, 1)
+    assert Launched.recorded_steps == 6
+
+
+def test_a_recorded_step_keeps_no_cache_and_its_memory_serves_the_next_request() -> None:
+    model, method = tiny("llama", **SMALL), METHODS["balanced"]
+    ids = prompt(40)
+    cache = kvrecall.RetrievalCache(model.config, method)
+    engine.prefill(model, ids[:, :-1], cache)
+    with captured.captured_decoding(model, cache, 3, required=True):
+        engine.generate(model, None, ids, cache, max_new_tokens=3)
+    rows, gone = cache.retrieval_layers[0].state.store.rows.data_ptr(), ref(cache)
+    pool = pool_of(model, torch.device("cpu"))
+    del cache
+    gc.collect()
+    assert gone() is None and not pool.used
+    again = kvrecall.RetrievalCache(model.config, method)
+    engine.prefill(model, ids, again)
+    assert again.retrieval_layers[0].state.store.rows.data_ptr() == rows
