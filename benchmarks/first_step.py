@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from benchmarks.checks import require
 from benchmarks.models import attention_of, let_go
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.capture.compiled import compiled_modules
+from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+from kvrecall.backends.transformers.capture.graphs import release
+from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.capture.verify import TOLERANCE, Attended
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import SlotLayer
-from kvrecall.engine.captured.compiled import compiled_modules
-from kvrecall.engine.captured.decoder import CapturedDecoder
-from kvrecall.engine.captured.graphs import release
-from kvrecall.engine.captured.recorded import Member, RecordedStep
-from kvrecall.engine.captured.verify import TOLERANCE, Attended
+from kvrecall.layer.slots.base import SlotLayer
 
 COMPILED_TOLERANCE = 0.08
 """The same of logits with compiled modules: what the plain ones round to bf16 in between grows through a random model."""

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_layer import turn
 from kvrecall.backends.transformers.cache import ModelSignature
+from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import SlotLayer
-from kvrecall.engine.captured.decoder import CapturedDecoder
-from kvrecall.engine.captured.recorded import Member, RecordedStep
 from kvrecall.evaluate.trace import LayerTrace, Trace
+from kvrecall.layer.slots.base import SlotLayer
 
 NOISE = 0.1
 """Standard deviation of what is added to keys that come again, as a share of the keys' own: no two of them tie."""

@@ -28,10 +28,13 @@ from benchmarks.moved import Heads, Moved, stages, total
 from kvrecall.attend.reference import attend_rows
 from kvrecall.cache.blocks import BlockTable, block_tables
 from kvrecall.core.structs import AttentionParams, Budget, Rows
-from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.layers import Joined, Layers
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.sphere.plan import StepPlan
+from kvrecall.index.sphere.step import SphereStep
+from kvrecall.index.step import SlotStep
+from kvrecall.layer.slots.layers import Joined, Layers
+from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.pariskv import ParisKV
 
@@ -122,8 +125,11 @@ class Bench:
         joined = Joined(self.states, [0], 1024)
         self.slots = Layers(self.states, 1, joined.behind_sink)
         self.slots.join(joined)
-        self.plan, self.layers = self.slots.plans[0], [x for x in self.slots.all if isinstance(x, CapturedLayer)]
-        self.rows = self.plan.rows().cuda()
+        self.layers = [x for x in self.slots.all if isinstance(x, SearchSlots)]
+        plan = self.slots.plans[0]
+        assert isinstance(plan, StepPlan)
+        self.plan = plan
+        self.slots.prepare()
         self.parity = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.new = [self._random(h, 1, seed) for seed, h in ((91, self.query_heads), (92, self.heads), (93, self.heads))]
 
@@ -157,7 +163,7 @@ class Bench:
         """One decode step of every layer."""
         for layer in self.layers:
             queries, keys, values = self.new
-            self.out = layer.decode(queries, keys, values, self.rows, self.parity, self.params)
+            self.out = layer.step(queries, keys, values, self.parity, self.params)
 
     def turn(self) -> None:
         """Moves on to the next step: its queries, and the half of the kept rows that is its own."""
@@ -177,20 +183,24 @@ class Bench:
         return (self._read() - before) / len(self.layers)
 
     def _read(self) -> int:
-        return sum(int(layer.read.sum()) for layer in self.layers)
+        return sum(int(layer.attention.read.sum()) for layer in self.layers)
 
-    def stages(self) -> dict[str, Callable[[CapturedLayer], object]]:
+    def stages(self) -> dict[str, Callable[[SearchSlots], object]]:
         """What a step of one layer is made of, in order. Each may be repeated alone once a `step` has been made: a scan that is
         repeated leaves a histogram that no candidates fit."""
-        (q, k, v), p, rows = self.new, self.params, self.rows
+        (q, k, v), p = self.new, self.params
+
+        def alone(work: Callable[[SphereStep, SlotStep], object]) -> Callable[[SearchSlots], object]:
+            return lambda layer: work(_sphere(layer), layer.asked(q, k, v, self.parity, p))
+
         return {
-            "tables": lambda x: x._search.make_tables(q, x.tables, rows, x._trigger.fire.view(-1)),
-            "scan": lambda x: x._search.scan(x.tables, rows, x._trigger.fire.view(-1)),
-            "compact": lambda x: x._search.compact(x.tables, rows, x._trigger.fire.view(-1)),
-            "rerank": lambda x: x._search.rerank(x.tables, rows, x._trigger.fire.view(-1), p.scaling),
-            "top": lambda x: x._search.pick(rows, x._trigger.fire.view(-1), p.scaling),
-            "attend": lambda x: x._attend(q, k, v, rows, self.parity, p),
-            "merge": lambda x: x._merge(q, p),
+            "tables": alone(lambda x, a: x.searches.make_tables(q, x.tables, a.zones.rows, a.fire.view(-1))),
+            "scan": alone(lambda x, a: x.searches.scan(x.tables, a.zones.rows, a.fire.view(-1))),
+            "compact": alone(lambda x, a: x.searches.compact(x.tables, a.zones.rows, a.fire.view(-1))),
+            "rerank": alone(lambda x, a: x.searches.rerank(x.tables, a.zones.rows, a.fire.view(-1), p.scaling)),
+            "top": alone(lambda x, a: x.searches.pick(a.zones.rows, a.fire.view(-1), p.scaling)),
+            "attend": alone(lambda x, a: x.attend(a, x.searches.pairs)),
+            "merge": alone(lambda x, a: a.attention.merge(q, p)),
         }
 
     def full(self) -> None:
@@ -209,7 +219,7 @@ class Bench:
         wanted = state.top_k
         slow = index.search(self.new[0][:, :, 0], Budget(wanted, self.params.scaling), [0]).ids[0]
         index._kernels = True
-        found = layer._search.ids[0]
+        found = layer.part.ids[0]
         same = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(slow, found, strict=True)]
         require(min(same) >= 0.98 * wanted, f"the search found {same} of the {wanted} ids of its reference")
         zones = self.plan.zones[0]
@@ -224,6 +234,12 @@ class Bench:
             got = self.out[:, h * group : (h + 1) * group].float()
             error = float((got - expected).norm() / expected.norm())
             require(error < 1e-2, f"head {h}: relative error {error}")
+
+
+def _sphere(layer: SearchSlots) -> SphereStep:
+    part = layer.part
+    assert isinstance(part, SphereStep)
+    return part
 
 
 def turn(queries: Tensor) -> None:
@@ -257,7 +273,7 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     for stage, work in bench.stages().items():
         bench.step()
 
-        def every(work: Callable[[CapturedLayer], object] = work) -> None:
+        def every(work: Callable[[SearchSlots], object] = work) -> None:
             for layer in bench.layers:
                 work(layer)
 

@@ -12,7 +12,7 @@ quarter of them static, LouisKV 512, CTkvr 512). Full attention as in `gpu_layer
 Data: keys, values and queries are standard normal in bf16; queries turn between steps, to a cosine of 0.93 with those before.
 PRKV's static tokens are drawn at random, since what a step costs depends on how many there are; LouisKV's clusters are k-means
 of those keys, which have no structure, so sizes spread as they do for noise. CTkvr's observed queries are a chain of turning
-queries of which the decode steps are the continuation. A captured row is the engine's own step of a layer (`engine.captured`),
+queries of which the decode steps are the continuation. A captured row is the engine's own step of a layer (`layer.slots`),
 with what a step does for tokens that leave the window; choosing static sets anew, which happens between steps, is not in it.
 """
 

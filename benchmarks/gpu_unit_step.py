@@ -8,8 +8,8 @@ from torch import Tensor
 from benchmarks.checks import require
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Budget, Rows
-from kvrecall.engine.captured.layers import Joined, Layers
-from kvrecall.engine.captured.units import UnitLayer
+from kvrecall.layer.slots.layers import Joined, Layers
+from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 from kvrecall.trigger import EveryStep
 
@@ -27,8 +27,8 @@ class UnitStep:
         self.layers = Layers([state], 1, self._joined.behind_sink)
         self.layers.join(self._joined)
         layer = self.layers.all[0]
-        assert isinstance(layer, UnitLayer)
-        self.layer, self.top_k, self._parity = layer, layer.search.top_k, parity
+        assert isinstance(layer, SearchSlots)
+        self.layer, self.top_k, self._parity = layer, layer.attention.top_k, parity
         self._triggered = not isinstance(state.method.trigger_config(), EveryStep)
 
     def finish(self) -> None:
@@ -48,7 +48,7 @@ class UnitStep:
         index = self.index
         assert index is not None
         out = self.decode(queries, keys, values, scaling, True)
-        found = self.layer.search.ids.flatten(0, 1)
+        found = self.layer.part.ids.flatten(0, 1)
         index._kernels = False  # type: ignore[attr-defined]
         expected = index.search(queries[:, :, 0], Budget(self.top_k, scaling), [0]).ids[0]
         index._kernels = True  # type: ignore[attr-defined]

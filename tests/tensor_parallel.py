@@ -160,8 +160,8 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
 
     import kvrecall
     from kvrecall import engine
-    from kvrecall.engine.captured.decoder import CapturedDecoder
-    from kvrecall.engine.captured.verify import difference
+    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.verify import difference
 
     caches = [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
     for cache in caches:

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvrecall
+from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import NonFiniteError
-from kvrecall.engine.captured.decoder import CapturedDecoder
 from kvrecall.engine.prefill import prefill
 from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode

@@ -210,7 +210,7 @@ def test_captured_generation_equals_the_uncaptured_one(name: str, ragged: bool) 
 
 @pytest.mark.parametrize("name", ["paper", "products", "balanced", "page-means"])
 def test_captured_generation_in_branches_equals_the_uncaptured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrecall.engine.captured.layer.branches", lambda pairs, tokens: 3)
+    monkeypatch.setattr("kvrecall.index.sphere.step.branches", lambda pairs, tokens: 3)
     compare_generations(METHODS[name], ragged=True)
 
 
@@ -255,7 +255,7 @@ def compare_generations(method: kvrecall.Method, ragged: bool, model: PreTrained
 
 def test_a_captured_generation_leaves_the_codes_of_a_fresh_index() -> None:
     """Nothing waits for the host, over the end of a span too; every layer has the codes that its rows would get at once."""
-    from kvrecall.engine.captured.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 
     model = tiny()
     method = kvrecall.methods.get("pariskv-balanced", top_k=24, full_attention_threshold=0, **ZONES)
@@ -312,7 +312,7 @@ def test_a_thousand_captured_steps_equal_the_uncaptured_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["paper", "louiskv", "prkv", "early"])
 def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
-    from kvrecall.engine.captured.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 
     model = tiny()
     prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
@@ -333,7 +333,7 @@ def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["products", "louiskv", "balanced"])
 def test_no_memory_growth_over_five_thousand_steps(name: str) -> None:
-    from kvrecall.engine.captured.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 
     model = tiny(torch.bfloat16)
     cache = kvrecall.RetrievalCache(model.config, METHODS[name])
@@ -368,8 +368,8 @@ def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) 
 
 @pytest.mark.parametrize("name", ["paper", "louiskv"])
 def test_non_finite_keys_are_reported(name: str) -> None:
+    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
     from kvrecall.core.errors import NonFiniteError
-    from kvrecall.engine.captured.decoder import CapturedDecoder
 
     model = tiny()
     cache = kvrecall.RetrievalCache(model.config, METHODS[name])

@@ -84,8 +84,7 @@ def test_summaries_beyond_two_to_the_31(name: str, dim: int, room: int) -> None:
 
 def test_rows_beyond_two_to_the_31_in_a_captured_step() -> None:
     """Of the pool's tokens only the last 24 have keys that are not zero: they are found, and behind them a token is stored."""
-    from kvrecall.engine.captured.plan import pack
-    from tests.interpreted.test_captured_layer import borrowed
+    from tests.interpreted.slots import in_slots
 
     tokens, params = 1_100_000, AttentionParams(128**-0.5)
     state = LayerState(0, layer_shape(128), kvrecall.ParisKV(top_k=24, **ZONES))
@@ -102,9 +101,10 @@ def test_rows_beyond_two_to_the_31_in_a_captured_step() -> None:
     index.zero_norms.fill_(1)
     index.extend(0, tokens - 24)
     index.append(0, last[:, :, 0])
-    captured, plan = borrowed(state, 64)
-    step = pack(plan.rows()).to(CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA), params
-    out = captured.decode(queries[:, :, 20:], keys[:, :, 20:], values[:, :, 20:], *step)
+    layers, _ = in_slots([state], 64)
+    layers.prepare()
+    parity = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    out = layers.all[0].step(queries[:, :, 20:], keys[:, :, 20:], values[:, :, 20:], parity, params)
     every = torch.cat([torch.stack([keys[0], values[0]], 2), last], 1)
     expected = dense(queries[0, :, 20], every[:, :, 0], every[:, :, 1])
     torch.testing.assert_close(out[0, :, 0].float(), expected, atol=2**-7, rtol=2**-7)

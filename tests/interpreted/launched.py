@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
 
 
 class Idle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrecall.engine.captured.layers import Joined, Layers, roomy
+from kvrecall.layer.slots.layers import Joined, Layers, roomy
 from kvrecall.layer.state import LayerState
 
 

@@ -15,7 +15,7 @@ from tests.backends.models import tiny
 from tests.blocks import Device
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured import decoder as captured
+from kvrecall.backends.transformers.capture import decoder as captured
 from tests.interpreted.launched import without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
@@ -30,7 +30,7 @@ LOUISKV = kvrecall.LouisKV(
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, several_blocks: None) -> Device:
     without_gpu(monkeypatch)
-    monkeypatch.setattr("kvrecall.engine.captured.dense.has_own_memory", lambda _: True)
+    monkeypatch.setattr("kvrecall.layer.slots.dense.has_own_memory", lambda _: True)
     return Device(monkeypatch)
 
 

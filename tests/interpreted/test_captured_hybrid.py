@@ -16,10 +16,10 @@ from kvrecall.core.errors import CaptureError, ParameterError
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured import recorded
-from kvrecall.engine.captured.decoder import CapturedDecoder
-from kvrecall.engine.captured.sliding import SlidingWindow
+from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture import recorded
+from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+from kvrecall.backends.transformers.capture.sliding import SlidingWindow
 from tests.interpreted.launched import Launched, without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}

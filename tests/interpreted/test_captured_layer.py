@@ -21,7 +21,7 @@ from tests.index.sphere.calibrated import Halves, Model
 from tests.layers import DIM, ZONES, left_padded, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured.layer import CapturedLayer
+from kvrecall.layer.slots.search import SearchSlots
 from tests.interpreted.slots import in_slots
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
@@ -158,8 +158,8 @@ def test_a_step_in_branches_is_the_undivided_one(name: str, monkeypatch: pytest.
         for part in reversed(parts):
             work(part)
 
-    monkeypatch.setattr("kvrecall.engine.captured.layer.branches", lambda pairs, tokens: 3)
-    monkeypatch.setattr("kvrecall.engine.captured.layer.beside", told)
+    monkeypatch.setattr("kvrecall.index.sphere.step.branches", lambda pairs, tokens: 3)
+    monkeypatch.setattr("kvrecall.index.sphere.step.beside", told)
     compare(METHODS[name], 2, AttentionParams(DIM**-0.5))
     assert asked == 2 * [range(0, 1), range(1, 2), range(2, 4)]
 
@@ -172,11 +172,11 @@ def test_the_stages_that_are_timed_alone_are_a_step() -> None:
     layers, _ = in_slots([layer], 16)
     layers.prepare()
     captured = layers.all[0]
-    assert isinstance(captured, CapturedLayer)
+    assert isinstance(captured, SearchSlots)
     bench = Bench.__new__(Bench)  # without its layers, which lie on a GPU
-    bench.new, bench.params, bench.rows = list(tokens(7, 2, 1)), AttentionParams(DIM**-0.5), layers.plans[0].rows()
+    bench.new, bench.params = list(tokens(7, 2, 1)), AttentionParams(DIM**-0.5)
     bench.parity = torch.zeros(1, dtype=torch.int64)
-    expected = captured.decode(*bench.new, bench.rows, bench.parity, bench.params).clone()
+    expected = captured.step(*bench.new, bench.parity, bench.params).clone()
     captured.forget_trial()
     *_, merged = [work(captured) for work in bench.stages().values()]
     assert isinstance(merged, Tensor) and torch.equal(merged, expected)

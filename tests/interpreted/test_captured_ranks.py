@@ -16,7 +16,7 @@ from kvrecall.core.errors import CaptureError
 from tests.tensor_parallel import check, start
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured.ranks import Ranks
+from kvrecall.backends.transformers.capture.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this build of torch has no gloo"

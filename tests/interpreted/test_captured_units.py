@@ -20,7 +20,7 @@ from kvrecall.static import sets as static_sets
 from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured.base import require_pinned
+from kvrecall.layer.slots.base import require_pinned
 from tests.interpreted.slots import in_slots
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
@@ -127,7 +127,7 @@ def test_room_that_cannot_be_page_locked_is_refused(monkeypatch: pytest.MonkeyPa
     plain, other = both(METHODS["prkv"], 2, [74, 55])
     gpu = SimpleNamespace(shape=SimpleNamespace(device=torch.device("cuda")), store=SimpleNamespace(pinned=False))
     with monkeypatch.context() as patch:
-        patch.setattr("kvrecall.engine.captured.layers.require_pinned", lambda _: require_pinned(gpu))
+        patch.setattr("kvrecall.layer.slots.layers.require_pinned", lambda _: require_pinned(gpu))
         with pytest.raises(CaptureError, match=r"refused to pin host memory.*ulimit"):
             in_slots([other], 5)
     go_on(plain, other, 3, 1000)
@@ -225,7 +225,7 @@ def test_a_set_that_cannot_take_its_place_does_so_later(
         (layers, joined), chosen = in_slots([other], interval + 2), other.static[0]
         for number in range(interval + 2):
             if number == interval - 1:  # the set is due
-                target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_load")
+                target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_join")
                 with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
                     patch.setattr(target, what, failing)
                     layers.prepare()

@@ -11,9 +11,9 @@ from kvrecall.core.errors import CaptureError
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
+from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture.shared import SharedSteps
 from kvrecall.engine import steps
-from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured.shared import SharedSteps
 from kvrecall.engine.loop import loop_of
 from tests.engine.users import User, in_threads
 from tests.interpreted.launched import Launched, without_gpu

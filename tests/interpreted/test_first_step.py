@@ -18,7 +18,7 @@ from kvrecall import engine
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured.recorded import RecordedStep
+from kvrecall.backends.transformers.capture.recorded import RecordedStep
 from tests.interpreted.launched import Launched, without_gpu
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "top_k": 6, "full_attention_threshold": 0}

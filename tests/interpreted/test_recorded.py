@@ -18,8 +18,8 @@ from kvrecall.backends.transformers.pools import pool_of
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured import graphs
+from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture import graphs
 from tests.interpreted.launched import Launched, without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}

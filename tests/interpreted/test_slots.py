@@ -16,7 +16,7 @@ from kvrecall.layer.state import LayerState
 from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured.layers import Joined, Layers
+from kvrecall.layer.slots.layers import Joined, Layers
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
@@ -165,7 +165,7 @@ def test_an_error_in_a_join_leaves_the_slots_free_and_the_state_as_it_was(monkey
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(layers.all[1]._trigger, "join", fail)
+        patch.setattr(layers.all[1].trigger, "join", fail)
         layers.join(joined)
     assert not layers.plans[0].zones and not any(layer.groups for layer in layers.all)
     joined.undo()

@@ -45,7 +45,7 @@ def test_a_step_is_attention_over_what_the_reference_finds(name: str) -> None:
 @pytest.mark.parametrize("what", ["search", "fetch", "held"])
 def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = UnitStep(filled("louiskv"), 8, torch.zeros(1, dtype=torch.int64))
-    attention, search = step.layer.attention, step.layer.search
+    attention, search = step.layer.attention, step.layer.part.searches
     if what == "search":  # searches for the opposite
         launch = search.launch
         monkeypatch.setattr(search, "launch", lambda queries, *rest: launch(-queries, *rest))
@@ -57,7 +57,7 @@ def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> 
 
         def forget(*args: Any) -> Tensor:
             if step.layer.trigger.threshold < 0:
-                attention._kept[:, :, :, :5] = 0
+                attention.kept[:, :, :, :5] = 0
             return inner(*args)
 
         monkeypatch.setattr(step.layer, "step", forget)

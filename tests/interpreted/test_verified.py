@@ -17,12 +17,11 @@ from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.whole import WholeAttention
-from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured import recorded, verify
-from kvrecall.engine.captured.dense import DenseLayer
-from kvrecall.engine.captured.layer import CapturedLayer
-from kvrecall.engine.captured.layers import Layers
-from kvrecall.engine.captured.units import UnitLayer
+from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture import recorded, verify
+from kvrecall.layer.slots.dense import DenseSlots
+from kvrecall.layer.slots.layers import Layers
+from kvrecall.layer.slots.search import SearchSlots
 from tests.interpreted.launched import Launched, without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
@@ -112,10 +111,10 @@ def larger(step: Any) -> Any:
 
 
 WRONG = {
-    "sphere-heads": (CapturedLayer, "step", turned, "every-step", "llama", "layer 0"),
-    "sphere-three-per-cent": (CapturedLayer, "step", larger, "stride", "llama", "layer 0"),
-    "units": (UnitLayer, "step", turned, "dense", "llama", "layer 0"),
-    "dense": (DenseLayer, "step", larger, "dense", "llama", "layer 1"),
+    "sphere-heads": (SearchSlots, "step", turned, "every-step", "llama", "layer 0"),
+    "sphere-three-per-cent": (SearchSlots, "step", larger, "stride", "llama", "layer 0"),
+    "units": (SearchSlots, "step", turned, "dense", "llama", "layer 0"),
+    "dense": (DenseSlots, "step", larger, "dense", "llama", "layer 1"),
     "window": (WholeAttention, "launch", larger, "every-step", "gemma2", "layer 0"),
 }
 
@@ -134,10 +133,10 @@ def test_a_layer_that_answers_wrongly_is_found(
 
 
 def test_a_wrong_graph_is_not_used_and_one_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, right = tiny("llama", **SINGLE), CapturedLayer.step
+    model, right = tiny("llama", **SINGLE), SearchSlots.step
     cache, ids = prefilled(model, METHODS["every-step"])
     expected = engine.generate(model, None, ids, cache, max_new_tokens=4).new_tokens
-    monkeypatch.setattr(CapturedLayer, "step", turned(right))
+    monkeypatch.setattr(SearchSlots, "step", turned(right))
     for hears in (True, False):  # the second time it is not tried again
         cache, _ = prefilled(model, METHODS["every-step"])
         with captured.captured_decoding(model, cache, 8, required=False), warnings.catch_warnings(record=True) as told:

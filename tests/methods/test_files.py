@@ -13,9 +13,9 @@ import torch
 
 import kvrecall
 from kvrecall import parts
+from kvrecall.backends.transformers.capture.check import check_capture
 from kvrecall.core.errors import CaptureError, InputFileError, OutputFileError, ParameterError, UnknownNameError
 from kvrecall.engine import generate, plan
-from kvrecall.engine.captured.check import check_capture
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.methods.base import Method
 from kvrecall.methods.files import load_method, save_method

@@ -48,35 +48,44 @@ def attend_kernel(
 class StepAttention:
     """Rows of one layer on the device, and the parts of an attention over them and selected rows."""
 
-    def __init__(self, table: HostTable, query_heads: int, front: int, ring: int, top_k: int, keep: bool, like: Tensor) -> None:
+    chosen_rows, resident_rows, warps = _CHOSEN_ROWS, _RESIDENT_ROWS, 4
+    """Selected rows and window rows of a part, and its warps."""
+
+    def __init__(
+        self, table: HostTable, query_heads: int, front: int, ring: int, top_k: int, keep: bool, like: Tensor, others: int = 0,
+        spread: bool = False,
+    ) -> None:  # fmt: skip
         """table: host rows of the B sequences, page-locked, whose address and blocks must not change. front: rows in front of
         the window. ring: most rows of the window. keep: whether selected rows stay for the next step. like: any tensor on the
-        device, of the rows' dtype."""
+        device, of the rows' dtype. others: parts of the merge that another launch fills. spread: a program reads `_CHOSEN_ROWS`
+        selected rows however many parts that makes."""
         b, heads, dim, device = len(table.blocks), table.rows.shape[1], table.rows.shape[4], like.device
-        self.top_k, self.front, self.ring, self.table = top_k, front, ring, table
-        self._dim, self._group, self._keep, self._options = dim, query_heads // heads, keep, overlapping(device)
-        self._chosen_rows = _CHOSEN_ROWS
-        while cdiv(top_k, self._chosen_rows) > _CHOSEN_PARTS:
-            self._chosen_rows *= 2
-        self._parts = cdiv(top_k, self._chosen_rows) + cdiv(front + ring, _RESIDENT_ROWS)
+        self.top_k, self.front, self.ring, self.table, self.keep = top_k, front, ring, table, keep
+        self._dim, self._group, self._options = dim, query_heads // heads, overlapping(device)
+        while not spread and cdiv(top_k, self.chosen_rows) > _CHOSEN_PARTS:
+            self.chosen_rows *= 2
+        self.chosen_parts = cdiv(top_k, self.chosen_rows)
+        self.parts = self.chosen_parts + cdiv(front + ring, _RESIDENT_ROWS)
+        """Parts of the selection, then those of the window; behind them is room for the others."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
 
         self.rows = zeros(b, heads, front + ring, 2, dim, dtype=like.dtype)
         """`[B, H_kv, front + ring, 2, D]`: the rows in front, then those of the window, each where its number says."""
-        self._kept = zeros(2, b, heads, top_k if keep else 0, 2, dim, dtype=like.dtype)
-        self._kept_ids = zeros(2, b, heads, top_k)
+        self.kept = zeros(2, b, heads, top_k if keep else 0, 2, dim, dtype=like.dtype)
+        """`[2, B, H_kv, K, 2, D]`: rows that this step and the last one selected."""
+        self.kept_ids = torch.full((2, b, heads, top_k), -1, dtype=torch.int32, device=device)
         self.read, self.bad = zeros(b, dtype=torch.int64), zeros(b)
         """read: rows that came from the host. bad: not 0 for sequences that were given a row that is not finite."""
-        self._out = zeros(b, query_heads, self._parts, dim, dtype=torch.float32)
-        self._lse = zeros(b, query_heads, self._parts, dtype=torch.float32)
-        self._kept_ids.fill_(-1)
+        self.out = zeros(b, query_heads, self.parts + others, dim, dtype=torch.float32)
+        self.lse = zeros(b, query_heads, self.parts + others, dtype=torch.float32)
+        """out fp32 `[B, H_q, parts + others, D]` and lse without D: what `merge` merges."""
 
     def forget(self, sequences: list[int]) -> None:
         """Keeps no selected rows of some sequences, and counts those that are read anew."""
         for b in sequences:
-            self._kept_ids[:, b] = -1
+            self.kept_ids[:, b] = -1
             self.read[b] = 0
 
     def launch(
@@ -89,12 +98,16 @@ class StepAttention:
         places the kept rows go to. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
         """
         (b, heads, capacity), k, table = self.rows.shape[:3], self.top_k, self.table
-        attend_kernel[(b * heads * self._parts,)](
-            queries, keys, values, self.rows, zone, self.bad, ids, table.rows, table.blocks, self._kept_ids, self._kept,
-            parity, self.read, self._out, self._lse, params.scaling, params.softcap, heads, table.blocks.stride(0), capacity,
+        attend_kernel[(b * heads * self.parts,)](
+            queries, keys, values, self.rows, zone, self.bad, ids, table.rows, table.blocks, self.kept_ids, self.kept,
+            parity, self.read, self.out, self.lse, params.scaling, params.softcap, heads, table.blocks.stride(0), capacity,
             self.front, zone.stride(0), b * heads, k,
-            BLOCK=table.block_size, D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self._chosen_rows,
-            W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=cdiv(k, self._chosen_rows), PARTS=self._parts,
-            CAP=params.softcap != 0, REUSE=self._keep, num_warps=4, **self._options,
+            BLOCK=table.block_size, D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self.chosen_rows,
+            W=_RESIDENT_ROWS, BK=next_power_of_2(k), CHOSEN=self.chosen_parts, PARTS=self.parts,
+            CAP=params.softcap != 0, REUSE=self.keep, num_warps=self.warps, **self._options,
         )  # fmt: skip
-        return merge_step(queries, self._out, self._lse, params.sink_logits, total)
+        return self.merge(queries, params, total)
+
+    def merge(self, queries: Tensor, params: AttentionParams, total: Tensor | None = None) -> Tensor:
+        """All parts as one attention, of queries `[B, H_q, 1, D]`. total: as in `launch`."""
+        return merge_step(queries, self.out, self.lse, params.sink_logits, total)

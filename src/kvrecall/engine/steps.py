@@ -183,8 +183,8 @@ class Stepper:
                 group[0].release()
                 group[0].go_on_captured()
             return [group[0].own(group[0].stepped)]
+        from kvrecall.backends.transformers.capture.shared import SharedSteps, Turn
         from kvrecall.core.errors import CaptureError
-        from kvrecall.engine.captured.shared import SharedSteps, Turn
 
         shared = self._shared.get(key)
         if shared is None:
@@ -245,7 +245,7 @@ def _capturing(asked: Asked) -> Any:
     """Captured decoding if it is asked for, or neither refused nor impossible."""
     if asked.capture is False or asked.model.device.type != "cuda":
         return None
-    from kvrecall.engine.captured.decoder import Capturing
+    from kvrecall.backends.transformers.capture.decoder import Capturing
 
     return Capturing(asked.model, asked.cache, bool(asked.capture), asked.compiled)
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from kvrecall.cache.slot_zones import ZonePlan
+from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, LayerShape, RowSource
@@ -106,3 +108,6 @@ class IndexAround(Index):
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         return self.base.search(queries, budget, sequences)
+
+    def slot_plan(self, sizes: ZoneSizes, top_k: int, slots: int) -> ZonePlan | None:
+        return self.base.slot_plan(sizes, top_k, slots)

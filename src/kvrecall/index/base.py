@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.rows_ahead import Zone
+from kvrecall.cache.slot_zones import ZonePlan
+from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, HostTable, Selection
@@ -19,6 +21,9 @@ from kvrecall.index.calibration import LayerCalibration
 from kvrecall.parts import Part
 from kvrecall.select.gqa import GQA_MODES, check_mode
 from kvrecall.select.queries import ObservedQueries
+
+if TYPE_CHECKING:
+    from kvrecall.index.step import IndexStep, SlotSpec
 
 
 @dataclass(frozen=True)
@@ -244,6 +249,14 @@ class Index(ABC):
 
     def reserve(self, tokens: int) -> None:  # noqa: B027 - optional: an index may grow as it likes
         """Announces that each sequence will reach `tokens` tokens, so that growth need not copy."""
+
+    def slot_step(self, spec: SlotSpec) -> IndexStep:
+        """This index's part of a device step, for sequences of indexes like this one; only where its config is `captured`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def slot_plan(self, sizes: ZoneSizes, top_k: int, slots: int) -> ZonePlan | None:
+        """The plan of its part's zones where the host counts them; None where the device does."""
+        return None
 
 
 def stack_selections(found: list[tuple[Tensor, Tensor]]) -> Selection:

@@ -164,7 +164,7 @@ def test_impossible_pages(tokens: float) -> None:
 
 
 def test_a_captured_decode_says_beside_which_searches_it_cannot() -> None:
-    from kvrecall.engine.captured.check import _check_method
+    from kvrecall.backends.transformers.capture.check import _check_method
 
     with pytest.raises(CaptureError, match="rest=None"):
         _check_method(kvrecall.methods.Quest(rest="page-means"))

@@ -22,6 +22,7 @@ from kvrecall.index.units import UnitIndex, Units, inner_products
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:
+    from kvrecall.index.step import IndexStep, SlotSpec
     from kvrecall.index.unit_kernels.search import UnitKind
 
 
@@ -139,6 +140,11 @@ class ClusterIndex(UnitIndex):
         for name in ("_closed", "_borders", "_open", "_units", "_excluded"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
+
+    def slot_step(self, spec: SlotSpec) -> IndexStep:
+        from kvrecall.index.clusters.step import SegmentStep  # needs Triton
+
+        return SegmentStep(self, spec)
 
     @property
     def kind(self) -> UnitKind:

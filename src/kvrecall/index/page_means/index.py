@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.page_means.config import PageMeans
 from kvrecall.index.table import TokenTable
 from kvrecall.select.queries import ObservedQueries
+
+if TYPE_CHECKING:
+    from kvrecall.index.step import IndexStep, SlotSpec
 
 _PIECE_TOKENS = 8192
 """Rows whose means are taken at a time: bounds what is there in fp32, and what comes from the host at once."""
@@ -113,6 +116,11 @@ class PageMeansIndex(IndexAround):
         counts = torch.tensor(lengths, dtype=torch.int32).to(queries.device, non_blocking=True)
         real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
         return replace(found, estimated=Rows(kv, real, bias.repeat_interleave(group, 1)))
+
+    def slot_step(self, spec: SlotSpec) -> IndexStep:
+        from kvrecall.index.page_means.step import PageMeansStep  # needs Triton
+
+        return PageMeansStep(self, spec)
 
     def _bias(self, sequence: int, ids: Tensor, width: int) -> Tensor:
         """Logarithm fp32 `[H_kv, width]` of how many tokens of each page are in none of the sets that are attended."""

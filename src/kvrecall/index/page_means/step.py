@@ -1,65 +1,44 @@
-"""The page means' part of the device step: means in slots of fixed addresses, attended to in parts of the step's merge."""
+"""The page means' part of a device step: means in slots of fixed addresses, attended to in parts of the step's merge."""
 
 # A launch takes what only Triton knows.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch import Tensor
 
+from kvrecall.cache.slot_zones import SlotZones
+from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams
-from kvrecall.index.page_means.index import PageMeansIndex
+from kvrecall.index.base import Index
 from kvrecall.index.page_means.kernels import page_means_kernel
+from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
+
+if TYPE_CHECKING:
+    from kvrecall.index.page_means.index import PageMeansIndex
 
 _PAGES, _MOST_PARTS = 64, 32
 """Pages that a program attends to at a time, and parts at most: as many as one merge takes beside the others."""
 
 
-class PageMeansStep:
-    """The means of the pages of every slot, and the launch that attends to them, as `parts` parts of its step.
-
-    Pages become whole when a zone grows, which happens between two steps: the host takes their means then (`catch_up`).
-    """
+class SlotMeans:
+    """The means of the pages of every slot, and the launch that attends to them, as `parts` parts of its step."""
 
     def __init__(self, like: PageMeansIndex, slots: int, tokens: int) -> None:
         """like: an index of the kind. tokens: most tokens of a retrieval zone."""
         rows, self.page_tokens = like.means.rows, like.page_tokens
         capacity = max(1, tokens // self.page_tokens)
-        self._means = rows.new_zeros(slots, rows.shape[1], capacity, rows.shape[3])
+        self.means = rows.new_zeros(slots, rows.shape[1], capacity, rows.shape[3])
         self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
         self._blocks = cdiv(capacity, self.parts * _PAGES)
-        self._pages = torch.zeros(slots, dtype=torch.int32, device=rows.device)
-        self._joined: dict[int, tuple[PageMeansIndex, int]] = {}
-        self._counts: dict[int, int] = {}
-
-    def join(self, slot: int, index: PageMeansIndex, sequence: int, tokens: int) -> None:
-        """A sequence of an index takes a slot, with a zone of `tokens` tokens."""
-        self._joined[slot], self._counts[slot] = (index, sequence), 0
-        self.catch_up(slot, tokens)
-
-    def leave(self, slot: int) -> None:
-        """The slot is free."""
-        self._joined.pop(slot, None)
-        self._counts.pop(slot, None)
-        self._pages[slot] = 0
-
-    def pages(self, slot: int) -> int:
-        """Whole pages of a slot's sequence."""
-        return self._counts[slot]
-
-    def lacks(self, slot: int, tokens: int) -> bool:
-        """Whether a zone of `tokens` tokens has pages whose means are not there yet."""
-        return tokens // self.page_tokens > self._counts[slot]
-
-    def catch_up(self, slot: int, tokens: int) -> None:
-        """Takes in the pages that have become whole in a zone of `tokens` tokens."""
-        (index, sequence), known = self._joined[slot], self._counts[slot]
-        index.catch_up(sequence, tokens)
-        means = index.means.view(sequence)
-        self._means[slot, :, known : means.shape[1]] = means[:, known:]
-        self._pages[slot] = self._counts[slot] = means.shape[1]
+        self.pages = torch.zeros(slots, dtype=torch.int32, device=rows.device)
+        """int32 `[slots]`: whole pages."""
 
     def attend(
         self, queries: Tensor, ids: Tensor, out: Tensor, lse: Tensor, first: int, params: AttentionParams, pairs: range
@@ -68,11 +47,73 @@ class PageMeansStep:
 
         queries: `[B, H_q, 1, D]`; ids int32 `[…, K]`: the selections, in the order of the pairs, -1 where there is none.
         """
-        (_, query_heads, parts, dim), (_, heads, capacity, _) = out.shape, self._means.shape
+        (_, query_heads, parts, dim), (_, heads, capacity, _) = out.shape, self.means.shape
         top_k = ids.shape[-1]
         page_means_kernel[(len(pairs) * self.parts,)](
-            queries, self._means, self._pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start, capacity,
+            queries, self.means, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start, capacity,
             top_k, self.page_tokens, self._blocks, D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES,
             BK=next_power_of_2(top_k), TILES=self.parts, FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4,
             **overlapping(queries.device),
         )  # fmt: skip
+
+
+class PageMeansStep(IndexStep):
+    """The step of another index, with the means of pages beside what it finds.
+
+    Pages become whole when a zone grows, which happens between two steps: the host takes their means then (`catch_up`).
+    """
+
+    def __init__(self, index: PageMeansIndex, spec: SlotSpec) -> None:
+        super().__init__(spec)
+        self._means = SlotMeans(index, spec.slots, spec.tokens)
+        self.base = base = index.base.slot_step(replace(spec, estimates=self._means))
+        """The step of the index around which this one is."""
+        self.ids, self.counts, self.width, self.spread = base.ids, base.counts, base.width, base.spread
+        self.estimated_parts = base.estimated_parts
+        self._kind = type(index)
+        self._joined: dict[int, tuple[PageMeansIndex, int]] = {}
+        self._counts: dict[int, int] = {}
+
+    def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
+        return type(index) is self._kind and self.base.fits(_around(index).base, zones, room)
+
+    def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
+        known = _around(index)
+        self.base.join(slot, known.base, sequence, zones, window, budget, room)
+        self._joined[slot], self._counts[slot] = (known, sequence), 0
+        self.catch_up(slot, zones.retrieval)
+
+    def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        self.base.search(queries, fire, zones, scaling)
+
+    def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        self.base.search_early(queries, fire, zones, scaling)
+
+    def step(self, asked: SlotStep) -> Tensor:
+        return self.base.step(asked)
+
+    def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
+        self.base.leave(slot, _around(index).base, sequence, tokens, keys)
+
+    def forget(self, slot: int, index: Index, sequence: int) -> None:
+        self.base.forget(slot, _around(index).base, sequence)
+        self._joined.pop(slot, None)
+        self._counts.pop(slot, None)
+        self._means.pages[slot] = 0
+
+    def lacks(self, slot: int, tokens: int) -> bool:
+        return tokens // self._means.page_tokens > self._counts[slot]
+
+    def catch_up(self, slot: int, tokens: int) -> None:
+        (index, sequence), known = self._joined[slot], self._counts[slot]
+        index.catch_up(sequence, tokens)
+        means = index.means.view(sequence)
+        self._means.means[slot, :, known : means.shape[1]] = means[:, known:]
+        self._means.pages[slot] = self._counts[slot] = means.shape[1]
+
+    def estimated(self, slot: int) -> int:
+        return self._counts[slot] * self.spec.shape.kv_heads
+
+
+def _around(index: Index) -> PageMeansIndex:
+    return cast("PageMeansIndex", index)

@@ -25,6 +25,7 @@ from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.units import UnitIndex, Units, inner_products
 
 if TYPE_CHECKING:
+    from kvrecall.index.step import IndexStep, SlotSpec
     from kvrecall.index.unit_kernels.search import UnitKind
 
 _BOUNDS = ("mean-deviation", "min-max", "mean")
@@ -145,6 +146,11 @@ class PageIndex(UnitIndex):
         for name in ("_units", "_excluded", "_counts", "tails"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
+
+    def slot_step(self, spec: SlotSpec) -> IndexStep:
+        from kvrecall.index.pages.step import PageStep  # needs Triton
+
+        return PageStep(self, spec)
 
     @property
     def kind(self) -> UnitKind:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.blocks import block_tables, stacked
+from kvrecall.cache.slot_zones import ZonePlan
+from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import BlockSource, Index, LayerShape, RowSource, stack_selections
@@ -23,6 +25,7 @@ from kvrecall.select.gqa import search_queries
 
 if TYPE_CHECKING:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
+    from kvrecall.index.step import IndexStep, SlotSpec
 
 __all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
 
@@ -261,6 +264,16 @@ class SphereIndex(Index):
         if whole:
             return Selection(gpu.ids.clone(), gpu.counts.clone())
         return Selection(torch.stack([gpu.ids[b] for b in sequences]), torch.stack([gpu.counts[b] for b in sequences]))
+
+    def slot_step(self, spec: SlotSpec) -> IndexStep:
+        from kvrecall.index.sphere.step import SphereStep  # needs Triton
+
+        return SphereStep(self, spec)
+
+    def slot_plan(self, sizes: ZoneSizes, top_k: int, slots: int) -> ZonePlan:
+        from kvrecall.index.sphere.plan import StepPlan
+
+        return StepPlan(sizes, self.config.steps, self.config.min_candidates_per_k, top_k, slots)
 
     def tables(self, blocks: Tensor, barred: Tensor | None = None) -> Tables:
         """What the kernels read, where it lies. blocks: int32 `[B, W]`, the sequences' blocks. barred: uint8 `[B, H_kv, room]`,

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.capture import graphs
+from kvrecall.backends.transformers.capture.check import PLAIN
+from kvrecall.backends.transformers.capture.ranks import Ranks
+from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.core.errors import CaptureError, NonFiniteError
-from kvrecall.engine.captured import graphs
-from kvrecall.engine.captured.check import PLAIN
-from kvrecall.engine.captured.layers import Joined, roomy
-from kvrecall.engine.captured.ranks import Ranks
-from kvrecall.engine.captured.recorded import Member, RecordedStep
-from kvrecall.engine.captured.structure import StepKey
+from kvrecall.layer.slots.layers import Joined, roomy
 
 _CHECKED_STEPS = 64
 """Steps between two looks at the flags of non-finite keys."""

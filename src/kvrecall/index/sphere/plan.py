@@ -1,4 +1,4 @@
-"""What the host tells the kernels of a captured step: one row of int32 numbers per slot, the same for every layer."""
+"""What the host tells the kernels of a device step over sphere codes: one row of int32 numbers per slot, for all layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.index.sphere.kernels.search import FIELDS as SEARCH_FIELDS
 from kvrecall.index.sphere.kernels.search import plan_row
@@ -24,7 +25,7 @@ ROW = SEARCH_FIELDS + ZONE_FIELDS
 
 
 @dataclass
-class StepPlan:
+class StepPlan(ZonePlan):
     """Zone lengths of the sequences in their slots, step by step; `rows` says what the next step is to do."""
 
     sizes: ZoneSizes
@@ -33,7 +34,8 @@ class StepPlan:
     top_k: int
     slots: int
     zones: dict[int, ZoneLengths] = field(default_factory=dict, compare=False)
-    """By slot, as they are before the next step; a slot without a sequence has none."""
+
+    row = ROW
 
     @property
     def ring(self) -> int:

@@ -1,4 +1,4 @@
-"""The layers of a captured decode, each of the kind that its state asks for, and what the host tells them before a step."""
+"""The layers of a device step, each of the kind that its state asks for, and what the host tells them before a step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
+from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.core.launch import cdiv
-from kvrecall.engine.captured.base import Group, SlotLayer, kind_of, require_pinned
-from kvrecall.engine.captured.dense import DenseLayer
-from kvrecall.engine.captured.layer import CapturedLayer, searched
-from kvrecall.engine.captured.plan import ROW, StepPlan
-from kvrecall.engine.captured.units import UnitLayer
 from kvrecall.index.table import WIDE
+from kvrecall.layer.slots.base import Group, SlotLayer, kind_of, require_pinned
+from kvrecall.layer.slots.dense import DenseSlots
+from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 
 _SPARE = 8
@@ -61,19 +60,21 @@ class Layers:
         device = like[0].shape.device
         self.table = torch.zeros(slots, cdiv(tokens, self._pool.block_size), dtype=torch.int32, device=device)
         """int32 `[slots, W]`: the blocks of each slot's sequence, the same in all layers."""
-        self.plans: list[StepPlan] = []
-        numbers = [self._plan_of(state) for state in like]
-        self._rows = torch.zeros(len(self.plans), slots, ROW, dtype=torch.int32, device=device)
-        """int32 `[plan, slots, ROW]`, as the next step reads them."""
+        self.plans: list[ZonePlan] = []
+        self._numbers = [self._plan_of(state) for state in like]
+        """Of the plan of each layer, None where it has none."""
+        sizes = [slots * plan.row for plan in self.plans]
+        self._rows = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        """The rows of all plans, as the next step reads them."""
+        rows = [part.view(slots, -1) for part in self._rows.split(sizes)]
         self.all: list[SlotLayer] = []
-        for state, number in zip(like, numbers, strict=True):
+        for state, number in zip(like, self._numbers, strict=True):
             if state.index is None:
-                self.all.append(DenseLayer(state, slots, tokens, self.table))
-            elif number is not None:
-                self.all.append(CapturedLayer(state, slots, self.plans[number], tokens, self.table, self._rows[number]))
+                self.all.append(DenseSlots(state, slots, tokens, self.table))
             else:
-                self.all.append(UnitLayer(state, slots, tokens, self.table))
-        self._numbers, self._prepared = numbers, False
+                plan = (None, None) if number is None else (self.plans[number], rows[number])
+                self.all.append(SearchSlots(state, slots, tokens, self.table, *plan))
+        self._prepared = False
 
     def fits(self, joined: Joined) -> bool:
         """Whether sequences can join: they have the memory, kinds and sizes that the launches were made for."""
@@ -136,7 +137,7 @@ class Layers:
             else:
                 layer.renew()
         if self.plans:
-            rows = torch.stack([plan.rows(quiet=trial) for plan in self.plans])
+            rows = torch.cat([plan.rows(quiet=trial).view(-1) for plan in self.plans])
             if self._rows.is_cuda:  # for which the host does not wait, though the step before still runs
                 rows = staging(tuple(rows.shape), rows.dtype).copy_(rows)
             self._rows.copy_(rows, non_blocking=True)
@@ -177,17 +178,15 @@ class Layers:
         for slot in joined.slots:
             self.table[slot] = 0
 
-    def _planned(self, joined: Joined) -> list[tuple[StepPlan, LayerState]]:
+    def _planned(self, joined: Joined) -> list[tuple[ZonePlan, LayerState]]:
         """Every plan, with the state of a layer that follows it."""
         return [(plan, joined.states[self._numbers.index(number)]) for number, plan in enumerate(self.plans)]
 
     def _plan_of(self, state: LayerState) -> int | None:
         """Number of the plan of a layer, which is made if no layer before it has one; None where the device plans."""
-        index, method = searched(state), state.method
-        if index is None:
+        made = None if state.index is None else state.index.slot_plan(state.method.zone_sizes(), state.top_k, self.slots)
+        if made is None:
             return None
-        config = index.config
-        made = StepPlan(method.zone_sizes(), config.steps, config.min_candidates_per_k, state.top_k, self.slots)
         if made not in self.plans:
             self.plans.append(made)
         return self.plans.index(made)

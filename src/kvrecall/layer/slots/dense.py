@@ -1,4 +1,4 @@
-"""A layer of a captured decode that never searches: its rows are attended where they lie, in blocks on the device."""
+"""A layer of a device step that never searches: its rows are attended where they lie, in blocks on the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvrecall.attend.zones import ZoneAttention
 from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import Group, SlotLayer, count_steps
+from kvrecall.layer.slots.base import Group, SlotLayer, count_steps
 from kvrecall.layer.state import LayerState
 
 
-class DenseLayer(SlotLayer):
+class DenseSlots(SlotLayer):
     """Everything behind the sink is attended in the blocks of the sequences, where each new token is stored, too. The window is
     copied there before the first step, and back behind the last one."""
 

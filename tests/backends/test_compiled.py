@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.capture.compiled import ROTARY, compiled_modules, pieces
 from kvrecall.core.errors import CaptureError, ParameterError
-from kvrecall.engine.captured.compiled import ROTARY, compiled_modules, pieces
 from tests.backends.models import tiny
 
 IDS = torch.randint(5, 90, (2, 1), generator=torch.Generator().manual_seed(3))
@@ -163,7 +163,7 @@ def test_without_captured_steps_it_is_refused_or_has_no_effect() -> None:
         engine.generate(model, None, prompt, cache, max_new_tokens=2, capture=False, compiled=True)
     assert len(engine.generate(model, None, prompt, cache, max_new_tokens=2, compiled=True).new_tokens[0]) == 2
     pytest.importorskip("triton", reason="Triton is only there on Linux")
-    from kvrecall.engine.captured import decoder as captured
+    from kvrecall.backends.transformers.capture import decoder as captured
 
     with (
         pytest.warns(RuntimeWarning, match=r"compiled=True has no effect: cannot capture.*no CUDA device"),
@@ -176,9 +176,9 @@ def test_a_failing_compilation_leaves_the_cache_as_it_was_and_names_the_remedy(m
     pytest.importorskip("triton", reason="Triton is only there on Linux")
     from torch._inductor.exc import InvalidCxxCompiler
 
-    from kvrecall.engine.captured import compiled
-    from kvrecall.engine.captured import decoder as captured
-    from kvrecall.engine.captured.recorded import RecordedStep
+    from kvrecall.backends.transformers.capture import compiled
+    from kvrecall.backends.transformers.capture import decoder as captured
+    from kvrecall.backends.transformers.capture.recorded import RecordedStep
 
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise InvalidCxxCompiler

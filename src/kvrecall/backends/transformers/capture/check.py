@@ -11,9 +11,9 @@ from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.launch import LEAST_CAPABILITY
-from kvrecall.engine.captured.base import require_pinned
-from kvrecall.engine.captured.dense import require_near
 from kvrecall.index.base import Captured, IndexConfig
+from kvrecall.layer.slots.base import require_pinned
+from kvrecall.layer.slots.dense import require_near
 from kvrecall.methods.base import Method
 
 PLAIN = "Decode with model.generate, which needs no capture."

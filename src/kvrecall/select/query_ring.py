@@ -1,27 +1,22 @@
-"""Rings of a captured layer: the rows of the window, and the queries that judge keys, each where its number says."""
+"""The last queries of every slot of a device step, each where its token's number says; they judge the next static set."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvrecall.layer.state import LayerState
+from kvrecall.core.rings import places
 from kvrecall.select.queries import QueryLog
-
-
-def places(first: int, count: int, ring: int, device: torch.device) -> Tensor:
-    """int64 `[count]`: the ring places of the tokens first .. first + count - 1."""
-    return torch.arange(first, first + count, device=device) % ring
 
 
 class QueryRing:
     """The last queries of every slot and the log-sum-exp of their attention, `[slots, H_kv, window, G, D]` and without D."""
 
-    def __init__(self, like: LayerState, slots: int) -> None:
-        shape, self.window = like.shape, like.decode_window
-        size = (slots, shape.kv_heads, self.window, shape.query_heads // shape.kv_heads)
-        self.queries = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        self.lse = torch.zeros(size, dtype=torch.float32, device=shape.device)
+    def __init__(self, slots: int, kv_heads: int, window: int, group: int, dim: int, like: Tensor) -> None:
+        """window: queries that are kept. group: query heads per KV head. like: any tensor of the queries' dtype and device."""
+        self.window, size = window, (slots, kv_heads, window, group)
+        self.queries = torch.zeros(*size, dim, dtype=like.dtype, device=like.device)
+        self.lse = torch.zeros(size, dtype=torch.float32, device=like.device)
 
     def give_back(self, log: QueryLog, sequence: int, slot: int, steps: int, coming: int, sink: int) -> None:
         """Adds those of the last `steps` queries of a slot, the next of which belongs to token number `coming`, to the log of

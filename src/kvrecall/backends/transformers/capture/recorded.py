@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.capture.check import PLAIN
+from kvrecall.backends.transformers.capture.ranks import Ranks
+from kvrecall.backends.transformers.capture.sliding import SlidingSlots, SlidingWindow
+from kvrecall.backends.transformers.capture.structure import StepKey
+from kvrecall.backends.transformers.capture.verify import Attended, check_attention, check_logits, uncaptured_answer
 from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.captured.base import SlotLayer
-from kvrecall.engine.captured.check import PLAIN
-from kvrecall.engine.captured.layers import Joined, Layers, roomy
-from kvrecall.engine.captured.ranks import Ranks
-from kvrecall.engine.captured.sliding import SlidingSlots, SlidingWindow
-from kvrecall.engine.captured.structure import StepKey
-from kvrecall.engine.captured.verify import Attended, check_attention, check_logits, uncaptured_answer
+from kvrecall.layer.slots.base import SlotLayer
+from kvrecall.layer.slots.layers import Joined, Layers, roomy
 
 
 class Member:
@@ -239,7 +239,9 @@ class RecordedStep:
         """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""
         if not self.key.compiled:
             return nullcontext()
-        from kvrecall.engine.captured.compiled import compiled_modules  # torch's compiler takes a second to import
+        from kvrecall.backends.transformers.capture.compiled import (
+            compiled_modules,  # torch's compiler takes a second to import
+        )
 
         return compiled_modules(model)
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.capture import graphs
+from kvrecall.backends.transformers.capture.check import PLAIN, check_capture, long_enough
+from kvrecall.backends.transformers.capture.ranks import ranks_of
+from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.core.errors import CaptureError, CaptureMismatchError, NonFiniteError
-from kvrecall.engine.captured import graphs
-from kvrecall.engine.captured.check import PLAIN, check_capture, long_enough
-from kvrecall.engine.captured.layers import Joined
-from kvrecall.engine.captured.ranks import ranks_of
-from kvrecall.engine.captured.recorded import Member, RecordedStep
-from kvrecall.engine.captured.structure import StepKey
+from kvrecall.layer.slots.layers import Joined
 from kvrecall.layer.state import LayerState
 
 _CHECKED_STEPS = 64

@@ -1,4 +1,4 @@
-"""What the layers of a captured decode have in common: slots at fixed addresses, which sequences join and leave."""
+"""What the layers of a device step have in common: slots at fixed addresses, which sequences join and leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kvrecall.backends.transformers.memory import free_device_bytes
+from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.state import LayerState
@@ -41,7 +41,7 @@ class Group:
 
 
 class SlotLayer(ABC):
-    """One layer's part of a captured step: slots of fixed addresses, and the launches that work on all of them.
+    """One layer's part of a device step: slots of fixed addresses, and the launches that work on all of them.
 
     A step works on every slot; one without a sequence attends to its own token and changes nothing outside the slot. Sequences
     join and leave between steps, which changes data and no address, so the launches can be replayed for all that come.
@@ -159,15 +159,6 @@ def keeps_rows(state: LayerState, slots: int) -> bool:
     shape = state.shape
     need = 4 * slots * shape.kv_heads * state.top_k * shape.head_dim * shape.dtype.itemsize
     return need * _KEPT_SHARE <= free_device_bytes(shape.device)
-
-
-def adopt_held(group: Group, ids: Tensor, counts: Tensor) -> None:
-    """Writes the selections that uncaptured steps held into ids `[slots, H_kv, K]` and counts `[slots, H_kv]`."""
-    for b, held in group.state.held.items():
-        slot, width = group.slots[b], min(held.ids.shape[1], ids.shape[2])
-        ids[slot] = -1
-        ids[slot, :, :width] = held.ids[:, :width]
-        counts[slot] = held.counts
 
 
 def count_steps(

@@ -22,11 +22,11 @@ from tests.backends.models import SMALL, tiny
 from tests.layers import DIM, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.engine.captured import decoder as captured
-from kvrecall.engine.captured.check import check_layers, check_methods
-from kvrecall.engine.captured.layers import Layers
-from kvrecall.engine.captured.plan import StepPlan
-from kvrecall.engine.captured.recorded import RecordedStep
+from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture.check import check_layers, check_methods
+from kvrecall.backends.transformers.capture.recorded import RecordedStep
+from kvrecall.index.sphere.plan import StepPlan
+from kvrecall.layer.slots.layers import Layers
 from tests.interpreted.slots import in_slots
 
 
@@ -251,7 +251,9 @@ def test_a_window_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPa
     model = tiny("gemma2")
     cache = prefilled(model)[0]
     before = list(cache.layers)
-    monkeypatch.setattr("kvrecall.engine.captured.sliding.WholeAttention", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(
+        "kvrecall.backends.transformers.capture.sliding.WholeAttention", Mock(side_effect=torch.OutOfMemoryError)
+    )
     with pytest.raises(CaptureError, match="layer 0's windows of 32,768 bytes must fit"):
         captured.CapturedDecoder(model, cache, 8)
     assert cache.layers == before and all(layer.captured is None for layer in cache.retrieval_layers)
@@ -320,10 +322,10 @@ def test_layers_with_settings_of_their_own_have_plans_of_their_own() -> None:
     method = kvrecall.ParisKV(**TINY | {"per_layer": {1: {"top_k": 12}, 3: {"top_k": 12}}})
     _, layers = taken(method, 5)
     assert [plan.top_k for plan in layers.plans] == [8, 12]
-    assert [layer._search.top_k for layer in layers.all] == [8, 12, 8, 12, 8]
+    assert [layer.attention.top_k for layer in layers.all] == [8, 12, 8, 12, 8]
     layers.prepare()
-    assert layers.all[3]._plan_rows.tolist() == layers.plans[1].rows().tolist()
-    assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseLayer", "DenseLayer", "UnitLayer"]
+    assert layers.all[3].zones.rows.tolist() == layers.plans[1].rows().tolist()
+    assert [type(x).__name__ for x in taken(kvrecall.LouisKV(**TINY), 3)[1].all] == ["DenseSlots", "DenseSlots", "SearchSlots"]
 
 
 def test_every_layer_is_asked_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,10 +367,10 @@ def test_a_dense_layer_without_memory_for_its_attention_is_refused(monkeypatch: 
 def test_dense_layers_whose_rows_are_in_host_memory_are_refused(
     method: kvrecall.Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrecall.engine.captured.dense.has_own_memory", lambda _: True)
+    monkeypatch.setattr("kvrecall.layer.slots.dense.has_own_memory", lambda _: True)
     with pytest.raises(CaptureError, match=r"layer 0 searches nothing and its keys and values are in host memory.*uncaptured"):
         taken(method, 3)
 
 
 def test_a_method_that_searches_nothing_is_all_dense_layers() -> None:
-    assert [type(layer).__name__ for layer in taken(FULL, 2)[1].all] == ["DenseLayer"] * 2
+    assert [type(layer).__name__ for layer in taken(FULL, 2)[1].all] == ["DenseSlots"] * 2

@@ -1,20 +1,20 @@
-"""The trigger of one captured layer: a memory per slot, taken over from the uncaptured trigger and given back to it."""
+"""The trigger of one layer of a device step: a memory per slot, taken over from a trigger of the host and given back to it."""
 
 # A launch takes what only Triton knows.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.launch import next_power_of_2, overlapping
-from kvrecall.engine.captured.base import Group
-from kvrecall.engine.captured.trigger_kernels import MISSING, UNKNOWN, trigger_kernel, turned_kernel
-from kvrecall.layer.state import LayerState
-from kvrecall.trigger import BoundaryTrigger, EveryStep, FixedStride, SemanticBoundary, StrideTrigger
+from kvrecall.parts import Part
+from kvrecall.trigger import BoundaryTrigger, EveryStep, FixedStride, SemanticBoundary, StrideTrigger, Trigger
+from kvrecall.trigger.kernels import MISSING, UNKNOWN, trigger_kernel, turned_kernel
 from kvrecall.trigger.speculative import Speculative, SpeculativeTrigger
 
 _NEVER = 2**31 - 1
@@ -32,41 +32,42 @@ class Marks:
 class DeviceTrigger:
     """Decides for all slots of one layer, step after step, without the host."""
 
-    def __init__(self, like: LayerState, slots: int, width: int, marks: Marks | None = None) -> None:
-        """like: a state whose trigger is of the kind. width: flags per slot, all alike but for a speculative trigger, which
-        decides for each of `width` KV heads."""
-        shape, self._config = like.shape, like.method.trigger_config()
-        self._shape, self._width, self._marks, b = shape, width, marks, slots
+    def __init__(
+        self, config: Part, layer: int, slots: int, heads: int, dim: int, width: int, like: Tensor, marks: Marks | None = None
+    ) -> None:
+        """heads, dim: of the queries. width: flags per slot, all alike but for a speculative trigger, which decides for each of
+        `width` KV heads. like: any tensor of the queries' dtype and device."""
+        self._config, self._heads, self._dim = config, heads, dim
+        self._width, self._marks, b, device = width, marks, slots, like.device
 
         def ints(*size: int, fill: int = 0) -> Tensor:
-            return torch.full(size, fill, dtype=torch.int32, device=shape.device)
+            return torch.full(size, fill, dtype=torch.int32, device=device)
 
         self.fire, self.searches = ints(b, width, fill=1), ints(b)
         """fire: int32 `[slots, width]`, whether this step searches. searches: how often each has, if not always."""
-        self.every_step = isinstance(self._config, EveryStep)
-        self.early = isinstance(self._config, Speculative)
+        self.every_step = isinstance(config, EveryStep)
+        self.early = isinstance(config, Speculative)
         """Whether a search with the queries of the step before, `before`, comes first, and `fire` says whose is made again."""
         self.always = torch.ones_like(self.fire)
         self._since, self._fresh = ints(b), ints(b)
-        kind = shape.dtype if self.early else torch.float32
-        self.before = torch.zeros(b, shape.query_heads, shape.head_dim, dtype=kind, device=shape.device)
+        kind = like.dtype if self.early else torch.float32
+        self.before = torch.zeros(b, heads, dim, dtype=kind, device=device)
         self.threshold = -2.0
         """The cosine below which it fires."""
-        if isinstance(self._config, SemanticBoundary):
-            self.threshold = self._config.at(like.layer)
-        elif isinstance(self._config, Speculative):
-            self.threshold = float(self._config.threshold)
+        if isinstance(config, SemanticBoundary):
+            self.threshold = config.at(layer)
+        elif isinstance(config, Speculative):
+            self.threshold = float(config.threshold)
 
     def launch(self, queries: Tensor) -> None:
         """Decides, for queries `[slots, H_q, 1, D]` (contiguous) of a step."""
-        config, shape, slots = self._config, self._shape, len(self._since)
-        dim, padded = shape.head_dim, next_power_of_2(shape.head_dim)
+        config, slots, dim, padded = self._config, len(self._since), self._dim, next_power_of_2(self._dim)
         if isinstance(config, EveryStep):
             return  # `fire` is never anything but 1
         if isinstance(config, Speculative):
             turned_kernel[(slots,)](
                 queries, self.before, self._fresh, self.fire, self.threshold, D=dim, BD=padded,
-                G=shape.query_heads // shape.kv_heads, HEADS=shape.kv_heads, num_warps=1,
+                G=self._heads // self._width, HEADS=self._width, num_warps=1,
             )  # fmt: skip
             return
         semantic = isinstance(config, SemanticBoundary)
@@ -75,16 +76,16 @@ class DeviceTrigger:
         trigger_kernel[(slots,)](
             queries, self.before, self._since, self._fresh, self.fire, self.searches, marks.marks, marks.ordinals,
             self.threshold, most, config.steps if isinstance(config, FixedStride) else 1, marks.ordinals.stride(0),
-            marks.marks.stride(0), D=dim, BD=padded, H=shape.query_heads, WIDTH=self._width, SEMANTIC=semantic,
+            marks.marks.stride(0), D=dim, BD=padded, H=self._heads, WIDTH=self._width, SEMANTIC=semantic,
             LAST=isinstance(config, SemanticBoundary) and config.compare == "retrieval", MARKS=self._marks is not None,
-            num_warps=1, **overlapping(shape.device),
+            num_warps=1, **overlapping(queries.device),
         )  # fmt: skip
 
-    def join(self, group: Group) -> None:
-        """Goes on where the uncaptured steps of some sequences ended, with nothing counted."""
-        trigger = group.state.trigger
-        for b, slot in enumerate(group.slots):
-            fresh = 0 if b in group.state.held else MISSING.value
+    def join(self, trigger: Trigger, slots: list[int], held: Collection[int]) -> None:
+        """Goes on where a trigger of the host has ended, whose sequences are in these slots, with nothing counted. held: the
+        sequences that have a selection."""
+        for b, slot in enumerate(slots):
+            fresh = 0 if b in held else MISSING.value
             if isinstance(trigger, BoundaryTrigger | SpeculativeTrigger):
                 reference = (trigger.reference if isinstance(trigger, BoundaryTrigger) else trigger.last)[b]
                 if reference is None:
@@ -95,9 +96,8 @@ class DeviceTrigger:
                 self._since[slot] = trigger.since[b]
             self._fresh[slot], self.searches[slot] = fresh, 0
 
-    def give_back(self, group: Group) -> int:
-        """Leaves the trigger as uncaptured steps would have; returns how many searches there were."""
-        trigger, slots, steps = group.state.trigger, group.slots, group.steps
+    def give_back(self, trigger: Trigger, slots: list[int], steps: int) -> int:
+        """Leaves the trigger as if it had decided in the `steps` steps; returns how many searches there were."""
         if isinstance(trigger, BoundaryTrigger):
             trigger.reference = list(self.before[slots])
             trigger.since = self._since[slots].tolist()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.engine.captured.branches import beside, branches, divided
+from kvrecall.index.sphere.branches import beside, branches, divided
 
 
 @given(start=st.integers(0, 50), length=st.integers(1, 300), count=st.integers(1, 20))

@@ -12,11 +12,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvrecall.attend import attend_rows
 from kvrecall.attend.whole import WholeAttention
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.capture.verify import Attended
 from kvrecall.backends.transformers.layer import LAYER_TAG
 from kvrecall.core.errors import CaptureError
+from kvrecall.core.rings import places
 from kvrecall.core.structs import AttentionParams, Rows
-from kvrecall.engine.captured.verify import Attended
-from kvrecall.engine.captured.window import places
 from kvrecall.merge import merge, sink_logits
 from kvrecall.methods.base import HEAD_DIMS
 

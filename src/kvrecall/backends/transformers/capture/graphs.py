@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.engine.captured.layers import Joined
-from kvrecall.engine.captured.recorded import RecordedStep
-from kvrecall.engine.captured.structure import StepKey
+from kvrecall.backends.transformers.capture.recorded import RecordedStep
+from kvrecall.backends.transformers.capture.structure import StepKey
+from kvrecall.layer.slots.layers import Joined
 
 _MOST = 4
 """Steps that are kept per model; the one that was used least recently goes."""

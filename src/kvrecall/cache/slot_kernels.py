@@ -1,0 +1,100 @@
+"""What ends a device step whose zones the device counts: the token is stored for good, and old ones leave the window.
+
+Every token lies in the host row that its number says from its own step on, so nothing is left to copy when it leaves the
+window. How many leave is decided here: the host does not know where segments end. All programs of a sequence decide the same,
+each for its own KV head.
+
+A zone row, int32, one per sequence and KV head, is: rows in front of the window (sink and static set) · window rows with the
+token of this step · ring place of the oldest · row of the token of this step · numbers of the oldest window token, which is the
+length of the retrieval zone, and of the token of this step · what kind of step it is: STEP, TRIAL or IDLE. Tokens count from
+the end of the sink.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.cache.slot_zones import IDLE as IDLE_STEP
+from kvrecall.cache.slot_zones import ZONE_NUMBERS
+from kvrecall.core.host_rows import row_offset
+
+ZONE_FIELDS = tl.constexpr(ZONE_NUMBERS)
+IDLE = tl.constexpr(IDLE_STEP)
+
+
+@triton.jit
+def store_token(p_rows, p_zone, p_pool, p_table, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Copies the row of this step's token, out of rows `[CAPACITY, 2, D]`, to the host: pool `[blocks, HEADS, BLOCK, 2, D]`, of
+    which the sequence has the blocks of its table, see `row_offset`."""
+    o_d = tl.arange(0, BD)
+    p_row = p_rows + tl.load(p_zone + 3).to(tl.int64) * (2 * D) + o_d
+    number = tl.load(p_zone + 5)
+    p_host = p_pool + row_offset(p_table, number, number >= 0, i_kv, HEADS, BLOCK, D) + o_d
+    tl.store(p_host, tl.load(p_row, mask=o_d < D), mask=o_d < D)
+    tl.store(p_host + D, tl.load(p_row + D, mask=o_d < D), mask=o_d < D)
+
+
+@triton.jit
+def remember(p_queries, p_lse, p_log, p_log_lse, place, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr):
+    """Copies the queries `[G, D]` of this step and their lse `[G]` to a place of the log `[·, G, D]`, `[·, G]`."""
+    o_d = tl.arange(0, BD)
+    for g in range(G):
+        b_q = tl.load(p_queries + g * D + o_d, mask=o_d < D)
+        tl.store(p_log + (place * G + g) * D + o_d, b_q, mask=o_d < D)
+        tl.store(p_log_lse + place * G + g, tl.load(p_lse + g))
+
+
+@triton.jit
+def keep_token(
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """What every step does with its token, whatever its units are: row, queries (LOG) and the count of resident rows.
+
+    table int32 `[b, TABLE]`; the rest as in `store_token`.
+    """
+    i_b, i_kv = i_bh // HEADS, i_bh % HEADS
+    store_token(p_rows, p_zone, p_pool, p_table + i_b * TABLE, i_kv, HEADS, BLOCK, D, BD)
+    if LOG:
+        o_log, place = i_bh.to(tl.int64) * WINDOW * G, tl.load(p_zone + 5) % WINDOW
+        remember(p_queries + i_bh * G * D, p_lse + i_bh * G, p_log + o_log * D, p_log_lse + o_log, place, D, BD, G)
+    if i_kv == 0:
+        tl.store(p_resident + i_b, tl.load(p_resident + i_b) + tl.load(p_zone + 1))
+
+
+@triton.jit
+def leaving(p_zone, LOCAL, INTERVAL):
+    """How many tokens may leave the window: what it holds beyond LOCAL, as soon as that is INTERVAL; none in a trial."""
+    buffer = tl.load(p_zone + 1) - LOCAL
+    return tl.where((buffer >= INTERVAL) & (tl.load(p_zone + 6) == 0), buffer, 0)
+
+
+@triton.jit
+def move_on(p_zone, moved, RING, FRONT):
+    """The next step's row: one token more, of which `moved` have left."""
+    first, token = tl.load(p_zone + 4) + moved, tl.load(p_zone + 5) + 1
+    tl.debug_barrier()  # all threads have read the row
+    tl.store(p_zone + 1, token + 1 - first)
+    tl.store(p_zone + 2, first % RING)
+    tl.store(p_zone + 3, FRONT + token % RING)
+    tl.store(p_zone + 4, first)
+    tl.store(p_zone + 5, token)
+
+
+@triton.jit
+def tokens_kernel(
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL,
+    INTERVAL, WINDOW,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head): stores the token; the buffer of a full window leaves it. For summaries of single tokens,
+    which are written when the token comes. See `keep_token`."""
+    i_bh = tl.program_id(0)
+    p_zone += i_bh * ZONE_FIELDS
+    if tl.load(p_zone + 6) == IDLE:
+        return
+    p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
+    keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
+               BLOCK, D, BD, G, LOG)  # fmt: skip
+    move_on(p_zone, leaving(p_zone, LOCAL, INTERVAL), CAPACITY - FRONT, FRONT)

@@ -1,0 +1,162 @@
+"""The zones of the sequences in the slots of a device step: what the kernels read of them, and who counts them.
+
+Where lengths follow from the number of steps alone, the host counts (`PlannedZones`) and sends one row of numbers per slot
+before each step. Where queries decide what leaves the window, as LouisKV's segments do, the device counts (`DeviceZones`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.zones import ZoneLengths, ZoneSizes
+
+ZONE_NUMBERS = 7
+"""int32 numbers of a row of `DeviceZones`; see `cache.slot_kernels`."""
+STEP, TRIAL, IDLE = 0, 1, 2
+"""What kind of step a row asks for. A trial: nothing leaves the window. Idle: a slot without a sequence, of which nothing is
+written down."""
+
+
+class ZonePlan(ABC):
+    """Zone lengths of the sequences in their slots, counted by the host, the same in all layers that share the plan."""
+
+    zones: dict[int, ZoneLengths]
+    """By slot, as they are before the next step; a slot without a sequence has none."""
+    row: int
+    """int32 numbers of a slot."""
+
+    @abstractmethod
+    def rows(self, quiet: bool = False) -> Tensor:
+        """int32 `[slots, row]` on the CPU, for the next step. quiet: for a trial, in which nothing leaves the window."""
+
+    @abstractmethod
+    def attended(self, slot: int) -> int:
+        """Tokens outside the retrieval zone that the next step attends to, its own included."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """The step was made."""
+
+
+class SlotZones(ABC):
+    """The zones of one layer's slots."""
+
+    rows: Tensor
+    """int32 `[·, ·]` on the device: what the kernels read."""
+
+    @abstractmethod
+    def join(self, slot: int, zones: ZoneLengths, front: int) -> None:
+        """A sequence takes a slot. front: rows in front of its window, sink and static set."""
+
+    @abstractmethod
+    def leave(self, slot: int) -> None:
+        """The slot is free: its token attends to itself, and nothing is written down."""
+
+    @abstractmethod
+    def lengths(self, slots: list[int]) -> list[ZoneLengths]:
+        """As they are before the next step; synchronises where the device counts."""
+
+    @abstractmethod
+    def attended(self, slots: list[int], steps: int) -> int:
+        """Tokens outside the selection and the static set that the `steps` steps since these sequences joined attended to."""
+
+    @abstractmethod
+    def on_host(self, zones: ZoneLengths) -> int:
+        """How many of a window's tokens, oldest first, must lie in their host rows before a step."""
+
+    def begin_trial(self, slots: list[int]) -> None:  # noqa: B027 - optional: a plan has trials of its own
+        """The next step is a trial."""
+
+    def moved_on(self, slots: list[int]) -> None:  # noqa: B027 - optional: a device counts for itself
+        """A step is made, of which the plan does not know yet."""
+
+
+class PlannedZones(SlotZones):
+    """The host counts. A token that waits in the buffer is copied to the host in a step of its own."""
+
+    def __init__(self, plan: ZonePlan, rows: Tensor) -> None:
+        """rows: int32 `[slots, plan.row]` on the device, filled before each step by whoever owns the plan."""
+        self.plan, self.rows = plan, rows
+        self._attended: dict[int, int] = {}
+
+    def join(self, slot: int, zones: ZoneLengths, front: int) -> None:
+        self._attended[slot] = 0
+
+    def leave(self, slot: int) -> None:
+        self._attended.pop(slot, None)
+
+    def lengths(self, slots: list[int]) -> list[ZoneLengths]:
+        return [self.plan.zones[slot] for slot in slots]
+
+    def attended(self, slots: list[int], steps: int) -> int:
+        return sum(self._attended[slot] for slot in slots)
+
+    def on_host(self, zones: ZoneLengths) -> int:
+        return zones.buffer
+
+    def moved_on(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._attended[slot] += self.plan.attended(slot)
+
+
+class DeviceZones(SlotZones):
+    """The kernel that ends a step counts. Every token lies in its host row from its own step on."""
+
+    def __init__(
+        self, slots: int, heads: int, sizes: ZoneSizes, tokens: int, front: int, ring: int, device: torch.device
+    ) -> None:
+        """tokens: most tokens behind the sink. front: rows in front of the window. ring: most rows of the window."""
+        self._by_slot, self._sizes, self._front, self._ring = (slots, heads, ZONE_NUMBERS), sizes, front, ring
+        self.rows = torch.zeros(slots * heads, ZONE_NUMBERS, dtype=torch.int32, device=device)
+        """int32 `[slots * H_kv, ZONE_NUMBERS]`; all KV heads of a slot have the same row."""
+        self.marks = torch.zeros(slots, tokens + 1, dtype=torch.uint8, device=device)
+        """uint8 `[slots, tokens + 1]`, not 0 for tokens, by their number behind the sink, with which a segment begins."""
+        self.resident = torch.zeros(slots, dtype=torch.int64, device=device)
+        """int64 `[slots]`: window rows that the steps have attended to."""
+        for slot in range(slots):
+            self.leave(slot)
+
+    @property
+    def coming(self) -> Tensor:
+        """int32 `[slots]`, strided: the numbers of the tokens of the next step."""
+        return self.rows.view(self._by_slot)[:, 0, 5]
+
+    def join(self, slot: int, zones: ZoneLengths, front: int) -> None:
+        window = zones.local + zones.buffer
+        coming = zones.retrieval + window
+        oldest, newest = (number % self._ring for number in (zones.retrieval, coming))
+        self._set(slot, [front, window + 1, oldest, self._front + newest, zones.retrieval, coming, STEP])
+        self.resident[slot] = 0
+        self.marks[slot] = 0
+
+    def leave(self, slot: int) -> None:
+        self._set(slot, [0, 1, 0, self._front, 0, 0, IDLE])
+
+    def lengths(self, slots: list[int]) -> list[ZoneLengths]:
+        rows = self.rows.view(self._by_slot)[slots][:, 0].tolist()
+        sink = self._sizes.sink_tokens
+        return [self._sizes.lengths(sink + coming, first) for _, _, _, _, first, coming, _ in rows]
+
+    def attended(self, slots: list[int], steps: int) -> int:
+        return int(self.resident[slots].sum()) + len(slots) * self._sizes.sink_tokens * steps
+
+    def on_host(self, zones: ZoneLengths) -> int:
+        return zones.local + zones.buffer
+
+    def begin_trial(self, slots: list[int]) -> None:
+        self.rows.view(self._by_slot)[slots, :, 6] = TRIAL  # units that lose or win tokens could not be brought back
+
+    def mark(self, slot: int, numbers: Sequence[int]) -> None:
+        """Segments begin with these tokens, counted from behind the sink."""
+        self.marks[slot, torch.tensor(numbers, dtype=torch.int64, device=self.marks.device)] = 1
+
+    def marked(self, slot: int, start: int, stop: int) -> list[int]:
+        """Those of the tokens start .. stop - 1 with which a segment begins; synchronises."""
+        return (start + self.marks[slot, start:stop].nonzero().flatten()).tolist()
+
+    def _set(self, slot: int, row: list[int]) -> None:
+        self.rows.view(self._by_slot)[slot] = torch.tensor(row, dtype=torch.int32).to(self.rows.device)

@@ -1,0 +1,75 @@
+"""How pages grow in a device step: the buffer of a full window becomes pages."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
+from kvrecall.index.unit_kernels.grow import add_members
+
+
+@triton.jit
+def page_kernel(
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_reps, p_members, p_offsets, p_tails, p_resident, p_log,
+    p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL, INTERVAL, UNITS, TOKENS, WINDOW,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
+    SPREAD: tl.constexpr, POINTS: tl.constexpr, FIELDS: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head): the buffer of a full window becomes pages of PAGE <= T tokens, from the partial one on.
+
+    tails `[bh, PAGE, D]`: keys of the last page if it is partial. reps `[bh, UNITS, POINTS * D]`: mean key, or mean ± mean
+    deviation (SPREAD), or extremes; see `index.pages.volumes`. The rest as in `segment_kernel`.
+    """
+    i_bh = tl.program_id(0)
+    p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
+    if tl.load(p_zone + 6) == IDLE:
+        return
+    p_rows += i_bh.to(tl.int64) * CAPACITY * (2 * D)
+    keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
+               BLOCK, D, BD, G, LOG)  # fmt: skip
+    first = tl.load(p_zone + 4)
+    moved = leaving(p_zone, LOCAL, INTERVAL)
+    if moved > 0:
+        tokens = tl.load(p_plan + 1).to(tl.int32)
+        page, rest = tokens // PAGE, tokens % PAGE
+        o_d, o_t = tl.arange(0, BD), tl.arange(0, T)
+        p_tail = p_tails + i_bh.to(tl.int64) * PAGE * D
+        p_offset = p_offsets + i_bh.to(tl.int64) * (UNITS + 1)
+        i = 0
+        while i < rest + moved:
+            o_x = i + o_t
+            m_x = (o_t < PAGE) & (o_x < rest + moved)
+            m_row = m_x[:, None] & (o_d < D)[None, :]
+            b_row = FRONT + (first + tl.maximum(o_x - rest, 0)) % (CAPACITY - FRONT)
+            p_row = p_rows + b_row[:, None].to(tl.int64) * (2 * D) + o_d[None, :]
+            m_old = (o_x < rest)[:, None]
+            b_new = tl.load(p_row, mask=m_row & (o_x >= rest)[:, None], other=0.0)
+            b_old = tl.load(p_tail + o_x[:, None] * D + o_d[None, :], mask=m_row & m_old, other=0.0)
+            b_key = tl.where(m_old, b_old, b_new)
+            b_k = b_key.to(tl.float32)
+            size = tl.minimum(rest + moved - i, PAGE)
+            p_rep = p_reps + (i_bh.to(tl.int64) * UNITS + page) * (POINTS * D) + o_d
+            if POINTS == 1 or SPREAD:
+                b_centre = tl.sum(b_k, 0) / size
+                b_high, b_low = b_centre, b_centre
+                if POINTS == 2:
+                    b_spread = tl.sum(tl.where(m_row, tl.abs(b_k - b_centre[None, :]), 0.0), 0) / size
+                    b_high, b_low = b_centre + b_spread, b_centre - b_spread
+            else:
+                b_high = tl.max(tl.where(m_row, b_k, float("-inf")), 0)
+                b_low = tl.min(tl.where(m_row, b_k, float("inf")), 0)
+            tl.store(p_rep, tl.cast(b_high, p_reps.dtype.element_ty), mask=o_d < D)
+            if POINTS == 2:
+                tl.store(p_rep + D, tl.cast(b_low, p_reps.dtype.element_ty), mask=o_d < D)
+            tl.debug_barrier()  # the old tail has been read
+            if size < PAGE:
+                tl.store(p_tail + o_t[:, None] * D + o_d[None, :], b_key, mask=m_row)
+            page += 1
+            i += PAGE
+            tl.store(p_offset + page, tokens - rest + tl.minimum(i, rest + moved))
+        add_members(p_members + i_bh.to(tl.int64) * TOKENS, first, tokens, moved, T)
+        tl.debug_barrier()
+        tl.store(p_plan, page.to(tl.int64))
+        tl.store(p_plan + 1, (tokens + moved).to(tl.int64))
+    move_on(p_zone, moved, CAPACITY - FRONT, FRONT)

@@ -1,0 +1,134 @@
+"""The sphere index's part of a device step: codes in blocks, searched by a chain of kernels, in branches where it is long.
+
+A token is encoded in a step of its own while it waits in the buffer, in the launch that attends.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.slot_zones import PlannedZones, SlotZones
+from kvrecall.cache.zones import ZoneLengths
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.index.base import Index
+from kvrecall.index.sphere.branches import beside, branches, divided
+from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.kernels.encode import Centring
+from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
+from kvrecall.index.sphere.kernels.step import step_kernel
+from kvrecall.index.sphere.plan import ROW, SEARCH_FIELDS, StepPlan
+from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
+
+if TYPE_CHECKING:
+    from kvrecall.index.sphere import SphereIndex
+
+_ENCODED_ROWS = 32
+"""Coordinates per program that encodes a token."""
+
+
+class SphereStep(IndexStep):
+    """Codes of the slots' sequences, and the launches of a step that searches them. All zones follow one plan of the host."""
+
+    spread = True
+
+    def __init__(self, index: SphereIndex, spec: SlotSpec) -> None:
+        """index: of the kind that is to join."""
+        super().__init__(spec)
+        shape, config, maps, plan = spec.shape, index.config, index.maps, spec.plan
+        assert isinstance(plan, StepPlan)
+        self._kind, self._maps, self._pages = type(index), maps, index.pages
+        self._collides = config.stage1 == "collision"
+        heads, dim = shape.kv_heads, shape.head_dim
+        self._centring = Centring.of(maps, spec.tokens)
+        sizes = spec.slots, heads, dim // BLOCK, CENTROIDS
+        counts, zero_norms = (torch.zeros(size, dtype=torch.int32, device=shape.device) for size in (sizes, sizes[:2]))
+        self.tables = Tables(index.pages.codes, spec.host.blocks, counts, zero_norms)
+        """What searches read. Rows and codes of a sequence lie in the same blocks."""
+        self._live = torch.zeros_like(counts)
+        # Where each KV head may search again, it is a sequence of its own.
+        sequences = (spec.slots * heads, 1) if spec.early else (spec.slots, heads)
+        self.width = heads if spec.early else 1
+        self._pair_plan = torch.zeros(spec.slots * heads, ROW, dtype=torch.int32, device=shape.device)
+        self.searches = GpuSearch(*sequences, spec.group, dim, config.gqa, config.stage1, spec.top_k, spec.tokens,
+                                  plan.most_candidates(spec.tokens), maps, ROW, config.norms)  # fmt: skip
+        self.ids = self.searches.ids.view(spec.slots, heads, -1)
+        self.counts = self.searches.counts.view(spec.slots, heads)
+        # A search that is rarely made again, or by few heads, is not worth more launches.
+        self._branches = divided(self.searches.pairs, branches(spec.slots * heads, spec.tokens) if spec.every_step else 1)
+        self.estimated_parts = 0 if spec.estimates is None else spec.estimates.parts
+        self._levels, self._thresholds = magnitude_levels(shape.device), magnitude_thresholds(shape.device)
+
+    def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
+        if type(index) is not self._kind:
+            return False
+        known = cast("SphereIndex", index)
+        return known.maps is self._maps and known.pages is self._pages
+
+    def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
+        known = cast("SphereIndex", index)
+        known.reserve(zones.total - zones.sink + room + 1)
+        self.tables.counts[slot] = self._live[slot] = known.counts[sequence]
+        if zones.buffer:  # tokens that wait are encoded now, as later ones are in steps of their own
+            known.encode_ahead(sequence, window[:, : zones.buffer, 0], zones.retrieval)
+            known.add_counts(self._live[slot], sequence, zones.retrieval, zones.retrieval + zones.buffer, 1)
+        self.tables.zero_norms[slot] = known.zero_norms[sequence]
+
+    def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        self._search(queries, fire, zones.rows, scaling, self.searches.pairs)
+
+    def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        rows = zones.rows  # every KV head gets the row of its sequence, which the second search reads, too
+        self._pair_plan.view(self.spec.slots, -1, ROW).copy_(rows.unsqueeze(1).expand(-1, self.spec.shape.kv_heads, -1))
+        self.search(queries, fire, zones, scaling)
+
+    def step(self, asked: SlotStep) -> Tensor:
+        assert isinstance(asked.zones, PlannedZones)
+        attention, estimates, params = asked.attention, self.spec.estimates, asked.params
+
+        def part(pairs: range) -> None:
+            self._search(asked.queries, asked.fire, asked.zones.rows, params.scaling, pairs)
+            self.attend(asked, pairs)
+            if estimates is not None:
+                estimates.attend(asked.queries, self.ids, attention.out, attention.lse, attention.parts, params, pairs)
+
+        beside(self._branches, asked.queries, part)
+        return attention.merge(asked.queries, params)
+
+    def attend(self, asked: SlotStep, pairs: range) -> None:
+        """Selected rows, window rows and the token that leaves, in one launch for `pairs` of slots and KV heads."""
+        maps, tables, centring, host = self._maps, self.tables, self._centring, asked.attention.table
+        attention, params, dim, k = asked.attention, asked.params, self.spec.shape.head_dim, self.spec.top_k
+        codes, measured, centred = tables.codes, tables.codes.norms is not None, maps.means is not None
+        pieces, parts = cdiv(dim, _ENCODED_ROWS) + measured, attention.parts
+        least, most = weight_range(codes.weights.dtype, centred)
+        step_kernel[(len(pairs) * (parts + pieces),)](
+            asked.queries, asked.keys, asked.values, attention.rows, asked.zones.rows, attention.bad, self.searches.ids,
+            host.rows, host.blocks, attention.kept_ids, attention.kept, asked.parity, attention.read, attention.out,
+            attention.lse, maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
+            codes.magnitudes, codes.weights, codes.norms if measured else codes.signs, tables.counts, self._live,
+            tables.zero_norms, params.scaling, params.softcap, self.spec.shape.kv_heads, host.blocks.stride(0), pairs.start,
+            attention.rows.shape[2], ROW, attention.front, self.spec.slots * self.spec.shape.kv_heads, k,
+            codes.signs.stride(0), maps.stride, centring.between, most, least, MIN_ALPHA,
+            BLOCK=host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS, G=self.spec.group,
+            R=attention.chosen_rows, W=attention.resident_rows, BK=next_power_of_2(k), CHOSEN=attention.chosen_parts,
+            PIECES=pieces, PARTS=parts, OTHERS=attention.out.shape[2] - parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0,
+            REUSE=attention.keep, COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured,
+            num_warps=attention.warps, **overlapping(attention.rows.device),
+        )  # fmt: skip
+
+    def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
+        known = cast("SphereIndex", index)
+        known.extend(sequence, tokens)
+        known.zero_norms[sequence] |= self.tables.zero_norms[slot]
+
+    def _search(self, queries: Tensor, fire: Tensor, rows: Tensor, scaling: float, pairs: range) -> None:
+        plan = self._pair_plan if self.spec.early else rows
+        self.searches.launch(queries, self.tables, plan, fire.view(-1), scaling, pairs)

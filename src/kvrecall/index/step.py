@@ -1,0 +1,197 @@
+"""An index's part of a device step: its summaries in slots of fixed addresses, and the launches that search them.
+
+A layer (`layer/slots/search.py`) has what every index needs: the rows of the windows, the trigger, the zones. The index brings
+what depends on its summaries. A step of it launches kernels, or calls torch functions of fixed sizes, and asks the device
+nothing, so it can be recorded once and replayed.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from kvrecall.cache.slot_zones import DeviceZones, SlotZones, ZonePlan
+from kvrecall.cache.zones import ZoneLengths, ZoneSizes
+from kvrecall.core.launch import next_power_of_2
+from kvrecall.core.structs import AttentionParams, HostTable
+from kvrecall.index.base import Index, LayerShape
+from kvrecall.select.query_ring import QueryRing
+
+if TYPE_CHECKING:
+    from kvrecall.attend.step import StepAttention
+
+
+class Estimates(Protocol):
+    """What stands for the tokens that a search did not find: parts of the same merge."""
+
+    parts: int
+
+    def attend(
+        self, queries: Tensor, ids: Tensor, out: Tensor, lse: Tensor, first: int, params: AttentionParams, pairs: range
+    ) -> None:
+        """Fills the parts `first` and on, for `pairs` of slots and KV heads."""
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """What an index makes its part of a step for.
+
+    shape: of the layer, with one sequence per slot. tokens: most tokens behind the sink. top_k: most tokens that a search
+    finds. host: the rows on the host, and int32 `[slots, W]`, the blocks of each slot's sequence. plan: of the zones, None
+    where the device counts. early: whether a search with the queries of the step before comes first. every_step: whether every
+    step searches. longest_segment: most tokens of a segment, 0 where there are none. estimates: what is attended to beside the
+    selection.
+    """
+
+    shape: LayerShape
+    sizes: ZoneSizes
+    tokens: int
+    top_k: int
+    host: HostTable
+    plan: ZonePlan | None
+    early: bool
+    every_step: bool
+    longest_segment: int
+    estimates: Estimates | None = None
+
+    @property
+    def slots(self) -> int:
+        """Places for sequences."""
+        return self.shape.sequences
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.shape.query_heads // self.shape.kv_heads
+
+
+@dataclass(frozen=True)
+class SlotStep:
+    """What one step of all slots works on.
+
+    queries `[slots, H_q, 1, D]`, keys, values `[slots, H_kv, 1, D]`, contiguous. parity: int64 `[1]`, the step's number modulo
+    2. fire: int32 `[slots, width]`, whether to search. attention: rows of the windows, and the parts of the merge. log, lse
+    fp32 `[slots, H_q]`: where queries and the log-sum-exp of their attention go, if a static set needs them.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    params: AttentionParams
+    parity: Tensor
+    fire: Tensor
+    zones: SlotZones
+    attention: StepAttention
+    log: QueryRing | None
+    lse: Tensor
+
+
+class IndexStep(ABC):
+    """Summaries of all slots, and the launches that search them. A subclass needs `search`, `join` and `fits`; whether tokens
+    are summarised when they come or when they leave the window is its own business."""
+
+    ids: Tensor
+    """int32 `[slots, H_kv, K]`: what the last searches found, ascending, padded with -1."""
+    counts: Tensor
+    """int32 `[slots, H_kv]`: how many of each are real."""
+    width = 1
+    """Flags of the trigger per slot: 1, or one for each KV head."""
+    estimated_parts = 0
+    """Parts of the merge beside those of the selection and the window."""
+    spread = False
+    """Whether selected rows are read by as many programs as there may be."""
+
+    def __init__(self, spec: SlotSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
+        """Whether the sequences of an index of this kind, with these zones, can join for `room` steps."""
+
+    @abstractmethod
+    def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
+        """A sequence of an index takes a slot. window: rows `[H_kv, n, 2, D]` of the tokens behind the zone, oldest first.
+        budget: tokens that a search may find. room: steps to come. Until the first step it may be called again."""
+
+    @abstractmethod
+    def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        """Fills ids and counts of the slots whose flag is not 0, for queries `[slots, H_q, 1, D]` or without the 1; those of
+        others stay as they are."""
+
+    def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        """As `search`, the first of two in a step."""
+        self.search(queries, fire, zones, scaling)
+
+    def step(self, asked: SlotStep) -> Tensor:
+        """Searches where the trigger has fired, attends, and ends the step; `[slots, H_q, 1, D]`."""
+        self.search(asked.queries, asked.fire, asked.zones, asked.params.scaling)
+        total = None if asked.log is None else asked.lse
+        out = asked.attention.launch(
+            asked.queries, asked.keys, asked.values, self.ids, asked.zones.rows, asked.parity, asked.params, total
+        )
+        self.end(asked)
+        return out
+
+    def end(self, asked: SlotStep) -> None:
+        """Stores the tokens of a step for good, and lets go of those that leave the window. Here: for summaries that this
+        class's `step` has written already, or needs none."""
+        from kvrecall.cache.slot_kernels import tokens_kernel
+
+        grid = (self.spec.slots * self.spec.shape.kv_heads,)
+        args, sizes = end_arguments(self.spec, asked)
+        tokens_kernel[grid](*args.begin, *args.logs, *args.numbers, args.window, **sizes)
+
+    def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
+        """The index of a sequence gets what the steps have added: it knows the first `tokens` tokens of its zone afterwards.
+        keys: those that are new, `[H_kv, n, D]`; only called where there are any. Synchronises."""
+        if tokens > index.lengths[sequence]:
+            index.append(sequence, keys())
+
+    def forget(self, slot: int, index: Index, sequence: int) -> None:  # noqa: B027 - optional
+        """The slot is free; what the index refers to must be its own again."""
+
+    def lacks(self, slot: int, tokens: int) -> bool:
+        """Whether `catch_up` is due before a step over a zone of `tokens` tokens, where the host counts them."""
+        return False
+
+    def catch_up(self, slot: int, tokens: int) -> None:  # noqa: B027 - optional
+        """Between two steps: takes in what a zone of `tokens` tokens has more; its rows are on the host."""
+
+    def estimated(self, slot: int) -> int:
+        """Groups of tokens whose attention the next step estimates."""
+        return 0
+
+
+@dataclass(frozen=True)
+class EndArguments:
+    """What the kernels that end a step take, in their order; between `begin` and `logs` an index may have its own."""
+
+    begin: tuple[Tensor, ...]
+    logs: tuple[Tensor, Tensor, Tensor]
+    numbers: tuple[int, ...]
+    window: int
+
+
+def end_arguments(spec: SlotSpec, asked: SlotStep) -> tuple[EndArguments, dict[str, object]]:
+    """Arguments and sizes, see `cache.slot_kernels.keep_token`."""
+    zones, attention, log, dim = asked.zones, asked.attention, asked.log, spec.shape.head_dim
+    assert isinstance(zones, DeviceZones)
+    table = attention.table
+    logs = (asked.queries, asked.lse) if log is None else (log.queries, log.lse)
+    begin = (asked.queries, asked.lse, attention.rows, zones.rows, table.rows, table.blocks)
+    numbers = (
+        spec.shape.kv_heads, table.blocks.stride(0), attention.rows.shape[2], attention.front, spec.sizes.local_tokens,
+        spec.sizes.update_interval,
+    )  # fmt: skip
+    sizes: dict[str, object] = {
+        "BLOCK": table.block_size, "D": dim, "BD": next_power_of_2(dim), "G": spec.group, "LOG": log is not None,
+        "num_warps": 4,
+    }  # fmt: skip
+    return EndArguments(begin, (zones.resident, *logs), numbers, 1 if log is None else log.window), sizes

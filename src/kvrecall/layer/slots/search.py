@@ -1,0 +1,282 @@
+"""A layer of a device step that searches: what every index needs of it, around the index's own part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvrecall.attend.step import StepAttention
+from kvrecall.cache.slot_zones import DeviceZones, PlannedZones, SlotZones, ZonePlan
+from kvrecall.cache.transfer import bring_keys
+from kvrecall.cache.zone_rows import ZoneRows
+from kvrecall.cache.zones import ZoneLengths
+from kvrecall.core.errors import CaptureError
+from kvrecall.core.rings import places
+from kvrecall.core.structs import AttentionParams, Held
+from kvrecall.index.step import SlotSpec, SlotStep
+from kvrecall.layer.slots.base import Group, SlotLayer, count_steps, keeps_rows
+from kvrecall.layer.state import LayerState
+from kvrecall.select.query_ring import QueryRing
+from kvrecall.static.sets import StaticRefresh
+from kvrecall.trigger.device import DeviceTrigger, Marks
+from kvrecall.trigger.speculative import Speculative
+
+
+class SearchSlots(SlotLayer):
+    """Rows of the windows, trigger, zones and static sets of all slots. The index's part (`IndexStep`) searches them.
+
+    The window of a slot is a ring: a token stays in its row until it leaves, and nothing is shifted. The work for the next
+    static set is done between steps, a share of it at a time; when the set is due, the ordinary state is given back, gets the
+    set, and is taken over again.
+    """
+
+    def __init__(
+        self, like: LayerState, slots: int, tokens: int, table: Tensor, plan: ZonePlan | None = None, rows: Tensor | None = None
+    ) -> None:
+        """tokens: most tokens behind the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence. plan, rows: of
+        the zones, and the device's copy of its rows; None where the device counts.
+
+        like: a state whose static sets are chosen, as `begin` does. Raises CaptureError if they leave nothing to search."""
+        super().__init__(like, slots)
+        shape, sizes, index = self.shape, like.store.sizes, like.index
+        assert index is not None
+        heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
+        self._sizes, self._tokens, self._scaling = sizes, tokens, like.scaling
+        chosen = _static_tokens(like)
+        top_k = like.top_k - min(chosen)
+        if top_k < 1:
+            raise CaptureError("the static set is the whole budget", "Lower its share, or decode uncaptured.")
+        front, ring = sizes.sink_tokens + _room_for_static(like), sizes.local_tokens + sizes.update_interval
+        host, none = like.store.on_host(table), torch.empty(0, dtype=shape.dtype, device=device)
+        trigger = like.method.trigger_config()
+        self.zones: SlotZones
+        marks = None
+        if plan is not None:
+            assert rows is not None
+            self.zones = PlannedZones(plan, rows)
+        else:
+            self.zones = zones = DeviceZones(slots, heads, sizes, tokens, front, ring, device)
+            marks = Marks(zones.marks, zones.coming) if like.marks_segments and like.segments is not None else None
+        longest = 0 if like.segments is None else like.segments.longest
+        early, every_step = isinstance(trigger, Speculative), trigger.name == "every-step"
+        self.part = part = index.slot_step(SlotSpec(shape, sizes, tokens, top_k, host, plan, early, every_step, longest))
+        """The index's part."""
+        self.attention = StepAttention(
+            host, shape.query_heads, front, ring, top_k, keeps_rows(like, slots), none, part.estimated_parts, part.spread
+        )
+        self.bad = self.attention.bad
+        self.trigger = DeviceTrigger(trigger, like.layer, slots, shape.query_heads, dim, part.width, none, marks)
+        group = shape.query_heads // heads
+        self._lse = torch.zeros(slots, shape.query_heads, dtype=torch.float32, device=device)
+        self._log = QueryRing(slots, heads, like.decode_window, group, dim, none) if like.decode_window else None
+        self._estimated: dict[int, int] = {}  # groups of tokens whose attention was estimated, by slot
+        self._away: set[Group] = set()  # given back for a new static set, and not taken over again
+
+    def fits(self, state: LayerState, room: int) -> bool:
+        host, index = self.attention.table, state.index
+        if index is None or state.store.on_host(host.blocks).rows.data_ptr() != host.rows.data_ptr():
+            return False
+        chosen, zones = _static_tokens(state), [state.store.zones(b) for b in range(state.store.sequences)]
+        return (
+            self._sizes.sink_tokens + _room_for_static(state) <= self.attention.front
+            and 1 <= state.top_k - min(chosen) <= self.attention.top_k
+            and max(z.total - z.sink for z in zones) + room < self._tokens
+            and self.part.fits(index, zones, room)
+        )
+
+    @property
+    def early(self) -> bool:
+        return self.trigger.early
+
+    def search_early(self) -> None:
+        """The zones are those that this step's search sees: only the end of a step changes them."""
+        self.part.search_early(self.trigger.before, self.trigger.always, self.zones, self._scaling)
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
+        asked = self.asked(queries.contiguous(), keys.contiguous(), values.contiguous(), parity, params)
+        self.trigger.launch(asked.queries)
+        return self.part.step(asked)
+
+    def asked(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> SlotStep:
+        """What the index's part is told of a step; all contiguous."""
+        return SlotStep(
+            queries, keys, values, params, parity, self.trigger.fire, self.zones, self.attention, self._log, self._lse
+        )
+
+    @property
+    def ahead(self) -> bool:
+        """A share of the work for static sets belongs to a step that is made."""
+        return self.method.static_config() is None
+
+    def renew(self) -> None:
+        """What is due between steps: static sets, and what the index's part takes in when a zone has grown.
+
+        What is long is done before a state is given back; after an error behind that, the next call goes on from there."""
+        for group in self.groups:
+            if group.state.static_config is not None:
+                self._renew_static(group)
+            elif isinstance(self.zones, PlannedZones):
+                self._catch_up(group, self.zones)
+
+    def _renew_static(self, group: Group) -> None:
+        if group not in self._away:
+            statics, every = group.state.statics, range(len(group.slots)) if group.steps else ()
+            soon = [(b, left) for b in every if (left := statics.due(b, group.steps)) is not None]
+            if not soon:
+                return
+            with group.state.clock("static"):
+                done = [statics.work(b, left, lambda b=b: self._look(group, b)) for b, left in soon]
+            if not any(done):
+                return
+            self._give_back(group)
+            self._away.add(group)
+        group.begin_static()
+        self._join(group, 0)
+        self._away.discard(group)
+
+    def _catch_up(self, group: Group, zones: PlannedZones) -> None:
+        for b, (slot, own) in enumerate(zip(group.slots, zones.lengths(group.slots), strict=True)):
+            if self.part.lacks(slot, own.retrieval):
+                with self._stored(group.state, b, own.retrieval):
+                    self.part.catch_up(slot, own.retrieval)
+
+    @contextmanager
+    def _stored(self, state: LayerState, b: int, tokens: int) -> Iterator[None]:
+        """Inside, the host rows of a sequence count the tokens that steps have stored there."""
+        pool = state.store.host[b]
+        before = pool.length
+        pool.extend(tokens)
+        try:
+            yield
+        finally:
+            pool.extend(before)  # the store is as it was until the sequence leaves
+
+    def begin_trial(self) -> None:
+        for group in self.groups:
+            self.zones.begin_trial(group.slots)
+
+    def moved_on(self) -> None:
+        super().moved_on()
+        for group in self.groups:
+            self.zones.moved_on(group.slots)
+            for slot in group.slots:
+                self._estimated[slot] += self.part.estimated(slot)
+
+    def _join(self, group: Group, room: int) -> None:
+        """Takes over the state for the coming step; nothing of it is counted yet."""
+        state, index, attention = group.state, group.state.index, self.attention
+        assert index is not None
+        self._scaling, group.first = state.scaling, []
+        attention.forget(group.slots)
+        for b, slot in enumerate(group.slots):
+            zones, rows = state.store.zones(b), state.store.resident.view(b)
+            front, window = self._fill(slot, state, b, zones), rows[:, zones.sink :]
+            on_host = self.zones.on_host(zones)
+            state.store.host[b].write(zones.retrieval, window[:, :on_host].cpu())  # graphs wait for no copy
+            static = state.static[b]
+            budget = state.top_k - (0 if static is None else static.ids.shape[1])
+            self.part.join(slot, index, b, zones, window, budget, room)
+            self.zones.join(slot, zones, front)
+            self.bad[slot] = self._estimated[slot] = 0
+            group.first.append(zones.retrieval)
+            if isinstance(self.zones, DeviceZones) and state.segments is not None:
+                starts = [p - zones.sink for p in state.segments.starts[b]]
+                self.zones.mark(slot, [number for number in starts if number >= zones.retrieval])
+        ids, counts = self.part.ids, self.part.counts
+        for b, held in state.held.items():  # the selections of the steps before
+            slot, width = group.slots[b], min(held.ids.shape[1], ids.shape[2])
+            ids[slot] = -1
+            ids[slot, :, :width] = held.ids[:, :width]
+            counts[slot] = held.counts
+        self.trigger.join(state.trigger, group.slots, state.held)
+
+    def _fill(self, slot: int, state: LayerState, b: int, zones: ZoneLengths) -> int:
+        """Copies the rows of a sequence that are attended in every step, those of the window to the places that their numbers
+        give them; how many lie in front of the window."""
+        kept, rows, static, front = self.attention.rows[slot], state.store.resident.view(b), state.static[b], zones.sink
+        kept[:, :front] = rows[:, :front]
+        kept[:, self._window(zones)] = rows[:, front:]
+        if static is not None:
+            kept[:, front : front + static.rows.shape[1]] = static.rows
+            front += static.rows.shape[1]
+        return front
+
+    def _window(self, zones: ZoneLengths) -> Tensor:
+        """The rows that hold the window of a sequence, oldest first."""
+        attention = self.attention
+        return attention.front + places(zones.retrieval, zones.local + zones.buffer, attention.ring, self.shape.device)
+
+    def _give_back(self, group: Group) -> None:
+        state, index, sink = group.state, group.state.index, self._sizes.sink_tokens
+        assert index is not None
+        after = self.zones.lengths(group.slots)
+        for b, (slot, zones) in enumerate(zip(group.slots, after, strict=True)):
+            pool, kept = state.store.host[b], self.attention.rows[slot]
+            start, tokens = pool.length, zones.retrieval
+            pool.extend(tokens)
+            self.part.leave(slot, index, b, tokens, partial(self._keys, pool, start))
+            state.store.resident.replace(b, 0, torch.cat([kept[:, : zones.sink], kept[:, self._window(zones)]], 1))
+            state.held[b] = Held(self.part.ids[slot].clone(), self.part.counts[slot].clone(), tokens)
+            coming = zones.total - zones.sink
+            if isinstance(self.zones, DeviceZones) and state.segments is not None and state.marks_segments:
+                for number in self.zones.marked(slot, coming - group.steps, coming):
+                    state.segments.mark(b, sink + number)
+            if self._log is not None and state.log is not None:
+                self._log.give_back(state.log, b, slot, group.steps, coming, sink)
+        state.fetched = {}
+        state.non_finite |= self.bad[group.slots].bool()
+        self._count(group, sum(zones.retrieval for zones in after) - sum(group.first))
+        if state.static_config is not None:
+            for b in range(len(group.slots)):
+                state.statics.grow_older(b, group.steps - 1)
+        group.steps = group.begun = 0
+
+    def _keys(self, zone: ZoneRows, start: int) -> Tensor:
+        """Keys `[H_kv, n, D]` of the zone's tokens from number `start` on."""
+        rows = zone.blocks(start, on_device=True)
+        return torch.cat([bring_keys(block, self.shape.device) for block in rows], 1)
+
+    def _forget(self, group: Group) -> None:
+        self._away.discard(group)
+        index = group.state.index
+        assert index is not None
+        for b, slot in enumerate(group.slots):
+            self.part.forget(slot, index, b)
+            self.zones.leave(slot)
+            self._estimated.pop(slot, None)
+
+    def _look(self, group: Group, b: int) -> StaticRefresh | None:
+        """As `LayerState.begin_static` would see sequence b before the coming step; synchronises."""
+        state, slot = group.state, group.slots[b]
+        zones = self.zones.lengths([slot])[0]
+        sink, keys = self._sizes.sink_tokens, self.attention.rows[slot, :, :, 0]
+        if self._log is not None and state.log is not None:
+            self._log.give_back(state.log, b, slot, group.steps, zones.total - zones.sink, sink)
+        window = keys[:, self._window(zones)]
+        return state.refresh(b, [(keys[:, :sink], 0), (window, sink + zones.retrieval)], zones.retrieval)
+
+    def _count(self, group: Group, moved: int) -> None:
+        """Adds what the steps did to the counters; synchronises."""
+        state, steps, slots, heads = group.state, group.steps, group.slots, self.shape.kv_heads
+        static = _static_tokens(state)
+        count_steps(
+            state, steps, searches=self.trigger.give_back(state.trigger, slots, steps),
+            resident=self.zones.attended(slots, steps), selected=sum(steps * heads * (state.top_k - s) for s in static),
+            static=sum(steps * heads * s for s in static), read=int(self.attention.read[slots].sum()), moved=moved,
+            estimated=sum(self._estimated[slot] for slot in slots),
+        )  # fmt: skip
+
+
+def _static_tokens(state: LayerState) -> list[int]:
+    """Tokens of each sequence's static set."""
+    return [0 if s is None else s.ids.shape[1] for s in state.static]
+
+
+def _room_for_static(state: LayerState) -> int:
+    """Most tokens that a static set of a state's sequences may have."""
+    undecided = state.static_config is not None and None in state.static
+    return state.top_k if undecided else max(_static_tokens(state))
