@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,32 +24,36 @@ class Turns:
 
     def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
         """first: position of the zone's first token. The embedding must be kept by somebody else: it keeps its tables."""
-        self._rotary, self._first, self._device, self._lock = ref(rotary), first, device, Lock()
+        self._rotary, self._first, self._device = ref(rotary), first, device
         with lasting_tensors():
-            self._cos = self._sin = torch.empty(0, rotary.partner.shape[0], device=device)
+            nothing = torch.empty(0, rotary.partner.shape[0], device=device)
+        self._table = nothing, nothing
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) with a row for each span of `tokens` tokens at least. A longer table is another one: who reads it by its
-        address keeps the one that it knows."""
-        with self._lock:
-            self._grow(spans_of(tokens))
-            return self._cos, self._sin
+        address keeps the one that it knows. Threads that ask at the same time may both make it; its numbers are the same."""
+        table, wanted = self._table, spans_of(tokens)
+        if wanted > table[0].shape[0]:
+            table = self._table = self._longer(table, wanted)
+        return table
 
-    def _grow(self, wanted: int) -> None:
-        have = self._cos.shape[0]
-        if wanted > have:
-            wanted = max(wanted, min(spans_of(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
-            rotary = self._rotary()
-            assert rotary is not None
-            made = [mean_turns(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
-            with lasting_tensors():
-                cos, sin = (torch.cat([x.to(self._device) for x in parts]) for parts in zip(*made, strict=True))
-                self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
+    def _longer(self, table: tuple[Tensor, Tensor], wanted: int) -> tuple[Tensor, Tensor]:
+        have = table[0].shape[0]
+        wanted = max(wanted, min(spans_of(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
+        rotary = self._rotary()
+        assert rotary is not None
+        made = [mean_turns(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
+        with lasting_tensors():
+            cos, sin = (
+                torch.cat([old, *(x.to(self._device) for x in new)])
+                for old, new in zip(table, zip(*made, strict=True), strict=True)
+            )
+            return cos, sin
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self._cos.nbytes + self._sin.nbytes
+        return sum(side.nbytes for side in self._table)
 
 
 def spans_of(tokens: int) -> int:
