@@ -13,7 +13,7 @@ rows name the model and the length of its prompt.
 Full attention keeps K and V in device memory, appends in place and calls scaled_dot_product_attention with `enable_gqa` (cuDNN
 or flash, the faster one); its step is captured as a CUDA graph as ours is, so both run the same modules of transformers with
 the same launch costs. Configurations: `models.CONFIGS`. With `--compiled` both run norms, feed-forward layers and rotary
-embedding as torch.compile makes them (`backends.transformers.capture.compiled`); the configuration of such a row ends in "+compiled".
+embedding as torch.compile makes them; the configuration of such a row ends in "+compiled".
 
 No step is timed before every layer of a replayed one has answered as it does uncaptured, or as fp32 attention does
 (`first_step`).

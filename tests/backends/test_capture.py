@@ -294,7 +294,7 @@ def test_methods_that_are_captured(method: kvrecall.Method) -> None:
 @pytest.mark.parametrize(("method", "reason"), [
     (kvrecall.CTKVR(), "ctkvr reranks and attends on the CPU while the GPU works.*Decode uncaptured"),
     (kvrecall.CTKVR(attend="device"), "index 'query-centroids', which asks the host"),
-    (kvrecall.Exact(), "index 'exact', which asks the host"),
+    (kvrecall.methods.H2O(), "index 'accumulated', which asks the host"),
     (kvrecall.methods.RetroInfer(dense_layers=()), "index 'estimating-clusters'"),
     (kvrecall.methods.RaaS(), "index 'milestones'"),
     (kvrecall.PRKV(gqa="per_head"), "gqa='per_head' has no kernel"),

@@ -294,6 +294,7 @@ UNIT_LAYERS = {
     "landmarks": (kvrecall.Method(top_k=10, index="pages:page_tokens=8,bounds=mean", **ZONES), torch.float16),
     "early": (kvrecall.methods.Quest(top_k=32, dense_layers=(), trigger="speculative", **ZONES), torch.float32),
     "dense": (kvrecall.LouisKV(top_k=9, dense_layers=(0,), **ZONES | {"update_interval": 64}), torch.bfloat16),
+    "exact": (kvrecall.Exact(top_k=9, **ZONES), torch.bfloat16),
 }
 
 
@@ -316,6 +317,7 @@ def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launch
         "louiskv": searching - {"page_kernel"} | {"trigger_kernel", "ascend_kernel", "segment_kernel"},
         "prkv": searching - {"merge_kernel"} | {"merge_lse_kernel"}, "landmarks": searching,
         "early": searching | {"turned_kernel"}, "dense": {"zone_step_kernel", "merge_kernel"},
+        "exact": {"attend_kernel", "merge_kernel", "tokens_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvrecall
+from examples.rounded_keys import RoundedKeys
 from kvrecall import engine
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import Budget
@@ -150,6 +151,8 @@ def tiny(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM
 
 
 METHODS = {
+    "exact": kvrecall.Exact(top_k=24, full_attention_threshold=0, **ZONES),
+    "example": RoundedKeys(top_k=24, full_attention_threshold=0, **ZONES),
     "paper": kvrecall.ParisKV(top_k=24, full_attention_threshold=0, **ZONES),
     "products": kvrecall.ParisKV(
         top_k=24, stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", full_attention_threshold=0, **ZONES

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvrecall
+from examples.rounded_keys import RoundedKeys
 from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.pipeline import decode_step
@@ -35,6 +36,10 @@ METHODS = {
         top_k=16, page_tokens=4, window_tokens=6, refresh_interval=5, refresh_lead_tokens=3, static_ratio=0.5, **ZONES
     ),
     "dense": kvrecall.LouisKV(top_k=9, dense_layers=(0,), max_segment_tokens=6, **ZONES),
+    "exact": kvrecall.Exact(top_k=6, **ZONES),
+    "exact-early": kvrecall.Exact(top_k=6, gqa="max", trigger="speculative:threshold=0.0", **ZONES),
+    "exact-semantic": kvrecall.Exact(top_k=6, gqa="mean_q", trigger="semantic-boundary:threshold=0.0", **ZONES),
+    "example": RoundedKeys(top_k=6, **ZONES),
 }
 
 

@@ -125,6 +125,11 @@ class DeviceZones(SlotZones):
         """int32 `[slots]`, strided: the numbers of the tokens of the next step."""
         return self.rows.view(self._by_slot)[:, 0, 5]
 
+    @property
+    def retrieval(self) -> Tensor:
+        """int32 `[slots]`, strided: the lengths of the retrieval zones."""
+        return self.rows.view(self._by_slot)[:, 0, 4]
+
     def join(self, slot: int, zones: ZoneLengths, front: int) -> None:
         window = zones.local + zones.buffer
         coming = zones.retrieval + window

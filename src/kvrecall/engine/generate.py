@@ -42,8 +42,8 @@ def generate(
     prompt is forgotten.
 
     chunk_tokens: as `prefill` takes it. temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch
-    1, needs a tokenizer); on_token gets the number of answer tokens so far. capture: replay a CUDA graph per step
-    (`backends.transformers.capture`) while no other request decodes; None: where that is possible, True raises CaptureError where it is not.
+    1, needs a tokenizer); on_token gets the number of answer tokens so far. capture: replay CUDA graphs of steps
+    (`backends.transformers.capture`); None: where that is possible, True raises CaptureError where it is not.
     compiled: capture the model's norms, feed-forward layers and rotary embedding as torch.compile makes them, which may round
     otherwise; the first time takes some seconds. It has no effect where steps are not captured, such as on a CPU, and with
     capture=False it is refused.

@@ -6,13 +6,15 @@ Its "summary" is a copy of the keys on the compute device, so it saves no device
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import IndexConfig, LayerShape
+from kvrecall.index.base import Captured, IndexConfig, LayerShape
+from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
+from kvrecall.index.token_step import TokenStep
 from kvrecall.index.tokens import TokenIndex
 
 _SCORED_TOKENS = 8192
@@ -24,6 +26,7 @@ class ExactConfig(IndexConfig):
     """Exact top-k; by default with the best single search per KV head, the mean softmax."""
 
     name: ClassVar[str] = "exact"
+    captured: ClassVar[Captured | None] = Captured()
 
     def build(self, shape: LayerShape) -> ExactIndex:
         return ExactIndex(shape, self.gqa)
@@ -64,12 +67,32 @@ class ExactIndex(TokenIndex):
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         return _scores(queries, self._keys.view(sequence))
 
+    def slot_step(self, spec: SlotSpec) -> ExactStep:
+        return ExactStep(self, spec, [TokenStep.room(spec, spec.shape.head_dim, spec.shape.dtype)], self._gqa)
+
+    def keys(self, sequence: int) -> Tensor:
+        """The keys of a sequence, `[H_kv, n, D]`; valid until the next append."""
+        return self._keys.view(sequence)
+
+
+class ExactStep(TokenStep):
+    """The keys of all slots, each scored in every search."""
+
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
+        return (keys,)
+
+    def stored(self, index: TokenIndex, sequence: int) -> tuple[Tensor, ...]:
+        return (cast("ExactIndex", index).keys(sequence),)
+
+    def scores(self, queries: Tensor) -> Tensor:
+        return _scores(queries, self.tables[0])
+
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Inner products fp32 `[H_kv, G', n]` of queries `[H_kv, G', D]` and keys `[H_kv, n, D]`.
+    """Inner products fp32 `[…, H_kv, G', n]` of queries `[…, H_kv, G', D]` and keys `[…, H_kv, n, D]`.
 
     Summed in float64 and rounded, so that equal keys score the same wherever they lie: matrix products sum the rows at the
     edge of a tile in another order.
     """
-    pieces = keys.split(_SCORED_TOKENS, dim=1)
+    pieces = keys.split(_SCORED_TOKENS, dim=-2)
     return torch.cat([queries.double() @ piece.double().transpose(-1, -2) for piece in pieces], -1).float()

@@ -7,9 +7,9 @@ on first use.
 from typing import Any
 
 from kvrecall.methods.base import HEAD_DIMS, Method
-from kvrecall.methods.registry import class_names, describe, get, method_class, names
+from kvrecall.methods.registry import class_names, describe, get, method_class, names, register
 
-__all__ = ["HEAD_DIMS", "Method", "describe", "get", "names"]
+__all__ = ["HEAD_DIMS", "Method", "describe", "get", "names", "register"]
 
 
 def __getattr__(attribute: str) -> Any:

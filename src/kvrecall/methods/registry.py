@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any
 
-from kvrecall.core.errors import UnknownNameError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.methods.base import Method
 
 _METHODS = {
@@ -33,6 +33,17 @@ _METHODS = {
     "streaming": ("kvrecall.baselines.streaming", "Streaming"),
     "twilight": ("kvrecall.baselines.twilight", "Twilight"),
 }
+
+
+def register(name: str, module: str, attribute: str) -> None:
+    """Gives a method of one's own a name: the class `attribute` of a module that can be imported, when it is asked for.
+
+    name: lower case. Raises ParameterError for a name that another class has.
+    """
+    if name != name.lower() or _METHODS.get(name, (module, attribute)) != (module, attribute):
+        expected = "a name in lower case that no other method has"
+        raise ParameterError("name", expected, name, f"`kvrecall info` lists {', '.join(names())}.")
+    _METHODS[name] = module, attribute
 
 
 def class_names() -> dict[str, str]:

@@ -1,0 +1,63 @@
+"""The example of a method of one's own: registered by one line, it does what every method does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvrecall
+from examples.rounded_keys import RoundedConfig, RoundedKeys, rounded, scores
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.structs import Budget
+from kvrecall.index.base import LayerShape
+from kvrecall.methods import registry
+from tests.backends.models import tiny
+from tests.layers import DIM, ZONES
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    kvrecall.methods.register("rounded-keys", "examples.rounded_keys", "RoundedKeys")
+
+
+@pytest.mark.usefixtures("registered")
+def test_one_line_registers_it() -> None:
+    method = kvrecall.methods.get("rounded-keys", top_k=7)
+    assert method == RoundedKeys(top_k=7) and registry.name_of(method) == "rounded-keys"
+    assert kvrecall.methods.RoundedKeys is RoundedKeys and "rounded-keys" in kvrecall.methods.names()
+    kvrecall.methods.register("rounded-keys", "examples.rounded_keys", "RoundedKeys")  # once more changes nothing
+
+
+@pytest.mark.parametrize(("name", "attribute"), [("pariskv", "RoundedKeys"), ("Rounded", "RoundedKeys")])
+def test_other_names_are_refused(name: str, attribute: str) -> None:
+    before = kvrecall.methods.names()
+    with pytest.raises(ParameterError, match="lower case that no other method has"):
+        kvrecall.methods.register(name, "examples.rounded_keys", attribute)
+    assert kvrecall.methods.names() == before
+
+
+def test_a_search_finds_the_best_rounded_keys() -> None:
+    keys, queries = torch.randn(2, 50, DIM), torch.randn(1, 4, DIM)
+    index = RoundedConfig(gqa="max").build(LayerShape(1, 4, 2, DIM, torch.float32, torch.device("cpu")))
+    index.append(0, keys[:, :31])
+    index.append(0, keys[:, 31:])
+    found = index.search(queries, Budget(5, DIM**-0.5), [0]).ids[0]
+    best = scores(queries.view(2, 2, DIM), *rounded(keys)).amax(1).topk(5).indices.sort().values
+    assert torch.equal(found, best.int())
+    errors = (keys - rounded(keys)[0] * rounded(keys)[1]).abs().amax(-1) / keys.abs().amax(-1)
+    assert float(errors.max()) <= 0.5 / 127 + 1e-6
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_budget_that_covers_the_zone_is_full_attention() -> None:
+    model = tiny("llama")
+    ids = torch.randint(0, 64, (2, 90), generator=torch.Generator().manual_seed(1))
+    full = model.generate(ids, max_new_tokens=12, do_sample=False)
+    method = kvrecall.methods.get(
+        "rounded-keys", top_k=200, full_attention_threshold=0, **{k: v for k, v in ZONES.items() if "threshold" not in k}
+    )
+    cache = kvrecall.RetrievalCache(model.config, method)
+    with kvrecall.attach(model):
+        answer = model.generate(ids, max_new_tokens=12, do_sample=False, past_key_values=cache)
+    assert torch.equal(answer, full)
