@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.first_step import agree, check_compiled
 from benchmarks.gpu_time import Times, percentiles
 from benchmarks.models import attention_of, let_go, model_of
-from kvrecall.backends.transformers.memory import free_device_bytes
+from kvrecall.backends.memory import free_device_bytes
 from kvrecall.engine.captured.compiled import compiled_modules
 
 SPARE_BYTES = 1 << 30

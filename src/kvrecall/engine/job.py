@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
 from kvrecall.engine.prefill import read_chunk

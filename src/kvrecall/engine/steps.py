@@ -50,7 +50,9 @@ class Member:
 
     def first(self) -> Tensor:
         """Reads what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
-        with self.asked.computing(), torch.no_grad():
+        cache = self.asked.cache
+        several = self.asked.prompt_tokens - cache.get_seq_length() > 1  # a single token searches, as in `model.generate`
+        with self.asked.computing(), torch.no_grad(), cache.reading_prompt() if several else nullcontext():
             return self.decoding.called(self.decoding.model(**self.decoding.first_inputs(), return_dict=True))
 
     def replayed(self) -> Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kvrecall.backends.transformers.memory import free_device_bytes
+from kvrecall.backends.memory import free_device_bytes
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.state import LayerState

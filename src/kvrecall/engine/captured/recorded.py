@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import RetrievalCache, attach
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.captured.base import SlotLayer
