@@ -69,8 +69,8 @@ def decode_steps(
     steps.forget()
     for t in range(queries.shape[2]):
         steps.before_step(layer)
-        token = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
-        outs.append(_step(layer, *token, None if valid is None else valid[:, t].tolist(), params))
+        q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
+        outs.append(_step(layer, q, k, v, None if valid is None else valid[:, t].tolist(), params))
     steps.end(layer)
     return torch.cat(outs, 2)
 
