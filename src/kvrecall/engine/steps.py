@@ -22,6 +22,7 @@ from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
 from kvrecall.core.errors import InterruptedPassError
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding
+from kvrecall.engine.lookup import say_uncaptured
 
 _ALONE_STEPS = 4
 """Uncaptured steps of a request that is alone again before its steps are captured again."""
@@ -50,10 +51,8 @@ class Member:
 
     def first(self) -> Tensor:
         """Reads what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
-        cache = self.asked.cache
-        several = self.asked.prompt_tokens - cache.get_seq_length() > 1  # a single token searches, as in `model.generate`
-        with self.asked.computing(), torch.no_grad(), cache.reading_prompt() if several else nullcontext():
-            return self.decoding.called(self.decoding.model(**self.decoding.first_inputs(), return_dict=True))
+        with self.asked.computing(), torch.no_grad():
+            return self.decoding.read()
 
     def replayed(self) -> Tensor | None:
         """A captured step; None where it must be made in another way."""
@@ -73,7 +72,7 @@ class Member:
     def alone(self) -> Tensor:
         """A call of the model for this request."""
         with self.asked.computing(), torch.no_grad(), _decoding_modules(self.decoding.model):
-            return self.decoding.called(self.decoding.model(**self.decoding.next_inputs(), return_dict=True))
+            return self.decoding.step()
 
     @property
     def shares(self) -> bool:
@@ -246,6 +245,9 @@ def _in_turn(group: list[Member]) -> list[Logits]:
 def _capturing(asked: Asked) -> Any:
     """Captured decoding if it is asked for, or neither refused nor impossible."""
     if asked.capture is False or asked.model.device.type != "cuda":
+        return None
+    if asked.looks_up:
+        say_uncaptured()
         return None
     from kvrecall.engine.captured.decoder import Capturing
 

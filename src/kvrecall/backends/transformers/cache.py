@@ -267,7 +267,7 @@ class RetrievalCache(Cache):
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
                 layer.crop(keep - layer.get_seq_length())
-            elif crop is not None and keep != length:
+            elif crop is not None and (keep != length or getattr(layer, "record_past", False)):  # which is cut to its window
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 
