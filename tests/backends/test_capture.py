@@ -133,6 +133,57 @@ def test_what_only_shows_at_capture_is_decoded_uncaptured_unless_capture_was_req
         engine.generate(model, None, prompt, cache, max_new_tokens=6)
 
 
+class Borrowing:
+    """Stands for a captured decoder: its steps are uncaptured ones, and the cache is nobody else's until it is closed."""
+
+    borrowed = 0
+    steps = 0
+
+    def __init__(self, model: Any, cache: kvrecall.RetrievalCache, room: int, call: Any, compiled: bool, ids: Any) -> None:
+        Borrowing.borrowed += 1
+        self.cache, self.call, self.input_ids = cache, call, torch.zeros_like(ids)
+        self._own(Mock(side_effect=AssertionError("the graph owns the cache")))
+
+    def _own(self, captured: Any) -> None:
+        for layer in self.cache.retrieval_layers:
+            layer.captured = captured
+
+    def step(self) -> torch.Tensor:
+        Borrowing.steps += 1
+        owner = self.cache.retrieval_layers[0].captured
+        self._own(None)
+        logits = self.call(input_ids=self.input_ids, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        self._own(owner)
+        return logits
+
+    def close(self) -> None:
+        self._own(None)
+
+
+def test_guessed_tokens_get_the_cache_back_from_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` with prompt look-up feeds one token where it finds nothing, and several where it does."""
+    model, calls = tiny("llama"), []
+    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(captured, "CapturedDecoder", Borrowing)
+    monkeypatch.setattr(Borrowing, "borrowed", 0)
+    monkeypatch.setattr(Borrowing, "steps", 0)
+    prompt = torch.randint(5, 300, (1, 150), generator=torch.Generator().manual_seed(3))
+    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "prompt_lookup_num_tokens": 3}
+    caches = [kvrecall.RetrievalCache(model.config, RETRIEVES) for _ in range(2)]
+    with kvrecall.attach(model):
+        torch.manual_seed(1)
+        expected = model.generate(prompt, past_key_values=caches[0], **how)
+        torch.manual_seed(1)
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda *a, **k: (calls.append(k["input_ids"].shape[1]), forward(*a, **k))[1])
+        with captured.captured_decoding(model, caches[1], 40, required=True):
+            made = model.generate(prompt, past_key_values=caches[1], **how)
+    assert torch.equal(made, expected)
+    several = [count for count in calls[1:] if count > 1]
+    assert several and Borrowing.steps == calls.count(1) > Borrowing.borrowed > 1
+    assert not caches[1].captured and caches[1].get_seq_length() == caches[0].get_seq_length()
+
+
 def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -20,8 +20,8 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.memory import as_before
+from kvrecall.backends.interrupt import deferred_interrupt
+from kvrecall.backends.memory import as_before
 from kvrecall.core import errors
 from tests.backends.models import tiny
 from tests.blocks import small_blocks

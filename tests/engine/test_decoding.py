@@ -82,7 +82,7 @@ def test_processors_are_those_of_each_request() -> None:
 
 
 @pytest.mark.parametrize(("setting", "name"), [
-    ({"num_beams": 3}, "generation_config.*beam_search"), ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+    ({"num_beams": 3}, "generation_config.*beam_search"), ({"assistant_early_exit": 2}, "assisted_generation"),
     ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"), ({"use_cache": False}, "use_cache"),
 ], ids=["beams", "assisted", "several-answers", "no-cache"])  # fmt: skip
 def test_what_the_model_asks_for_and_no_step_can_give_is_refused(setting: dict[str, Any], name: str) -> None:

@@ -16,8 +16,9 @@ def test_the_examples_of_the_page_run() -> None:
     model = tiny("llama", vocab_size=len(WORDS))
     names: dict[str, Any] = {"model": model, "tokenizer": tiny_tokenizer()}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
     assert len(names["answers"]) == 3
+    assert names["guessed"].new_tokens == names["result"].new_tokens
     assert names["streams"][0] == names["result"].new_tokens[0] and len(names["streams"][1]) > 0

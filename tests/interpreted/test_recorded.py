@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 from weakref import ref
@@ -157,3 +158,25 @@ def test_a_recorded_step_keeps_no_cache_and_its_memory_serves_the_next_request()
     again = kvrecall.RetrievalCache(model.config, method)
     engine.prefill(model, ids, again)
     assert again.retrieval_layers[0].state.store.rows.data_ptr() == rows
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_guessed_tokens_come_between_captured_steps(name: str) -> None:
+    """They are checked uncaptured on the cache itself, some are taken back, and the graph goes on from what is left."""
+    model, method = tiny("llama", **SMALL), METHODS[name]
+    ids = torch.cat([prompt(40), torch.tensor([[95]])], 1)  # which stands nowhere else: nothing is guessed at once
+    answers, caches = [], [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
+    held = sorted(set(ids[0].tolist()))
+    known: dict[str, Any] = {"suppress_tokens": [n for n in range(model.config.vocab_size) if n not in held]}
+    how: dict[str, Any] = known | {"max_new_tokens": 14, "do_sample": True, "top_k": 3, "prompt_lookup_num_tokens": 3}
+    with kvrecall.attach(model):
+        for cache in caches:
+            torch.manual_seed(2)
+            capturing = captured.captured_decoding(model, cache, 16, required=True) if cache is caches[1] else nullcontext()
+            with capturing:
+                answers.append(model.generate(ids, past_key_values=cache, **how))
+    assert torch.equal(*answers) and Launched.recorded_steps
+    for one, other in zip(caches[0].retrieval_layers, caches[1].retrieval_layers, strict=True):
+        assert one.state is not None and other.state is not None and other.captured is None
+        assert one.state.store.zones(0) == other.state.store.zones(0)
+        assert one.state.stats.steps == other.state.stats.steps > 13  # wrong guesses were steps, too

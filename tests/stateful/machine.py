@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
-from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.pipeline import decode_step, decode_steps, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it, mend
 from kvrecall.methods import Method
@@ -91,6 +91,19 @@ class Course(RuleBasedStateMachine):
         with self._only(which) as pair:
             for number in range(count):
                 self._step(pair, Inputs.random(seed + number, len(pair.tokens.keys), 1, ragged))
+
+    @rule(which=layers, tokens=st.sampled_from([2, 3, 8]), ragged=st.booleans(), seed=SEEDS)
+    def guess(self, which: int, tokens: int, ragged: bool, seed: int) -> None:
+        """Several queries in one call, of which some are taken back."""
+        with self._only(which) as pair:
+            inputs, before = Inputs.random(seed, len(pair.tokens.keys), tokens, ragged), pair.tokens
+            with all_of_it(pair.state):
+                decode_steps(pair.state, inputs.queries, inputs.keys, inputs.values, inputs.valid, params())
+            stay = inputs.real[:, : random.Random(seed).randint(0, tokens)].sum(1).tolist()
+            kept = [length + more for length, more in zip(before.lengths, stay, strict=True)]
+            for b, count in enumerate(kept):
+                pair.state.crop(b, count)
+            pair.tokens = before.add(inputs).crop(kept)
 
     @rule(which=layers, steps=st.integers(0, 3), seed=SEEDS)
     def fork(self, which: int, steps: int, seed: int) -> None:

@@ -61,6 +61,7 @@ class LayerStore:
         self._rows = self._memory(tables[0].pool, on_device)
         self.host = [ZoneRows(layer, self._rows, table) for table in tables]
         self._mark: StoreMark | None = None
+        self._step: StoreMark | None = None  # of the decode step that is made
         self._whole: tuple[list[Tensor], list[int], Tensor, Tensor] | None = None  # see `whole_zones`
 
     def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
@@ -146,6 +147,26 @@ class LayerStore:
         """Remembers what is stored now."""
         self._mark = StoreMark(list(self.resident.lengths), [rows.length for rows in self.host])
 
+    def before_step(self) -> StoreMark:
+        """What is stored now, for `rewind`. It is told of windows that are written over until the next one, or `end_steps`."""
+        self._step = StoreMark(list(self.resident.lengths), [rows.length for rows in self.host])
+        return self._step
+
+    def end_steps(self) -> None:
+        """What comes is no part of the last step."""
+        self._step = None
+
+    def rewind(self, sequence: int, mark: StoreMark) -> None:
+        """Undoes the last decode step of a sequence, before which `before_step` gave `mark`."""
+        if sequence in mark.windows:
+            start, rows = mark.windows[sequence]
+            self._remember(sequence, start, self.resident.view(sequence, start).clone())
+            self.resident.replace(sequence, start, rows)
+        self.resident.lengths[sequence] = mark.lengths[sequence]
+        self.host[sequence].truncate(mark.retrieval[sequence])
+        if self._mark is None:
+            self.host[sequence].trim()
+
     def keep(self) -> None:
         """The work since `mark` is whole: there is no way back."""
         self._mark = None
@@ -154,7 +175,7 @@ class LayerStore:
 
     def restore(self) -> None:
         """Holds again what was stored at `mark`, which stays: this may be called again if it does not come to its end."""
-        mark = self._mark
+        mark, self._step = self._mark, None
         assert mark is not None
         for b, (start, rows) in mark.windows.items():
             self.resident.replace(b, start, rows)
@@ -234,7 +255,7 @@ class LayerStore:
 
         tables: forks of the sequences' block tables, which layers of one cache share; None: of this layer alone."""
         chosen = copy(self)
-        chosen._mark = None
+        chosen._mark = chosen._step = None
         chosen.resident = self.resident.select(sequences)
         tables = [self.host[b].blocks_of_all_layers.fork() for b in sequences] if tables is None else tables
         chosen.host = [self.host[b].view(table) for b, table in zip(sequences, tables, strict=True)]
@@ -274,8 +295,9 @@ class LayerStore:
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:
         """The window, which begins behind the first `start` resident rows, is about to be written over; the first one that is
         remembered counts. `window`: a copy of it."""
-        if self._mark is not None:
-            self._mark.windows.setdefault(sequence, (start, window))
+        for mark in (self._mark, self._step):
+            if mark is not None:
+                mark.windows.setdefault(sequence, (start, window))
 
     def resident_keys(self, sequence: int) -> list[tuple[Tensor, int]]:
         """Keys `[H_kv, n, D]` of sink and window of one sequence, each with the position of its first."""

@@ -16,6 +16,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.decoding import generation_config
+from kvrecall.engine.lookup import check_lookup
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
 from kvrecall.methods.base import Method
 
@@ -59,6 +60,11 @@ class Asked:
         """Tokens per sequence of prompt and answer."""
         return self.prompt_tokens + self.max_new_tokens
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether tokens are guessed from the text and checked together."""
+        return self.config.prompt_lookup_num_tokens is not None
+
     def computing(self) -> AbstractContextManager[Any]:
         """The context in which the thread that asked would call the model."""
         enabled, dtype = self.autocast
@@ -69,7 +75,8 @@ def asked(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, input_ids: Tensor, cache: RetrievalCache | Method, *,
     max_new_tokens: int, chunk_tokens: int | None, attention_mask: Tensor | None, on_prefill: Progress | None,
     on_text: Callable[[str], None] | None, on_token: Callable[[int], None] | None, temperature: float, top_p: float,
-    seed: int | None, eos_token_id: int | list[int] | None, capture: bool | None, compiled: bool,
+    seed: int | None, eos_token_id: int | list[int] | None, prompt_lookup_num_tokens: int | None, capture: bool | None,
+    compiled: bool,
 ) -> Asked:  # fmt: skip
     """Checks what `engine.generate` is given. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
@@ -94,7 +101,9 @@ def asked(
     if capture and model.device.type != "cuda":
         raise CaptureError(f"the model is on {model.device}", "Move it to a CUDA device, or leave `capture` out.")
     _check_shards(model)
-    config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p, eos_token_id)
+    config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p, eos_token_id, prompt_lookup_num_tokens)
+    if config.prompt_lookup_num_tokens is not None:
+        check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache, capture)
     device = model.device.type
     return Asked(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,

@@ -6,6 +6,8 @@ positions, arguments of the model. It hands them to a decoding loop, and that lo
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -76,11 +78,15 @@ class Decoding:
         self._arguments = taken
         self._samples = bool(made.do_sample)
         self._most: int = made.max_length
-        ends = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]
+        ends: list[Tensor] = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]  # type: ignore[misc]
         self._ends = {token for each in ends for token in each.tolist()}
         self._pad: int | None = made.pad_token_id if ends else None
         self._criteria = [each for each in criteria if not isinstance(each, EosTokenCriteria | MaxLengthCriteria)]
         """Those that are more than the length and the ids that end a sequence."""
+        self._take(made, ends)
+
+    def _take(self, made: Any, ends: list[Tensor]) -> None:
+        """Takes what else a kind of decoding needs of the prepared generation config, and of the ids that end a sequence."""
 
     @property
     def room_tokens(self) -> int:
@@ -116,21 +122,33 @@ class Decoding:
         if positions is None or positions.ndim != 2 or positions.shape[0] != self._ids.shape[0]:
             return False
         self._last = positions[:, self._prompt - 1].tolist()
-        return all(name in _SHARED or value is None for name, value in self.next_inputs().items())
+        return all(name in _SHARED or value is None for name, value in self._next_inputs().items())
 
     def positions(self) -> list[int]:
         """Of the tokens that are fed next, one per sequence; for requests that are joinable."""
         return [last + len(self.steps) for last in self._last]
 
-    def first_inputs(self) -> dict[str, Any]:
-        """Arguments of the call that reads what the cache does not hold of the prompt."""
+    def read(self) -> Tensor:
+        """Feeds what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
         missing = self._prompt - self.cache.get_seq_length()
-        return self.model.prepare_inputs_for_generation(
+        inputs = self.model.prepare_inputs_for_generation(
             self.sequences, next_sequence_length=missing, is_first_iteration=True, **self._arguments
         )
+        # A single token searches, as in `model.generate`.
+        with self.cache.reading_prompt() if missing > 1 else nullcontext():
+            return self._called(self.model(**inputs, return_dict=True))
 
-    def next_inputs(self) -> dict[str, Any]:
+    def step(self) -> Tensor:
+        """Feeds the last tokens; logits `[B, vocabulary]`."""
+        return self._called(self.model(**self._next_inputs(), return_dict=True))
+
+    def _next_inputs(self) -> dict[str, Any]:
         """Arguments of a call that feeds the last tokens."""
+        self._tell()
+        return self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=1, **self._arguments)
+
+    def _tell(self) -> None:
+        """Brings the model's arguments up to the last step."""
         behind = len(self.steps) - self._told
         if behind:
             outputs = self._outputs or CausalLMOutputWithPast(past_key_values=self.cache)  # type: ignore[arg-type]
@@ -139,9 +157,8 @@ class Decoding:
                 outputs, self._arguments, is_encoder_decoder=False, **several
             )
             self._told, self._outputs = len(self.steps), None
-        return self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=1, **self._arguments)
 
-    def called(self, outputs: Any) -> Tensor:
+    def _called(self, outputs: Any) -> Tensor:
         """The logits `[B, vocabulary]` of a call with this request's own arguments, from which the next ones follow."""
         logits = outputs.logits[:, -1]
         outputs["logits"], self._outputs = None, outputs  # of the first call they may be of a whole chunk
@@ -152,9 +169,23 @@ class Decoding:
         scores = logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
         if self._processors:
             scores = self._processors(self.sequences, scores)
+        return self._picked(scores)
+
+    def _picked(self, scores: Tensor) -> Tensor:
+        """A token int64 `[n]` from each row of fp32 `[n, vocabulary]`."""
         if not self._samples:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(1)
+
+    def taken(self, chosen: list[int]) -> list[list[int]]:
+        """What `choose` came to as steps of the answer, in order, each with one token per sequence."""
+        return [chosen]
+
+    def settle(self) -> None:
+        """The steps of a call were accepted, or as many as the answer had room for: the cache holds no others."""
+
+    def close(self) -> None:
+        """The request has ended: what it has set in the cache is as before."""
 
     def accept(self, tokens: list[int]) -> None:
         """Adds what was chosen; a sequence that has ended gets padding."""
@@ -173,14 +204,16 @@ class Decoding:
 
 def generation_config(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, max_new_tokens: int, temperature: float, top_p: float,
-    eos_token_id: int | list[int] | None,
+    eos_token_id: int | list[int] | None, prompt_lookup_num_tokens: int | None = None,
 ) -> GenerationConfig:  # fmt: skip
     """What is asked of transformers; for all else the model's own generation config holds.
 
-    Raises ParameterError where that one asks for what a step of several requests cannot give: beams, several answers,
-    assisted generation.
+    prompt_lookup_num_tokens: None for what the model's config says. Raises ParameterError where that one asks for what a step
+    of several requests cannot give: beams, several answers, generation assisted by another model.
     """
-    known: Any = model.generation_config
+    known: Any = copy(model.generation_config)
+    lookup, known.prompt_lookup_num_tokens = known.prompt_lookup_num_tokens, None
+    lookup = lookup if prompt_lookup_num_tokens is None else prompt_lookup_num_tokens
     mode = known.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise _refused("generation_config", "greedy search or sampling", str(getattr(mode, "value", mode)))
@@ -197,7 +230,8 @@ def generation_config(
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:  # top_k 0 is off; left out, transformers would sample from 50 tokens
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling)
+    guessing = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
+    return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling, **guessing)
 
 
 def _refused(name: str, expected: str, got: object) -> ParameterError:

@@ -32,6 +32,7 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     eos_token_id: int | list[int] | None = None,
+    prompt_lookup_num_tokens: int | None = None,
     capture: bool | None = None,
     compiled: bool = False,
 ) -> GenerateResult:
@@ -48,14 +49,18 @@ def generate(
     otherwise; the first time takes some seconds. It has no effect where steps are not captured, such as on a CPU, and with
     capture=False it is refused.
 
+    prompt_lookup_num_tokens: tokens to guess from the text itself (1 to 7) and check in one call of the model, for one prompt;
+    None: what the model's generation config says. The greedy answer is the same, in fewer calls where the text repeats itself.
+    Such a request decodes uncaptured.
+
     What else the model's generation config asks for (repetition penalty, suppressed tokens, …) holds; beams, several answers
-    per prompt and assisted generation are refused. Raises before storing anything if prompt and answer exceed the model's
-    context.
+    per prompt and generation assisted by another model are refused. Raises before storing anything if prompt and answer exceed
+    the model's context.
     """
     request = Engine.of(model).submit(
         tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens, attention_mask=attention_mask,
         on_prefill=on_prefill, on_text=on_text, on_token=on_token, temperature=temperature, top_p=top_p, seed=seed,
-        eos_token_id=eos_token_id, capture=capture, compiled=compiled,
+        eos_token_id=eos_token_id, prompt_lookup_num_tokens=prompt_lookup_num_tokens, capture=capture, compiled=compiled,
     )  # fmt: skip
     try:
         return request.result()

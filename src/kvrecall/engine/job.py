@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
+from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.prefill import read_chunk
 from kvrecall.engine.prefix import keep_prefix
 from kvrecall.engine.result import GenerateResult
@@ -95,24 +96,29 @@ class Job:
         asked.cache.align()
         mask = asked.attention_mask
         mask = torch.ones_like(asked.input_ids) if mask is None else mask
-        member = Member(asked, Decoding(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed))
+        kind = LookupDecoding if asked.looks_up else Decoding
+        member = Member(asked, kind(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed))
         logits = member.first()
         self.member = member
         return logits
 
     def accept(self, tokens: list[int]) -> bool:
-        """Adds the tokens of a step; whether they are the last ones."""
+        """Adds what was chosen after a call; whether it was the last one."""
         assert self.member is not None
         decoding = self.member.decoding
-        decoding.accept(tokens)
-        if not self.steps:
-            self._first = time.perf_counter()
-            self._tell_read(self.asked.prompt_tokens)
-        self.steps.append(decoding.steps[-1])
-        if self.asked.on_token is not None:
-            self.events.append(partial(self.asked.on_token, len(self.steps)))
-        if self._streamer is not None:
-            self.events.append(partial(self._streamer.put_ids, self.steps[-1]))
+        for step in decoding.taken(tokens):
+            decoding.accept(step)
+            if not self.steps:
+                self._first = time.perf_counter()
+                self._tell_read(self.asked.prompt_tokens)
+            self.steps.append(decoding.steps[-1])
+            if self.asked.on_token is not None:
+                self.events.append(partial(self.asked.on_token, len(self.steps)))
+            if self._streamer is not None:
+                self.events.append(partial(self._streamer.put_ids, self.steps[-1]))
+            if decoding.ended:
+                break
+        decoding.settle()
         return decoding.ended
 
     def finish(self, error: BaseException | None) -> None:
@@ -121,6 +127,7 @@ class Job:
             try:
                 if self.member is not None:
                     self.member.release()
+                    self.member.decoding.close()
             except Exception as failed:
                 error = error or failed
             try:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import attach
 from kvrecall.backends.transformers.capture.ranks import ranks_of
 from kvrecall.backends.transformers.families import changing_rotary
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
 from kvrecall.engine.job import Job
 from kvrecall.engine.room import fits, refuse_too_large

@@ -64,8 +64,7 @@ def read_chunk(
     """Feeds a part of a prompt `[B, T]` into the cache, behind what it holds, inside `attach`. After an exception layers may
     be unequal, until `align`."""
     positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-    cache.prefilling = True
-    try:
+    with cache.reading_prompt():
         model.base_model(
             input_ids=input_ids[:, chunk],
             attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
@@ -73,8 +72,6 @@ def read_chunk(
             past_key_values=cache,
             use_cache=True,
         )
-    finally:
-        cache.prefilling = False
 
 
 def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int) -> int:

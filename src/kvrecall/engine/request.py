@@ -76,6 +76,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int | None = None,
         eos_token_id: int | list[int] | None = None,
+        prompt_lookup_num_tokens: int | None = None,
         capture: bool | None = None,
         compiled: bool = False,
     ) -> Request:
@@ -91,7 +92,8 @@ class Engine:
         checked = asked(
             model, tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens,
             attention_mask=attention_mask, on_prefill=on_prefill, on_text=on_text, on_token=on_token, temperature=temperature,
-            top_p=top_p, seed=seed, eos_token_id=eos_token_id, capture=capture, compiled=compiled,
+            top_p=top_p, seed=seed, eos_token_id=eos_token_id, prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            capture=capture, compiled=compiled,
         )  # fmt: skip
         job = Job(checked)
         request = Request(self._loop, job)

@@ -22,6 +22,7 @@ from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
 from kvrecall.core.errors import InterruptedPassError
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding
+from kvrecall.engine.lookup import say_uncaptured
 
 _ALONE_STEPS = 4
 """Uncaptured steps of a request that is alone again before its steps are captured again."""
@@ -51,7 +52,7 @@ class Member:
     def first(self) -> Tensor:
         """Reads what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
         with self.asked.computing(), torch.no_grad():
-            return self.decoding.called(self.decoding.model(**self.decoding.first_inputs(), return_dict=True))
+            return self.decoding.read()
 
     def replayed(self) -> Tensor | None:
         """A captured step; None where it must be made in another way."""
@@ -71,7 +72,7 @@ class Member:
     def alone(self) -> Tensor:
         """A call of the model for this request."""
         with self.asked.computing(), torch.no_grad(), _decoding_modules(self.decoding.model):
-            return self.decoding.called(self.decoding.model(**self.decoding.next_inputs(), return_dict=True))
+            return self.decoding.step()
 
     @property
     def shares(self) -> bool:
@@ -244,6 +245,9 @@ def _in_turn(group: list[Member]) -> list[Logits]:
 def _capturing(asked: Asked) -> Any:
     """Captured decoding if it is asked for, or neither refused nor impossible."""
     if asked.capture is False or asked.model.device.type != "cuda":
+        return None
+    if asked.looks_up:
+        say_uncaptured()
         return None
     from kvrecall.backends.transformers.capture.decoder import Capturing
 

@@ -68,9 +68,8 @@ class _Watching(Asker):
             self.seen.setdefault(layer.number, []).append([])
 
         def keep(number: int, queries: Tensor) -> None:
-            if (
-                queries.shape[2] == 1
-            ):  # the last tokens of a question come as a chunk, and a search after them has no query before
+            # The last tokens of a question come as a chunk, and a search after them has no query before.
+            if not cache.prefilling:
                 self.seen[number][-1].append(queries[0, :, 0].cpu().clone())
 
         cache.on_queries = keep

@@ -133,9 +133,8 @@ def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Te
     """As `_step` for each token under full attention: what is known beforehand is read in pieces, like a prompt."""
     for start in range(0, len(tokens), _AHEAD):
         piece = asker.tensor(tokens[start : start + _AHEAD])
-        full.prefilling = True  # the last piece may be a single token
-        truths = _logits(asker, full, piece)
-        full.prefilling = False
+        with full.reading_prompt():  # the last piece may be short
+            truths = _logits(asker, full, piece)
         yield from truths
 
 

@@ -94,6 +94,15 @@ class IndexAround(Index):
     def truncate(self, sequence: int, tokens: int) -> None:
         self.base.truncate(sequence, tokens)
 
+    def mark(self, sequence: int, prompt: bool) -> Any:
+        return self.base.mark(sequence, prompt), [table.lengths[sequence] for table in self.tables]
+
+    def rewind(self, sequence: int, mark: Any) -> None:
+        base, lengths = mark
+        self.base.rewind(sequence, base)
+        for table, tokens in zip(self.tables, lengths, strict=True):
+            table.truncate(sequence, tokens)
+
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
         chosen.base = self.base.select(sequences)

@@ -222,6 +222,15 @@ class Index(ABC):
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of one sequence."""
 
+    def mark(self, sequence: int, prompt: bool) -> Any:
+        """What is known of the sequence before a decode step, for `rewind`. prompt: the step ends a prompt."""
+        return self.lengths[sequence]
+
+    def rewind(self, sequence: int, mark: Any) -> None:
+        """Undoes the last decode step of the sequence, before which `mark` gave the mark. By default as `truncate` does; an
+        index that concludes more from a step than its tokens brings that back, too."""
+        self.truncate(sequence, mark)
+
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:
         """A new index whose sequence i is this one's `sequences[i]`; the two share nothing that either may change. One that

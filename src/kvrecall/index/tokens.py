@@ -36,6 +36,14 @@ class TokenIndex(Index):
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.excluded[sequence] = ids
 
+    def mark(self, sequence: int, prompt: bool) -> tuple[int, Tensor | None]:
+        return self.lengths[sequence], self.excluded[sequence]
+
+    def rewind(self, sequence: int, mark: tuple[int, Tensor | None]) -> None:
+        tokens, excluded = mark
+        self.truncate(sequence, tokens)
+        self.exclude(sequence, excluded)
+
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
         chosen.excluded = [self.excluded[b] for b in sequences]

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -72,6 +72,9 @@ class Units:
 class UnitIndex(Index):
     """Base of the indexes over units; a subclass builds them and says how queries score them."""
 
+    of_sequence: ClassVar[tuple[str, ...]] = ()
+    """Lists with one entry per sequence: all that is known of it. Entries are never written to, only replaced."""
+
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self.gqa = shape.kv_heads, config.gqa
         """gqa: how the query heads of a group share a search."""
@@ -131,10 +134,18 @@ class UnitIndex(Index):
         width = min(budget.top_k, max(self.units(b).members.shape[1] for b in sequences))
         return Selection(gpu.ids[: len(sequences), :, :width].clone(), gpu.counts[: len(sequences)].clone())
 
-    def _without_scratch(self) -> Self:
-        """A shallow copy, for `select`: what a search writes to is never shared."""
+    def mark(self, sequence: int, prompt: bool) -> tuple[Any, ...]:
+        return tuple(getattr(self, name)[sequence] for name in self.of_sequence)
+
+    def rewind(self, sequence: int, mark: tuple[Any, ...]) -> None:
+        for name, held in zip(self.of_sequence, mark, strict=True):
+            getattr(self, name)[sequence] = held
+
+    def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
-        chosen._gpu = chosen._planned = None
+        chosen._gpu = chosen._planned = None  # what a search writes to is never shared
+        for name in self.of_sequence:
+            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         return chosen
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The data path of one layer, top to bottom: prefill a chunk, decode one token.
+"""The data path of one layer, top to bottom: prefill a chunk, decode one token or several.
 
 K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> merge -> out
 """
@@ -25,6 +25,7 @@ def prefill_layer(
     queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]`, False for padding (None: all valid).
     Returns `[B, H_q, T, D]` in the queries' dtype; rows of padding are 0. Mutates the layer.
     """
+    layer.last_steps.forget()
     layer.scaling = params.scaling
     out = torch.zeros_like(queries) if valid is not None else torch.empty_like(queries)
     for b in range(queries.shape[0]):
@@ -51,6 +52,32 @@ def decode_step(
     queries: `[B, H_q, 1, D]`; keys, values: `[B, H_kv, 1, D]`; valid: one flag per sequence (None: all valid).
     Returns `[B, H_q, 1, D]` in the queries' dtype. Mutates the layer.
     """
+    layer.last_steps.forget()
+    return _step(layer, queries, keys, values, valid, params)
+
+
+def decode_steps(
+    layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """As `decode_step` for each of T tokens per sequence, one after another: each finds what it would find if it were fed
+    alone. Until the layer changes again, `LayerState.crop` takes any number of them back exactly.
+
+    queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]` on the CPU (None: all valid).
+    Returns `[B, H_q, T, D]` in the queries' dtype. Mutates the layer.
+    """
+    steps, outs = layer.last_steps, []
+    steps.forget()
+    for t in range(queries.shape[2]):
+        steps.before_step(layer)
+        q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
+        outs.append(_step(layer, q, k, v, None if valid is None else valid[:, t].tolist(), params))
+    steps.end(layer)
+    return torch.cat(outs, 2)
+
+
+def _step(
+    layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: list[bool] | None, params: AttentionParams
+) -> Tensor:
     every = range(layer.store.sequences)
     active = [b for b in every if valid is None or valid[b]]
     layer.scaling = params.scaling

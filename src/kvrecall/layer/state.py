@@ -21,6 +21,7 @@ from kvrecall.fetch.in_place import RowTables
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.layer.counters import Counters
 from kvrecall.layer.non_finite import NonFinite
+from kvrecall.layer.rewind import LastSteps
 from kvrecall.layer.undo import Mark, all_of_it, mend
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries, QueryLog
@@ -57,6 +58,8 @@ class LayerState:
         """Whether an error has struck while tables of the index were written."""
         self.mark: Mark | None = None
         """While the layer is changed, what to go back to; see `layer/undo.py`."""
+        self.last_steps = LastSteps()
+        """The decode steps of the last call, as far as a crop can undo them."""
         self._adopt(method)
 
     def _belongs_near(self, method: Method) -> bool:
@@ -282,8 +285,14 @@ class LayerState:
         self.non_finite = other.non_finite.select(list(range(self.store.sequences)))
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others."""
+        """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others.
+
+        Steps of the last call are undone exactly, if it made several. A crop of others also forgets what was concluded from the
+        tokens that stay: the trigger fires at the next step, and the static set is chosen anew."""
         with all_of_it(self):
+            if self.last_steps.rewind(self, sequence, tokens):
+                return
+            self.last_steps.forget()
             self.store.crop(sequence, tokens)
             self.prompt_from[sequence] = None if (begun := self.prompt_from[sequence]) is None else min(begun, tokens)
             if self.index is not None:
@@ -372,6 +381,7 @@ class LayerState:
         other.shape = replace(self.shape, sequences=len(sequences))
         other.store = self.store.select(sequences, tables)
         other.counters, other._tables = self.counters.fresh(), RowTables()
+        other.last_steps = LastSteps()
         other.non_finite = self.non_finite.select(sequences)
         other.trigger = self.trigger.select(sequences)
         other.prompt_from = [self.prompt_from[b] for b in sequences]

@@ -74,6 +74,7 @@ def undo(state: LayerState) -> None:
     """Goes back to the mark. May be called again after an error in it, memory refused for a new index, say."""
     mark = state.mark
     assert mark is not None
+    state.last_steps.forget()
     state.store.restore()
     mark.rewind()
     state.prompt_from = [None if now is None else then for now, then in zip(state.prompt_from, mark.prompt_from, strict=True)]
@@ -104,6 +105,7 @@ def _undo_index(state: LayerState) -> None:
 def _renew_index(state: LayerState) -> None:
     """Nobody knows what its tables hold, but the rows are all there. Static sets, which it left out, are chosen anew, too."""
     state.half_built = True  # until the new one is whole
+    state.last_steps.forget()
     state.index = index = state.method.build_index(state.shape)
     assert index is not None
     index.bind(state.store.host)

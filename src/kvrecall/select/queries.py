@@ -72,6 +72,10 @@ class QueryLog:
         """Remembers again what it did at an earlier moment."""
         self._kept = list(kept)
 
+    def rewind(self, sequence: int, seen: ObservedQueries | None) -> None:
+        """Remembers of a sequence what `seen` gave before a step."""
+        self._kept[sequence] = seen
+
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets the queries of all tokens behind the first `tokens`."""
         kept = self._kept[sequence]

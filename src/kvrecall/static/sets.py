@@ -183,6 +183,15 @@ class StaticSets:
         if count:
             self._counts[sequence] = None
 
+    def mark(self, sequence: int) -> tuple[StaticSet | None, int | None, StaticRefresh | None]:
+        """What there is of a sequence before a step, for `rewind`."""
+        return self.sets[sequence], self._counts[sequence], self._refreshes[sequence]
+
+    def rewind(self, sequence: int, mark: tuple[StaticSet | None, int | None, StaticRefresh | None]) -> None:
+        """Has of a sequence what it had at `mark`; the index is another matter. A refresh that was under way may be further on
+        than it was, which changes nothing of what it comes to."""
+        self.sets[sequence], self._counts[sequence], self._refreshes[sequence] = mark
+
     def select(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
         """Those of copies of some sequences, with their rows and their index; what is under way begins anew there."""
         chosen = StaticSets(self.config, len(sequences))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ class Trigger(ABC):
     @abstractmethod
     def forget(self, sequence: int) -> None:
         """The sequence was cropped: what was seen of it no longer holds, so its next step fires."""
+
+    @abstractmethod
+    def mark(self, sequence: int) -> Any:
+        """What is known of the sequence before a step, for `rewind`. Later steps leave it as it is."""
+
+    @abstractmethod
+    def rewind(self, sequence: int, mark: Any) -> None:
+        """Knows of the sequence what it did at `mark`."""
 
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:
@@ -122,6 +130,12 @@ class StrideTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.since[sequence] = 0
 
+    def mark(self, sequence: int) -> int:
+        return self.since[sequence]
+
+    def rewind(self, sequence: int, mark: int) -> None:
+        self.since[sequence] = mark
+
     def select(self, sequences: list[int]) -> StrideTrigger:
         chosen = StrideTrigger(self._steps, 0)
         chosen.since = [self.since[b] for b in sequences]
@@ -154,6 +168,12 @@ class BoundaryTrigger(Trigger):
 
     def forget(self, sequence: int) -> None:
         self.reference[sequence], self.since[sequence] = None, 0
+
+    def mark(self, sequence: int) -> tuple[Tensor | None, int]:
+        return self.reference[sequence], self.since[sequence]  # the reference is never written to, only replaced
+
+    def rewind(self, sequence: int, mark: tuple[Tensor | None, int]) -> None:
+        self.reference[sequence], self.since[sequence] = mark
 
     def select(self, sequences: list[int]) -> BoundaryTrigger:
         chosen = BoundaryTrigger(self._config, self._threshold, 0)

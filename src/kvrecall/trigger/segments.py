@@ -43,6 +43,14 @@ class SegmentLog:
         starts = self.starts[sequence]
         del starts[bisect_left(starts, tokens) :]
 
+    def begun(self, sequence: int) -> list[int]:
+        """Where the segments of a sequence begin before a step, for `rewind`."""
+        return list(self.starts[sequence])
+
+    def rewind(self, sequence: int, begun: list[int]) -> None:
+        """Knows the segments of a sequence that there were before a step."""
+        self.starts[sequence] = list(begun)
+
     def select(self, sequences: list[int]) -> SegmentLog:
         """A log whose sequence i is a copy of this one's `sequences[i]`."""
         chosen = copy(self)

@@ -64,6 +64,12 @@ class SpeculativeTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.last[sequence] = self._before[sequence] = None
 
+    def mark(self, sequence: int) -> tuple[Tensor | None, Tensor | None]:
+        return self.last[sequence], self._before[sequence]  # never written to, only replaced
+
+    def rewind(self, sequence: int, mark: tuple[Tensor | None, Tensor | None]) -> None:
+        self.last[sequence], self._before[sequence] = mark
+
     def select(self, sequences: list[int]) -> SpeculativeTrigger:
         chosen = SpeculativeTrigger(self._threshold, 0)
         chosen.last = [self.last[b] for b in sequences]  # never written to, only replaced

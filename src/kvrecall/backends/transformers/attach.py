@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.attention import retrieval_attention, retrieval_mask
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.joint import JointCache
 from kvrecall.backends.transformers.passes import Inputs, OpenCall
 from kvrecall.backends.transformers.switch import decoder_configs, switched

@@ -21,12 +21,12 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )  # fmt: skip
 
+from kvrecall.backends.interrupt import deferred_interrupt
+from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.calibration import ModelCalibration, calibration_of
 from kvrecall.backends.transformers.families import Heads, check_config, template
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.layer import RetrievalLayer
-from kvrecall.backends.transformers.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.token_log import TokenLog
@@ -99,7 +99,7 @@ class RetrievalCache(Cache):
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
         self.reserved_tokens = 0
         self.prefilling = False
-        """While True, a single token too is a chunk of a prompt: attended densely, its zones settled."""
+        """Whether new tokens are a prompt's, however few they are; see `reading_prompt`."""
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         self.tokens = TokenLog()
@@ -181,7 +181,7 @@ class RetrievalCache(Cache):
         if method.zone_sizes() != self.method.zone_sizes():
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
         fork.method, fork._windows, fork.on_queries = method, [], None
-        fork.running, fork.tokens = None, self.tokens.copy()
+        fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
         if fork.calibration is None and model is not None and fork.wants_calibration:
             fork.calibration = calibration_of(model, gather=False)  # the queries of what is held have gone by
@@ -197,6 +197,16 @@ class RetrievalCache(Cache):
             pool = pool_of(None if self._model is None else self._model(), device)
             self.tables = [BlockTable(pool) for _ in range(sequences)]
         return self.tables
+
+    @contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """Inside, tokens that the model is given are a chunk of a prompt, however few they are: attended densely, their zones
+        settled. Elsewhere up to 8 tokens in one call, behind others, are decode queries, each of which retrieves."""
+        before, self.prefilling = self.prefilling, True
+        try:
+            yield
+        finally:
+            self.prefilling = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
         return self.fork()
@@ -238,8 +248,9 @@ class RetrievalCache(Cache):
 
         Raises ParameterError, and changes nothing, for more tokens than there are and where a sliding window has moved on.
         """
-        self._check_idle("crop")
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
+        if tokens_to_remove:  # of none, `generate` tells also while steps are captured
+            self._check_idle("crop")
         length = self.get_seq_length()
         if -tokens_to_remove > length:
             raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
@@ -256,7 +267,7 @@ class RetrievalCache(Cache):
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
                 layer.crop(keep - layer.get_seq_length())
-            elif crop is not None and keep != length:
+            elif crop is not None and (keep != length or getattr(layer, "record_past", False)):  # which is cut to its window
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.cache import RetrievalCache
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs, OpenCall
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
+from kvrecall.backends import base
+from kvrecall.backends.base import NewTokens
+from kvrecall.backends.interrupt import deferred_interrupt
+from kvrecall.backends.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
 from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.cache.block_rows import say_not_on_device
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
@@ -27,7 +29,6 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, calibrated
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.table import WIDE
-from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import mend
 from kvrecall.methods.base import HEAD_DIMS, Method
@@ -132,16 +133,6 @@ class RetrievalLayer(CacheLayerMixin):
         known = self.cache.calibration
         return None if known is None else known.layer(self.number, heads, dim)
 
-    def _gather(self, queries: Tensor, keys: Tensor, valid: Tensor | None) -> None:
-        """Shows new tokens to statistics that are still gathered, before they are stored."""
-        state = self._ready()
-        calibration = state.shape.calibration
-        if calibration is None or calibration.settled:
-            return
-        for b in range(state.shape.sequences):
-            kept = slice(None) if valid is None else valid[b].nonzero()[:, 0].to(keys.device)
-            calibration.see(keys[b][:, kept], queries[b][:, kept], state.store.zones(b).total)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
         key_states, value_states = as_attended(key_states, value_states)
@@ -193,16 +184,8 @@ class RetrievalLayer(CacheLayerMixin):
         shape = self._ready().shape
         if queries.shape[1] != shape.query_heads:
             raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
-        self._ready().guard(keys, values)
-        self._gather(queries, keys, valid)
-        exact = torch.autocast(keys.device.type, enabled=False)  # indexes compute in fp32
-        with exact, deferred_interrupt(), all_or_nothing(self._ready(), new, self):
-            if new == 1 and not self.cache.prefilling:
-                flags = None if valid is None else valid[:, 0].tolist()
-                out = decode_step(self._ready(), queries, keys, values, flags, params)
-            else:
-                out = prefill_layer(self._ready(), queries, keys, values, valid, params)
-            self._advance(valid, new)
+        tokens = NewTokens(queries, keys, values, valid, prompt=self.cache.prefilling)
+        out = base.attend(self._ready(), tokens, params, lambda: self._advance(valid, new), self._counts())
         running.attended.add(self.number)
         return out
 
@@ -244,7 +227,7 @@ class RetrievalLayer(CacheLayerMixin):
             return
         if keep < 0:
             raise ParameterError("crop", f"at most {self._logical} tokens to remove", -tokens, "The cache is unchanged.")
-        with deferred_interrupt(), all_or_nothing(self.state, 0, self):
+        with deferred_interrupt(), all_or_nothing(self.state, 0, self._counts()):
             for b in range(self.state.shape.sequences):
                 real = keep if self._valid is None else int(self._valid[b, :keep].sum())
                 self.state.crop(b, real)
@@ -308,6 +291,15 @@ class RetrievalLayer(CacheLayerMixin):
         if state.index is not None:
             with explained(self.number, state.shape, state.method, tokens):
                 state.index.reserve(WIDE * cdiv(retrieved + ahead, WIDE) if captured else retrieved)
+
+    def _counts(self) -> Callable[[], None]:
+        """What has the layer count tokens as it does now."""
+        logical, valid = self._logical, self._valid
+
+        def restore() -> None:
+            self._logical, self._valid = logical, valid
+
+        return restore
 
     def _select(self, sequences: list[int]) -> None:
         if self.state is None or sequences == list(range(self.state.shape.sequences)):

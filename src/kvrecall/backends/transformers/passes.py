@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -50,6 +50,8 @@ class MilestoneConfig(PageConfig):
 class MilestoneIndex(PageIndex):
     """Times int64 `[H_kv, S, P]` of the pages of every sequence, -1 for a dropped one. Replaced, never written to."""
 
+    of_sequence = (*PageIndex.of_sequence, "_times", "_step", "_prompts", "_known", "_next")
+
     def __init__(self, shape: LayerShape, config: MilestoneConfig) -> None:
         super().__init__(shape, config)
         sets = shape.query_heads // shape.kv_heads if config.gqa == "per_head" else 1
@@ -76,13 +78,6 @@ class MilestoneIndex(PageIndex):
         pages = -(-tokens // self._rule.page_tokens)
         self._times[sequence], self._next[sequence] = self._times[sequence][..., :pages], None
         self._known[sequence] = min(self._known[sequence], tokens)  # prompts may end in the window
-
-    def select(self, sequences: list[int]) -> MilestoneIndex:
-        chosen = super().select(sequences)
-        assert isinstance(chosen, MilestoneIndex)
-        for name in ("_times", "_step", "_prompts", "_known", "_next"):
-            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
-        return chosen
 
     def learn(self, sequences: list[int]) -> None:
         """Time goes on, with the pages that the last search left."""

@@ -55,6 +55,8 @@ class EstimatingConfig(ClusterConfig):
 class EstimatingIndex(ClusterIndex):
     """Clusters with the means of their values `[H_kv, U, D]` in the cache's dtype."""
 
+    of_sequence = (*ClusterIndex.of_sequence, "_values")
+
     def __init__(self, shape: LayerShape, config: EstimatingConfig) -> None:
         super().__init__(shape, config)
         self._ratio = config.estimated_ratio
@@ -75,12 +77,6 @@ class EstimatingIndex(ClusterIndex):
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
         self._values[sequence] = None
-
-    def select(self, sequences: list[int]) -> EstimatingIndex:
-        chosen = super().select(sequences)
-        assert isinstance(chosen, EstimatingIndex)
-        chosen._values = [self._values[b] for b in sequences]
-        return chosen
 
     def values(self, sequence: int) -> Tensor:
         """Mean values `[H_kv, U, D]` of all units of a sequence."""

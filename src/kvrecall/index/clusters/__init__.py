@@ -68,6 +68,8 @@ class ClusterConfig(IndexConfig):
 class ClusterIndex(UnitIndex):
     """Units of one layer."""
 
+    of_sequence = ("_closed", "_borders", "_open", "_units", "_excluded")
+
     def __init__(self, shape: LayerShape, config: ClusterConfig) -> None:
         super().__init__(shape, config)
         self.shape, self.config = shape, config
@@ -134,12 +136,6 @@ class ClusterIndex(UnitIndex):
         self._borders[sequence] = borders
         self._closed[sequence] = Units(closed.reps[:, :kept], closed.members[:, :border], closed.offsets[:, : kept + 1])
         self._open[sequence], self._units[sequence], self._excluded[sequence] = tokens - border, None, None
-
-    def select(self, sequences: list[int]) -> ClusterIndex:
-        chosen = self._without_scratch()
-        for name in ("_closed", "_borders", "_open", "_units", "_excluded"):
-            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
-        return chosen
 
     def slot_step(self, spec: SlotSpec) -> IndexStep:
         from kvrecall.index.clusters.step import SegmentStep  # needs Triton

@@ -91,6 +91,14 @@ class PageMeansIndex(IndexAround):
         self._begun[sequence] = self._begun[sequence][:, : max(0, tokens - whole)]  # of a page that was whole: none
         self.means.truncate(sequence, tokens // self.page_tokens)
 
+    def mark(self, sequence: int, prompt: bool) -> Any:
+        begun = self._begun[sequence]  # never written to, only replaced
+        return super().mark(sequence, prompt), begun, self._excluded[sequence]
+
+    def rewind(self, sequence: int, mark: Any) -> None:
+        around, self._begun[sequence], self._excluded[sequence] = mark
+        super().rewind(sequence, around)
+
     def select(self, sequences: list[int]) -> PageMeansIndex:
         chosen = super().select(sequences)
         chosen._begun = [self._begun[b] for b in sequences]

@@ -74,6 +74,8 @@ class Pages:
 class PageIndex(UnitIndex):
     """Volumes in the cache's dtype, rounded outwards by nothing: they rank, they do not prove."""
 
+    of_sequence = ("_units", "_excluded", "_counts", "tails")
+
     def __init__(self, shape: LayerShape, config: PageConfig) -> None:
         super().__init__(shape, config)
         self._shape, self.config = shape, config
@@ -140,12 +142,6 @@ class PageIndex(UnitIndex):
         self._units[sequence], self.tails[sequence] = made.units, made.tail
         if late.shape[1]:
             self.append(sequence, late)
-
-    def select(self, sequences: list[int]) -> PageIndex:
-        chosen = self._without_scratch()
-        for name in ("_units", "_excluded", "_counts", "tails"):
-            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
-        return chosen
 
     def slot_step(self, spec: SlotSpec) -> IndexStep:
         from kvrecall.index.pages.step import PageStep  # needs Triton

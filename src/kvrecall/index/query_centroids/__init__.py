@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -170,6 +170,23 @@ class CentroidIndex(Index):
         self._counts[sequence] = tokens
         self._listed[sequence] = min(tokens, self._listed[sequence])
         self._excluded[sequence] = None
+        self._found.pop(sequence, None)
+
+    def mark(self, sequence: int, prompt: bool) -> tuple[Any, ...]:
+        """A step replaces one centroid in place, which is kept here; what the end of a prompt changes is copied then, and
+        stays as it is."""
+        lists = self._lists[sequence]
+        self._shared[sequence] |= prompt
+        oldest = None if lists is None or self._shared[sequence] or not self._config.dynamic_update else lists.oldest()
+        known = lists, self._shared[sequence], self._listed[sequence], self._counts[sequence], self._excluded[sequence]
+        return *known, oldest
+
+    def rewind(self, sequence: int, mark: tuple[Any, ...]) -> None:
+        *known, oldest = mark
+        lists, self._shared[sequence], self._listed[sequence], self._counts[sequence], self._excluded[sequence] = known
+        self._lists[sequence] = lists
+        if oldest is not None:
+            ivf.replace_oldest(lists, oldest)
         self._found.pop(sequence, None)
 
     def select(self, sequences: list[int]) -> CentroidIndex:

@@ -20,6 +20,7 @@ from kvrecall.select.topk import top_k_positions
 
 _LOGITS = 1 << 24
 """Logits at a time: bounds the temporaries to 64 MiB."""
+_TENSORS = ("queries", "norms", "lse", "ids", "scores")
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,13 @@ class CentroidLists:
         tensors = (self.queries, self.norms, self.lse, self.ids, self.scores)
         return sum(x.numel() * x.element_size() for x in tensors)
 
+    def oldest(self) -> CentroidLists:
+        """A copy of the centroid that is replaced next."""
+        return CentroidLists(**{name: getattr(self, name)[:, self.head : self.head + 1].clone() for name in _TENSORS})
+
     def copy(self) -> CentroidLists:
         """The same lists in memory of their own."""
-        names = ("queries", "norms", "lse", "ids", "scores")
-        return CentroidLists(**{name: getattr(self, name).clone() for name in names}, head=self.head)
+        return CentroidLists(**{name: getattr(self, name).clone() for name in _TENSORS}, head=self.head)
 
 
 def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int, scaling: float) -> CentroidLists:
@@ -101,8 +105,7 @@ def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists
     count = lists.queries.shape[1]
     arriving = newest.queries.shape[1]
     slots = (torch.arange(arriving, device=lists.ids.device) + lists.head) % count
-    names = ("queries", "norms", "lse", "ids", "scores")
-    for name in names:
+    for name in _TENSORS:
         getattr(lists, name).index_copy_(1, slots, getattr(newest, name))
     return replace(lists, head=(lists.head + arriving) % count)
 

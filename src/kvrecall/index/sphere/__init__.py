@@ -165,6 +165,14 @@ class SphereIndex(Index):
         if not self._bound:
             self._tables[sequence].trim()
 
+    def mark(self, sequence: int, prompt: bool) -> tuple[int, Tensor | None]:
+        return self._lengths[sequence], self._excluded[sequence]
+
+    def rewind(self, sequence: int, mark: tuple[int, Tensor | None]) -> None:
+        tokens, excluded = mark
+        self.truncate(sequence, tokens)
+        self.exclude(sequence, excluded)
+
     def _hold(self, sequence: int, tokens: int) -> None:
         """Counts the tokens of a sequence."""
         self._lengths[sequence] = tokens

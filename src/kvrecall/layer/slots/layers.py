@@ -33,6 +33,7 @@ class Joined:
         self.states, self.slots, self.room = states, slots, room
         self.groups = [Group(state, slots) for state in states]
         for group in self.groups:
+            group.state.last_steps.forget()
             group.state.end_prompts(list(range(len(slots))), coming=1)
         for group in self.groups:
             group.begin_static()

@@ -211,7 +211,9 @@ class Capturing:
 def captured_decoding(
     model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool, compiled: bool = False
 ) -> Iterator[None]:
-    """Inside, single-token calls of the model over `cache` replay a graph, for who calls `model.generate`; as `Capturing`."""
+    """Inside, single-token calls of the model over `cache` replay a graph, for who calls `model.generate`; as `Capturing`.
+
+    Before a call with several tokens the cache is given back; the next single token borrows it again."""
     call: Any = model.forward
     capturing = Capturing(model, cache, required, compiled, call)
     if capturing.refused:
@@ -221,9 +223,12 @@ def captured_decoding(
     @wraps(call)  # `generate` reads the signature to know what it may pass, positions of padded prompts among it
     def forward(*args: Any, **kwargs: Any) -> Any:
         tokens = kwargs.get("input_ids")
-        single = tokens is not None and tokens.shape[1] == 1 and kwargs.get("past_key_values") is cache and not cache.prefilling
+        own = kwargs.get("past_key_values") is cache
+        single = tokens is not None and tokens.shape[1] == 1 and own and not cache.prefilling
         logits = capturing.step(tokens, room_tokens) if single and tokens is not None else None
         if logits is None:
+            if own:
+                capturing.close()
             return call(*args, **kwargs)
         return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
 

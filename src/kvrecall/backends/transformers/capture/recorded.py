@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.capture.check import PLAIN
 from kvrecall.backends.transformers.capture.ranks import Ranks
 from kvrecall.backends.transformers.capture.sliding import SlidingSlots, SlidingWindow
 from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.backends.transformers.capture.verify import Attended, check_attention, check_logits, uncaptured_answer
-from kvrecall.backends.transformers.interrupt import deferred_interrupt
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.slots.base import SlotLayer

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError
@@ -17,29 +15,16 @@ from kvrecall.layer.undo import all_of_it, mend
 from kvrecall.methods.base import Method
 
 
-class Counting(Protocol):
-    """A cache layer as far as it counts tokens itself, padding included."""
-
-    _logical: int
-    _valid: Tensor | None
-
-
 @contextmanager
-def all_or_nothing(state: LayerState, new: int, layer: Counting | None = None) -> Iterator[None]:
-    """Inside, a layer changes, and gets at most `new` tokens per sequence; after an error it holds what it held before, and
-    `layer` counts as it did.
+def all_or_nothing(state: LayerState, new: int, uncounted: Callable[[], None]) -> Iterator[None]:
+    """Inside, a layer changes, and gets at most `new` tokens per sequence; after an error it holds what it held before.
 
-    Raises DeviceMemoryError for torch.OutOfMemoryError.
+    uncounted: has the layer's owner count as it did before; after an error it may be called twice. Raises DeviceMemoryError for
+    torch.OutOfMemoryError.
     """
     mend(state)
-    counted = None if layer is None else (layer._logical, layer._valid)
-
-    def rewind() -> None:
-        if layer is not None and counted is not None:
-            layer._logical, layer._valid = counted
-
     tokens = max(state.store.zones(b).total for b in range(state.store.sequences)) + new
-    with explained(state.layer, state.shape, state.method, tokens), all_of_it(state, rewind):
+    with explained(state.layer, state.shape, state.method, tokens), all_of_it(state, uncounted):
         yield
 
 

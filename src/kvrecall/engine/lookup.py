@@ -1,0 +1,130 @@
+"""Prompt look-up: the next tokens are guessed from the text itself, and one call of the model checks all of them.
+
+1. What followed the last tokens where they stood before is the guess (`PromptLookupCandidateGenerator` of transformers).
+2. One call feeds the last token and the guess. Each is a decode query: it finds what it would find alone.
+3. Tokens are chosen from every row of logits, as ever. Those that were guessed right count, and the one behind them.
+4. The cache gives back the others, exactly: nothing is left that was concluded from them.
+
+A guess behind the prompt is fed in a call of its own, so that it is no part of the prompt's dense attention. Random numbers are
+drawn as transformers' assisted decoding draws them, one row of a step per fed token.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache as once
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvrecall.backends.base import MOST_QUERIES
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import CaptureError, ParameterError
+from kvrecall.engine.decoding import Decoding
+
+NAME = "prompt_lookup_num_tokens"
+
+
+class LookupDecoding(Decoding):
+    """A request of one sequence."""
+
+    def _take(self, made: Any, ends: list[Tensor]) -> None:
+        self._limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._guess: list[int] = []
+        self._generator_of_guesses = PromptLookupCandidateGenerator(
+            eos_token_id=torch.cat(ends) if ends else None, num_output_tokens=made.prompt_lookup_num_tokens,
+            max_matching_ngram_size=made.max_matching_ngram_size or 2, max_length=self._most,
+            logits_processor=self._processors, vocab_size=self.model.config.get_text_config().vocab_size,
+        )  # fmt: skip
+
+    @property
+    def joinable(self) -> bool:
+        return False
+
+    def read(self) -> Tensor:
+        """Logits `[1 + n, vocabulary]` behind the prompt and behind each of n guessed tokens."""
+        logits = super().read()
+        self._look_up()
+        return torch.cat([logits, self._feed(0)]) if self._guess else logits
+
+    def step(self) -> Tensor:
+        """Logits `[1 + n, vocabulary]` behind the last token and behind each of n guessed ones."""
+        self._look_up()
+        self._tell()
+        return self._feed(1)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """A token int64 `[1 + n]` from each row, as if those guessed before it were there."""
+        scores = logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
+        if self._processors:
+            ids = self._with_guess()
+            start = ids.shape[1] - len(self._guess)
+            rows = [self._processors(ids[:, : start + i], row[None]) for i, row in enumerate(scores)]
+            scores = torch.cat(rows)
+        return self._picked(scores)
+
+    def taken(self, chosen: list[int]) -> list[list[int]]:
+        right = 0
+        while right < len(self._guess) and chosen[right] == self._guess[right]:
+            right += 1
+        return [[token] for token in chosen[: right + 1]]
+
+    def settle(self) -> None:
+        self._guess = []
+        self.cache.crop(self.stored - self.cache.get_seq_length())
+
+    def close(self) -> None:
+        for layer in self.cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _look_up(self) -> None:
+        found, _ = self._generator_of_guesses.get_candidates(self.sequences)  # type: ignore[arg-type]
+        guess = found[0, self.sequences.shape[1] :].tolist()
+        room = len(guess) if self._limit is None else max(0, self._limit - self.sequences.shape[1])
+        self._guess = guess[:room]
+
+    def _with_guess(self) -> Tensor:
+        guess = torch.tensor([self._guess], dtype=torch.int64, device=self._ids.device)
+        return torch.cat([self.sequences, guess], 1)
+
+    def _feed(self, known: int) -> Tensor:
+        """Feeds the last `known` tokens and the guess: logits of each."""
+        arguments, guessed = self._arguments, len(self._guess)
+        if guessed:
+            outputs = CausalLMOutputWithPast(past_key_values=self.cache)  # type: ignore[arg-type]
+            arguments = self.model._update_model_kwargs_for_generation(
+                outputs, dict(arguments), is_encoder_decoder=False, num_new_tokens=guessed
+            )
+        count = known + guessed
+        inputs = self.model.prepare_inputs_for_generation(self._with_guess(), next_sequence_length=count, **arguments)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        self.cache.activate_past_recording()  # of sliding windows, which could not be cropped otherwise
+        return self.model(**inputs, return_dict=True).logits[0, -count:]
+
+
+def check_lookup(tokens: object, sequences: int, cache: RetrievalCache, capture: bool | None) -> None:
+    """Refuses what cannot be guessed or taken back. Raises ParameterError or CaptureError."""
+    most = MOST_QUERIES - 1
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= most:
+        remedy = "More tokens in one call would be attended densely."
+        raise ParameterError(NAME, f"an integer from 1 to {most}", tokens, remedy)
+    if sequences != 1:
+        remedy = "Ask for each prompt in a request of its own; they are answered beside each other."
+        raise ParameterError(NAME, "one prompt", f"{sequences} prompts", remedy)
+    fixed = [number for number, layer in enumerate(cache.layers) if not getattr(layer, "is_croppable", True)]
+    if fixed:
+        got = f"one whose layer {fixed[0]} keeps a running state"
+        raise ParameterError(NAME, "a model whose layers can give tokens back", got, f"Leave {NAME} out.")
+    if capture:
+        raise CaptureError("prompt look-up feeds several tokens in one call", f"Leave out `capture` or `{NAME}`.")
+
+
+@once
+def say_uncaptured() -> None:
+    """Said once: steps of such requests are not captured."""
+    warnings.warn(f"decoding uncaptured: {NAME} feeds several tokens in one call", RuntimeWarning, stacklevel=2)
