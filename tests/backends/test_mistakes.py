@@ -132,6 +132,24 @@ def test_another_batch_size() -> None:
     still_right(model, cache, torch.cat([ids(), ids(5)], 1))
 
 
+def test_a_prompt_that_is_fed_again_from_its_beginning() -> None:
+    """As transformers' assisted decoding feeds it to a cache that holds a part of it."""
+    model, prompt = tiny("llama"), ids()
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model):
+        model(prompt[:, :60], past_key_values=cache)
+        with pytest.raises(errors.ShapeError, match=r"behind the 60 that the cache holds, got these 60 again and 5\d more"):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
+    still_right(model, cache, prompt)
+    twice = torch.cat([prompt, prompt, prompt[:, :5]], 1)
+    own = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model):
+        model(prompt, past_key_values=own)
+        with own.reading_prompt():
+            logits = model(twice[:, 111:], past_key_values=own).logits  # a text that says it twice
+    torch.testing.assert_close(logits[:, -1], model(twice).logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
 def test_four_dimensional_mask() -> None:
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, COVERING)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 _local = threading.local()
+_LEAST_AGAIN = 16
+"""Tokens that no text begins with twice by chance."""
 
 
 def current() -> OpenCall | None:
@@ -190,6 +192,7 @@ def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
         )  # fmt: skip
     if held and inputs.sequences is not None and inputs.sequences != sequences:
         raise ShapeError("batch", f"{sequences} sequences", inputs.sequences, "Use a new cache for another batch.")
+    _check_not_again(cache, inputs, held)
     mask, new = inputs.mask, inputs.tokens
     if mask is None or new is None:
         return
@@ -197,6 +200,22 @@ def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         expected = f"a 2-D padding mask [{inputs.sequences}, {held + new}] for {held:,} cached tokens and {new:,} new ones"
         raise ShapeError("attention_mask", expected, got, "Pass the tokenizer's attention_mask, or none.")
+
+
+def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
+    """Refuses a prompt that begins with all that is held, as transformers' assisted decoding feeds it to a cache that holds a
+    part of it: its tokens would be stored twice, at wrong positions."""
+    ids = inputs.ids
+    if ids is None or cache.prefilling or held < _LEAST_AGAIN or ids.shape[1] <= held or cache.tokens.common_prefix(ids) < held:
+        return
+    expected, got = (
+        f"the tokens behind the {held:,} that the cache holds",
+        f"these {held:,} again and {ids.shape[1] - held:,} more",
+    )
+    remedy = (
+        "Use engine.generate, which goes on from what is held; a text that does say it twice goes into cache.reading_prompt()."
+    )
+    raise ShapeError("input_ids", expected, got, remedy)
 
 
 def call_frame() -> FrameType:
