@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 from weakref import ref
@@ -180,3 +182,29 @@ def test_guessed_tokens_come_between_captured_steps(name: str) -> None:
         assert one.state is not None and other.state is not None and other.captured is None
         assert one.state.store.zones(0) == other.state.store.zones(0)
         assert one.state.stats.steps == other.state.stats.steps > 13  # wrong guesses were steps, too
+
+
+def test_two_threads_never_take_the_same_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both look for a step while one that is recorded is nobody's: the second one that looks gets a step of its own."""
+    model, method, find = tiny("llama", **SMALL), METHODS["sphere"], graphs.find
+    answer(model, method, prompt(40), True)
+    caches = [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
+    for cache in caches:
+        engine.prefill(model, prompt(39), cache)
+
+    def slowly(*args: Any) -> Any:
+        found = find(*args)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(graphs, "find", slowly)
+    made: list[captured.CapturedDecoder] = []
+    threads = [Thread(target=lambda own=own: made.append(captured.CapturedDecoder(model, own, 4))) for own in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = made
+    assert first.recorded is not second.recorded and [len(x.recorded.members) for x in made] == [1, 1]
+    for each in made:
+        each.close()

@@ -111,28 +111,33 @@ class CapturedDecoder:
         with self._ranks.agreeing():
             joined = Joined(self._states, list(range(self._sequences)), room_tokens)
         try:
-            step = graphs.find(self._model, self.kind, key, self._cache, joined, slots)
-            if self._ranks.any_of(torch.tensor([step is None], dtype=torch.int32)).any():  # all record, or none
-                step = None
-            if step is None:
-                with self._ranks.agreeing():
-                    step = self.kind(key, self._cache, joined, slots, self._ranks)
-            with self._ranks.agreeing():
-                member = step.join(self._cache, joined)
-            if input_ids is not None:
-                step.input_ids[: self._sequences].copy_(input_ids)
-            if not step.recorded:
-                try:
-                    step.record(self._model, self._call, member)
-                except BaseException:
-                    step.leave(member)
-                    raise
-                graphs.keep(self._model, step)
-            self._step, self._member = step, member
+            with graphs.taking:
+                self._take(key, joined, slots, input_ids)
         except BaseException as error:
             joined.undo()
             self._raise_as_capture_error(error)
             raise
+
+    def _take(self, key: StepKey, joined: Joined, slots: int, input_ids: Tensor | None) -> None:
+        """Joins a recorded step, or one that is recorded now."""
+        step = graphs.find(self._model, self.kind, key, self._cache, joined, slots)
+        if self._ranks.any_of(torch.tensor([step is None], dtype=torch.int32)).any():  # all record, or none
+            step = None
+        if step is None:
+            with self._ranks.agreeing():
+                step = self.kind(key, self._cache, joined, slots, self._ranks)
+        with self._ranks.agreeing():
+            member = step.join(self._cache, joined)
+        if input_ids is not None:
+            step.input_ids[: self._sequences].copy_(input_ids)
+        if not step.recorded:
+            try:
+                step.record(self._model, self._call, member)
+            except BaseException:
+                step.leave(member)
+                raise
+            graphs.keep(self._model, step)
+        self._step, self._member = step, member
 
     def _raise_as_capture_error(self, error: BaseException) -> None:
         """What is a reason to decode uncaptured becomes a CaptureError: a step that cannot be recorded, and whatever fails on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import RLock
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -16,6 +17,9 @@ _MOST = 4
 _TOO_LARGE = 4
 """A step of slots so many times longer than a sequence needs is slower than one of its own."""
 
+taking = RLock()
+"""Held from looking for a step until its slots are taken, and while one is recorded: two threads never take the same slots, and
+never record at once."""
 _steps: WeakKeyDictionary[PreTrainedModel, list[RecordedStep]] = WeakKeyDictionary()
 
 

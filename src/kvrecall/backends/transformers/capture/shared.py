@@ -52,9 +52,11 @@ class SharedSteps:
             for number in [number for number, member in self._members.items() if number not in named or not member.left]:
                 self.leave(self._members[number].cache)
             coming = [turn for turn in turns if id(turn.cache) not in self._members]
-            if coming and not self._take_in(coming):
-                self.close()
-                self._begin(turns)
+            if coming:
+                with graphs.taking:
+                    if not self._take_in(coming):
+                        self.close()
+                        self._begin(turns)
             step = self._step
             assert step is not None
             self._feed(step, turns)
