@@ -23,6 +23,7 @@ from tests.layers import DIM, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture.calls import captured_decoding
 from kvrecall.backends.transformers.capture.check import check_layers, check_methods
 from kvrecall.backends.transformers.capture.recorded import RecordedStep
 from kvrecall.index.sphere.plan import StepPlan
@@ -53,7 +54,7 @@ def test_a_model_that_waits_to_be_captured_answers_padded_prompts_as_ever(monkey
         cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV())
         before = inspect.signature(model.forward)
         if wait:
-            with captured.captured_decoding(model, cache, 20, True):
+            with captured_decoding(model, cache, 20, True):
                 assert inspect.signature(model.forward) == before
                 made = engine.generate(model, None, prompt, cache, max_new_tokens=12, attention_mask=mask)
         else:
@@ -125,11 +126,11 @@ def test_what_only_shows_at_capture_is_decoded_uncaptured_unless_capture_was_req
     monkeypatch.setattr(captured, "check_capture", lambda *_: None)
     monkeypatch.setattr(captured, "CapturedDecoder", refuse)
     cache, prompt = prefilled(model)
-    with captured.captured_decoding(model, cache, 8, required=False):
+    with captured_decoding(model, cache, 8, required=False):
         assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected
     assert tries == [1]  # and is not tried again at every token
     cache, prompt = prefilled(model)
-    with pytest.raises(CaptureError, match="pin"), captured.captured_decoding(model, cache, 8, required=True):
+    with pytest.raises(CaptureError, match="pin"), captured_decoding(model, cache, 8, required=True):
         engine.generate(model, None, prompt, cache, max_new_tokens=6)
 
 
@@ -176,7 +177,7 @@ def test_guessed_tokens_get_the_cache_back_from_captured_steps(monkeypatch: pyte
         torch.manual_seed(1)
         forward = model.forward
         monkeypatch.setattr(model, "forward", lambda *a, **k: (calls.append(k["input_ids"].shape[1]), forward(*a, **k))[1])
-        with captured.captured_decoding(model, caches[1], 40, required=True):
+        with captured_decoding(model, caches[1], 40, required=True):
             made = model.generate(prompt, past_key_values=caches[1], **how)
     assert torch.equal(made, expected)
     several = [count for count in calls[1:] if count > 1]
@@ -215,9 +216,9 @@ def test_a_model_that_no_graph_can_hold_is_refused_or_decoded_uncaptured(
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        with pytest.raises(CaptureError, match=reason), captured.captured_decoding(model, cache, 8, required=True):
+        with pytest.raises(CaptureError, match=reason), captured_decoding(model, cache, 8, required=True):
             pass
-        uncaptured = captured.captured_decoding(model, cache, 8, required=False)
+        uncaptured = captured_decoding(model, cache, 8, required=False)
         uncaptured.__enter__()
     assert engine.generate(model, None, prompt, cache, max_new_tokens=4).new_tokens == expected.new_tokens
     uncaptured.__exit__(None, None, None)

@@ -163,21 +163,22 @@ def test_without_captured_steps_it_is_refused_or_has_no_effect() -> None:
         engine.generate(model, None, prompt, cache, max_new_tokens=2, capture=False, compiled=True)
     assert len(engine.generate(model, None, prompt, cache, max_new_tokens=2, compiled=True).new_tokens[0]) == 2
     pytest.importorskip("triton", reason="Triton is only there on Linux")
-    from kvrecall.backends.transformers.capture import decoder as captured
+    from kvrecall.backends.transformers.capture.calls import captured_decoding
 
     with (
         pytest.warns(RuntimeWarning, match=r"compiled=True has no effect: cannot capture.*no CUDA device"),
-        captured.captured_decoding(model, cache, 8, required=False, compiled=True),
+        captured_decoding(model, cache, 8, required=False, compiled=True),
     ):
         pass
 
 
 def test_a_failing_compilation_leaves_the_cache_as_it_was_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvrecall.backends.transformers.capture import decoder as captured
+
     pytest.importorskip("triton", reason="Triton is only there on Linux")
     from torch._inductor.exc import InvalidCxxCompiler
 
     from kvrecall.backends.transformers.capture import compiled
-    from kvrecall.backends.transformers.capture import decoder as captured
     from kvrecall.backends.transformers.capture.recorded import RecordedStep
 
     def no_compiler(graph: Any, inputs: Any) -> Any:

@@ -16,6 +16,7 @@ from tests.blocks import Device
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture.calls import captured_decoding
 from tests.interpreted.launched import without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
@@ -144,7 +145,7 @@ def test_no_room_for_what_is_to_come_is_refused_and_the_cache_goes_on_uncaptured
     made, wanted = (prefilled(model, 41) for _ in range(2))
     expected = engine.generate(model, None, prompt, wanted, max_new_tokens=4).new_tokens
     device.demands, device.refusing = 0, 1
-    with captured.captured_decoding(model, made, 400, required=False):
+    with captured_decoding(model, made, 400, required=False):
         assert engine.generate(model, None, prompt, made, max_new_tokens=4).new_tokens == expected
     same(made, wanted)
     assert not made.retrieval_layers[0].state.store.on_device
@@ -154,6 +155,6 @@ def test_generated_tokens() -> None:
     model, prompt = tiny("llama", **SMALL), ids(40)
     caches = [kvrecall.RetrievalCache(model.config, FULL) for _ in range(2)]
     expected = engine.generate(model, None, prompt, caches[0], max_new_tokens=12).new_tokens
-    with captured.captured_decoding(model, caches[1], 5, required=True):
+    with captured_decoding(model, caches[1], 5, required=True):
         assert engine.generate(model, None, prompt, caches[1], max_new_tokens=12).new_tokens == expected
     same(caches[1], caches[0])

@@ -18,6 +18,7 @@ from tests.backends.models import tiny
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.backends.transformers.capture import decoder as captured
 from kvrecall.backends.transformers.capture import recorded
+from kvrecall.backends.transformers.capture.calls import captured_decoding
 from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.backends.transformers.capture.sliding import SlidingWindow
 from tests.interpreted.launched import Launched, without_gpu
@@ -82,7 +83,7 @@ def answer(
     if room is None:
         whole = made()
     else:
-        with captured.captured_decoding(model, cache, room, required=True):
+        with captured_decoding(model, cache, room, required=True):
             whole = made()
     return whole, torch.cat([mask, mask.new_ones(2, count)], 1)
 
@@ -276,7 +277,7 @@ def test_a_model_that_cannot_be_recorded_is_not_tried_again_unless_it_must(monke
     monkeypatch.setattr(Launched, "record", fail)
     for required in (False, False, True):
         cache = kvrecall.RetrievalCache(model.config, METHOD)
-        with captured.captured_decoding(model, cache, 20, required=required):
+        with captured_decoding(model, cache, 20, required=required):
             if required:
                 with pytest.raises(CaptureError, match="not permitted"):
                     engine.generate(model, None, prompt(False)[0], cache, max_new_tokens=3)

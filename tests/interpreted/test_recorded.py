@@ -23,6 +23,7 @@ from tests.backends.models import tiny
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.backends.transformers.capture import decoder as captured
 from kvrecall.backends.transformers.capture import graphs
+from kvrecall.backends.transformers.capture.calls import captured_decoding
 from tests.interpreted.launched import Launched, without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
@@ -54,7 +55,7 @@ def answer(model: Any, method: kvrecall.Method, ids: Tensor, capture: bool, new:
     engine.prefill(model, ids[:, :-1], cache)
     if not capture:
         return engine.generate(model, None, ids, cache, max_new_tokens=new).new_tokens
-    with captured.captured_decoding(model, cache, new, required=True):
+    with captured_decoding(model, cache, new, required=True):
         return engine.generate(model, None, ids, cache, max_new_tokens=new).new_tokens
 
 
@@ -68,7 +69,7 @@ def test_later_requests_replay_what_the_first_one_recorded(name: str, monkeypatc
         expected = answer(model, method, ids, False)
         cache = kvrecall.RetrievalCache(model.config, method)
         engine.prefill(model, ids[:, :-1], cache)
-        with captured.captured_decoding(model, cache, 3, required=True):
+        with captured_decoding(model, cache, 3, required=True):
             assert engine.generate(model, None, ids, cache, max_new_tokens=3).new_tokens == expected
         kept.append(cache if number else None)
     assert Launched.recorded_steps == 1
@@ -150,7 +151,7 @@ def test_a_recorded_step_keeps_no_cache_and_its_memory_serves_the_next_request()
     ids = prompt(40)
     cache = kvrecall.RetrievalCache(model.config, method)
     engine.prefill(model, ids[:, :-1], cache)
-    with captured.captured_decoding(model, cache, 3, required=True):
+    with captured_decoding(model, cache, 3, required=True):
         engine.generate(model, None, ids, cache, max_new_tokens=3)
     rows, gone = cache.retrieval_layers[0].state.store.rows.data_ptr(), ref(cache)
     pool = pool_of(model, torch.device("cpu"))
@@ -174,7 +175,7 @@ def test_guessed_tokens_come_between_captured_steps(name: str) -> None:
     with kvrecall.attach(model):
         for cache in caches:
             torch.manual_seed(2)
-            capturing = captured.captured_decoding(model, cache, 16, required=True) if cache is caches[1] else nullcontext()
+            capturing = captured_decoding(model, cache, 16, required=True) if cache is caches[1] else nullcontext()
             with capturing:
                 answers.append(model.generate(ids, past_key_values=cache, **how))
     assert torch.equal(*answers) and Launched.recorded_steps

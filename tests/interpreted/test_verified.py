@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.whole import WholeAttention
 from kvrecall.backends.transformers.capture import decoder as captured
 from kvrecall.backends.transformers.capture import recorded, verify
+from kvrecall.backends.transformers.capture.calls import captured_decoding
 from kvrecall.layer.slots.dense import DenseSlots
 from kvrecall.layer.slots.layers import Layers
 from kvrecall.layer.slots.search import SearchSlots
@@ -78,7 +79,7 @@ def test_a_trial_is_the_uncaptured_step_and_leaves_nothing(name: str, monkeypatc
         cache, ids = prefilled(model, METHODS[name])
         caches.append(cache)
         if capture:
-            with captured.captured_decoding(model, cache, 2, required=True):
+            with captured_decoding(model, cache, 2, required=True):
                 answers.append(engine.generate(model, None, ids, cache, max_new_tokens=5).new_tokens)
         else:
             answers.append(engine.generate(model, None, ids, cache, max_new_tokens=5).new_tokens)
@@ -127,7 +128,7 @@ def test_a_layer_that_answers_wrongly_is_found(
     monkeypatch.setattr(kind, what, how(getattr(kind, what)))
     cache, ids = prefilled(model, METHODS[name], 2)
     told = f"the attention of {where} differs"
-    with pytest.raises(CaptureMismatchError, match=told), captured.captured_decoding(model, cache, 8, required=True):
+    with pytest.raises(CaptureMismatchError, match=told), captured_decoding(model, cache, 8, required=True):
         engine.generate(model, None, ids, cache, max_new_tokens=4)
     assert all(layer.captured is None for layer in cache.retrieval_layers)
 
@@ -139,7 +140,7 @@ def test_a_wrong_graph_is_not_used_and_one_hears_of_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(SearchSlots, "step", turned(right))
     for hears in (True, False):  # the second time it is not tried again
         cache, _ = prefilled(model, METHODS["every-step"])
-        with captured.captured_decoding(model, cache, 8, required=False), warnings.catch_warnings(record=True) as told:
+        with captured_decoding(model, cache, 8, required=False), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             assert engine.generate(model, None, ids, cache, max_new_tokens=4).new_tokens == expected
         assert any("decoding uncaptured: cannot capture" in str(one.message) for one in told) == hears
@@ -165,7 +166,7 @@ def test_a_replay_that_is_wrong_between_the_layers_is_found_by_its_logits(monkey
     monkeypatch.setattr(captured.CapturedDecoder, "kind", Stale)
     model = tiny("llama", **SINGLE)
     cache, ids = prefilled(model, METHODS["every-step"])
-    with pytest.raises(CaptureMismatchError, match="logits differ"), captured.captured_decoding(model, cache, 8, True):
+    with pytest.raises(CaptureMismatchError, match="logits differ"), captured_decoding(model, cache, 8, True):
         engine.generate(model, None, ids, cache, max_new_tokens=4)
 
 
@@ -184,7 +185,7 @@ def test_a_graph_made_anew_that_is_wrong_hands_over_to_uncaptured_steps(monkeypa
     cache, ids = prefilled(model, METHODS["stride"])
     expected = engine.generate(model, None, ids, cache, max_new_tokens=7).new_tokens
     cache, _ = prefilled(model, METHODS["stride"])
-    with captured.captured_decoding(model, cache, 2, required=False), pytest.warns(RuntimeWarning, match="logits differ"):
+    with captured_decoding(model, cache, 2, required=False), pytest.warns(RuntimeWarning, match="logits differ"):
         assert engine.generate(model, None, ids, cache, max_new_tokens=7).new_tokens == expected
     assert made == [39, 41]
 
@@ -203,7 +204,7 @@ def test_a_copy_that_does_not_fit(fits: str, monkeypatch: pytest.MonkeyPatch) ->
     cache, ids = prefilled(model, METHODS["every-step"], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with captured.captured_decoding(model, cache, 8, required=False):
+        with captured_decoding(model, cache, 8, required=False):
             engine.generate(model, None, ids, cache, max_new_tokens=2)
     assert glances == ([2, 1, 1] if fits == "sequence by sequence" else [2, 1])
     if fits == "not at all":

@@ -280,7 +280,7 @@ class Loop:
                 if not self._may_enter(job):
                     return
                 if not self._active:
-                    self._attached.enter_context(attach(job.asked.model))
+                    self._attached.enter_context(attach(job.asked.model, capture=False))
                 job.admit()
             except Exception as error:
                 self._end(job, error)

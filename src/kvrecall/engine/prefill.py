@@ -44,7 +44,7 @@ def prefill(
     done = keep_prefix(cache, input_ids, attention_mask, most=total)
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
     try:
-        with attach(model):
+        with attach(model, capture=False):
             while done < total:
                 if on_progress:
                     on_progress(done, total)

@@ -4,6 +4,7 @@
    contexts may overlap in any order and in any thread.
 2. A call that is given a RetrievalCache, or several as one (`joint`), opens a forward pass (`passes`). Only while such a pass
    runs do the decoder's configs name our attention function, and transformers' models look it up there.
+   On a GPU its `generate` replays captured steps meanwhile (`generating`).
 3. At the end the pass must have gone through every retrieval layer exactly once; else it is undone and refused.
 """
 
@@ -25,6 +26,7 @@ from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.attention import retrieval_attention, retrieval_mask
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
+from kvrecall.backends.transformers.generating import GenerateHook
 from kvrecall.backends.transformers.joint import JointCache
 from kvrecall.backends.transformers.passes import Inputs, OpenCall
 from kvrecall.backends.transformers.switch import decoder_configs, switched
@@ -35,17 +37,18 @@ _attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
 
 
 @contextmanager
-def attach(model: nn.Module) -> Iterator[nn.Module]:
+def attach(model: nn.Module, *, capture: bool = True) -> Iterator[nn.Module]:
     """Routes calls of `model` that are given a RetrievalCache through kvrecall; everything is undone on exit.
 
     model: a transformers model, or a wrapper that holds one (PEFT). Calls with any other cache, or none, are what they are
-    outside. Contexts may be nested, overlap in any order and be entered from any thread.
+    outside. Contexts may be nested, overlap in any order and be entered from any thread. capture: on a GPU, `model.generate`
+    replays captured steps where it can, by greedy search or sampling; False: every step calls the model.
 
     Raises UnsupportedModelError for families whose attention cannot be taken over, ParameterError for what is no model.
     """
     inner = transformers_model(model)
     check_model(inner)
-    context = _Context(inner)
+    context = _Context(inner, capture)
     try:
         context.enter()
         yield model
@@ -59,8 +62,8 @@ def attach(model: nn.Module) -> Iterator[nn.Module]:
 class _Context:
     """One `with` block: counts itself in once and out once, whatever signals come meanwhile."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, capture: bool) -> None:
+        self._model, self._capture = model, capture
         self._attachment: Attachment | None = None
 
     def enter(self) -> None:
@@ -68,13 +71,13 @@ class _Context:
             attachment = _attached.get(self._model)
             if attachment is None:
                 attachment = _attached[self._model] = Attachment(self._model)
-            attachment.enter()
+            attachment.enter(self._capture)
             self._attachment = attachment
 
     def leave(self) -> None:
         with deferred_interrupt(), _lock:
             if self._attachment is not None:
-                self._attachment.leave()
+                self._attachment.leave(self._capture)
                 if self._attachment.idle:  # it holds the model
                     _attached.pop(self._model, None)
                 self._attachment = None
@@ -84,7 +87,8 @@ class Attachment:
     """The hooks on one model, and how many contexts want them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._contexts = 0
+        self._contexts = self._capturing = 0
+        self._generate = GenerateHook(model)
         self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._handles: list[Any] = []
         self._running: list[OpenCall] = []
@@ -94,17 +98,23 @@ class Attachment:
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return self  # so that a copy of the model, which has its hooks, is seen not to be attached
 
-    def enter(self) -> None:
+    def enter(self, capture: bool) -> None:
         """Counts one more context."""
         if not self._handles:
             for part in self._parts:
                 self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
                 self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
         self._contexts += 1
+        self._capturing += capture
+        if self._capturing:
+            self._generate.install()
 
-    def leave(self) -> None:
+    def leave(self, capture: bool) -> None:
         """Counts one context less. The last one takes the hooks off, as soon as no other thread is in a pass."""
         self._contexts -= 1
+        self._capturing -= capture
+        if not self._capturing:
+            self._generate.remove()
         for dead in [running for running in self._running if not running.alive()]:
             dead.finish(failed=bool(dead.missing()))
         self._clean()

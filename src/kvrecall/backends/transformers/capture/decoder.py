@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 from warnings import warn
 from weakref import WeakSet
@@ -12,7 +9,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.capture import graphs
@@ -193,7 +189,11 @@ class Capturing:
                 self._decoder = CapturedDecoder(self._model, self._cache, room_tokens, self._call, self._compiled, input_ids)
             self._decoder.input_ids.copy_(input_ids)
             return self._decoder.step()  # which captures anew where room has run out
-        except CaptureError as error:
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self.close()
+                graphs.release(self._model)
+                error = CaptureError("the GPU has no memory for captured steps", "Leave it more, or decode uncaptured.")
             self._refuse(error)
             if (running := self._cache.running) is not None:
                 running.attended.clear()
@@ -210,43 +210,6 @@ class Capturing:
             raise error
         _say_uncaptured(error, self._compiled)
         self._refused = True
-
-
-@contextmanager
-def captured_decoding(
-    model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool, compiled: bool = False
-) -> Iterator[None]:
-    """Inside, single-token calls of the model over `cache` replay a graph, for who calls `model.generate`; as `Capturing`.
-
-    Before a call with several tokens the cache is given back; the next single token borrows it again."""
-    call: Any = model.forward
-    capturing = Capturing(model, cache, required, compiled, call)
-    if capturing.refused:
-        yield
-        return
-
-    @wraps(call)  # `generate` reads the signature to know what it may pass, positions of padded prompts among it
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        tokens = kwargs.get("input_ids")
-        own = kwargs.get("past_key_values") is cache
-        single = tokens is not None and tokens.shape[1] == 1 and own and not cache.prefilling
-        logits = capturing.step(tokens, room_tokens) if single and tokens is not None else None
-        if logits is None:
-            if own:
-                capturing.close()
-            return call(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
-
-    own = vars(model).get("forward")  # of a model that something else has wrapped
-    model.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.forward
-        else:
-            model.forward = own
-        capturing.close()
 
 
 def _say_uncaptured(error: CaptureError, compiled: bool) -> None:

@@ -200,7 +200,7 @@ class RecordedStep:
         launched step is raised behind the last one."""
         self._failed = [] if self._ranks.size > 1 and recording is None else None
         try:
-            with attach(model), self._modules(model), torch.no_grad(), recording or nullcontext():
+            with attach(model, capture=False), self._modules(model), torch.no_grad(), recording or nullcontext():
                 logits = forward()
                 if recording is not None:
                     self.logits = logits

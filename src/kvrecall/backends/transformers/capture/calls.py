@@ -1,0 +1,111 @@
+"""Captured steps behind calls of the model itself: `model.generate` inside `attach` replays graphs where it can.
+
+While some cache of a model is decoded so, one function stands in the place of its `forward`. It replays single-token calls over
+these caches and hands on all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from functools import wraps
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.capture.decoder import Capturing
+
+_MORE = ("output_hidden_states", "output_attentions", "labels")
+"""Arguments of a call that ask for what no recorded step gives."""
+_ROOM_TOKENS = 1024
+"""New tokens to make room for where nobody says how many there will be."""
+_lock = RLock()
+_replaying: WeakKeyDictionary[PreTrainedModel, _Forward] = WeakKeyDictionary()
+
+
+class _Forward:
+    """What stands in the place of a model's forward while captured steps of some caches are replayed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.capturing: dict[int, tuple[Capturing, int]] = {}
+        """By id of the cache: its steps, and the tokens to make room for."""
+        self._own = vars(model).get("forward")  # of a model that something else has wrapped
+        call: Callable[..., Any] = model.forward
+        self.call = call
+
+        @wraps(call)  # `generate` reads the signature to know what it may pass, positions of padded prompts among it
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values")
+            known = self.capturing.get(id(cache))
+            if known is None or cache is None:
+                return call(*args, **kwargs)
+            capturing, room = known
+            tokens = kwargs.get("input_ids")
+            plain = not any(kwargs.get(name) for name in _MORE) and kwargs.get("return_dict", True) is not False
+            if plain and tokens is not None and tokens.shape[1] == 1 and not cache.prefilling:
+                logits = capturing.step(tokens, room)
+                if logits is not None:
+                    return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
+            capturing.close()
+            return call(*args, **kwargs)
+
+        model.forward = forward
+
+    def restore(self, model: PreTrainedModel) -> None:
+        """The model has its own forward again."""
+        if self._own is None:
+            del model.forward
+        else:
+            model.forward = self._own
+
+
+@contextmanager
+def captured_decoding(
+    model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool, compiled: bool = False
+) -> Iterator[None]:
+    """Inside, single-token calls of the model over `cache` replay a graph; as `Capturing`.
+
+    Before a call with several tokens the cache is given back; the next single token borrows it again. Several threads may be
+    inside with caches of their own."""
+    with _lock:
+        standing = _replaying.get(model)
+        call: Any = model.forward if standing is None else standing.call
+    capturing = Capturing(model, cache, required, compiled, call)
+    if capturing.refused:
+        yield
+        return
+    with _lock:
+        standing = _replaying.get(model)
+        if standing is None:
+            standing = _replaying[model] = _Forward(model)
+        standing.capturing[id(cache)] = capturing, room_tokens
+    try:
+        yield
+    finally:
+        with _lock:
+            standing.capturing.pop(id(cache), None)
+            if not standing.capturing:
+                _replaying.pop(model, None)
+                standing.restore(model)
+        capturing.close()
+
+
+def while_generating(model: PreTrainedModel, cache: RetrievalCache, given: dict[str, Any]) -> AbstractContextManager[None]:
+    """The context for a call of `model.generate` with these arguments: captured where each step feeds one token per sequence
+    and nothing but logits is asked for. What cannot be captured is decoded uncaptured."""
+    config = copy(given.get("generation_config") or model.generation_config)
+    for name, value in given.items():
+        if value is not None and name in vars(config):
+            setattr(config, name, value)
+    mode = config.get_generation_mode(given.get("assistant_model"))
+    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not given.get("custom_generate")
+    watched = cache.profile or cache.on_queries is not None  # by who wants to see the stages of each step
+    if not plain or watched or cache.captured or cache.prefilling or any(getattr(config, name, None) for name in _MORE):
+        return nullcontext()
+    return captured_decoding(model, cache, config.max_new_tokens or _ROOM_TOKENS, required=False)

@@ -1,0 +1,64 @@
+"""`model.generate` inside `attach`: on a GPU its steps over a RetrievalCache are replayed where they can be."""
+
+from __future__ import annotations
+
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrecall.backends.transformers.cache import RetrievalCache
+
+
+class GenerateHook:
+    """Puts a function in the place of a model's `generate`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._installed = ref(model), False
+        self._own: Any = None
+
+    def install(self) -> None:
+        """Takes the place, where there is a GPU and the model generates."""
+        model: Any = self._model()
+        if not self._installed and _may_capture() and hasattr(model, "generate"):
+            self._own, self._installed = vars(model).get("generate"), True  # of a model that something else has wrapped
+            model.generate = _Generating(model)
+
+    def remove(self) -> None:
+        """The model has its own again."""
+        model: Any = self._model()
+        if self._installed and model is not None:
+            if self._own is None:
+                del model.generate
+            else:
+                model.generate = self._own
+        self._installed, self._own = False, None
+
+
+class _Generating:
+    """A model's `generate`, captured where its cache is a RetrievalCache."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._generate = ref(model), model.generate
+        update_wrapper(self, self._generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache, model = kwargs.get("past_key_values"), self._model()
+        if model is None or not isinstance(cache, RetrievalCache):
+            return self._generate(*args, **kwargs)
+        from kvrecall.backends.transformers.capture.calls import while_generating  # needs Triton
+
+        with while_generating(model, cache, kwargs):
+            return self._generate(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a copy of the model: that one's own, which is not attached."""
+        copied = memo.get(id(self._model()))
+        return self if copied is None else MethodType(type(copied).generate, copied)
+
+
+def _may_capture() -> bool:
+    return torch.cuda.is_available()
