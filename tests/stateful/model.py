@@ -73,7 +73,7 @@ class Inputs:
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
     """float64 attention of a group's queries `[G, T, D]` to rows `[n, D]`, with a bias that broadcasts to `[G, T, n]`."""
-    logits = queries.double() @ keys.double().T * DIM**-0.5
+    logits = (queries.double() @ keys.double().T).float().double() * DIM**-0.5
     weights = (logits if bias is None else logits + bias.double()).softmax(-1)
     return weights @ values.double()
 
@@ -88,13 +88,15 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def best_ids(queries: Tensor, keys: Tensor, top_k: int, mode: str) -> set[int]:
-    """What an exact search finds for queries `[G, D]` among keys `[n, D]`."""
-    logits = queries.double() @ keys.double().T * DIM**-0.5
+    """What an exact search finds for queries `[G, D]` among keys `[n, D]`: scores round to fp32, the lower position wins."""
+    queries = queries.float().mean(0, keepdim=True) if mode == "mean_q" else queries
+    logits = (queries.double() @ keys.double().T).float().double() * DIM**-0.5
     ranked = {
-        "mean_q": logits.mean(0, keepdim=True),
+        "mean_q": logits,
         "mean_softmax": logits.softmax(-1).mean(0, keepdim=True),
         "max": logits.amax(0, keepdim=True),
         "max_softmax": logits.softmax(-1).amax(0, keepdim=True),
         "per_head": logits,
     }[mode]
-    return set(ranked.topk(min(top_k, keys.shape[0])).indices.flatten().tolist())
+    order = ranked.float().sort(dim=-1, descending=True, stable=True).indices
+    return set(order[:, : min(top_k, keys.shape[0])].flatten().tolist())
