@@ -123,11 +123,12 @@ _SHARED = ("counters", "made", "_turns")
 def memory_of(state: LayerState) -> dict[str, int]:
     """A checksum of every tensor that a layer can reach: what others do must change none of them."""
     found: dict[str, int] = {}
-    _walk(state, "state", found, set())
+    _walk(state, "state", found, {})
     return found
 
 
-def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int]) -> None:
+def _walk(thing: Any, path: str, found: dict[str, int], seen: dict[int, Any]) -> None:
+    """seen: by id, and held: another thing may have the id of one that is gone."""
     if isinstance(thing, Tensor):
         data = thing.detach().contiguous().reshape(-1).view(torch.uint8)
         found[path] = zlib.crc32(data.numpy().tobytes())
@@ -138,7 +139,7 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int]) -> None:
         return
     if id(thing) in seen or isinstance(thing, BlockBytes | BlockRows | BlockTable):
         return
-    seen.add(id(thing))
+    seen[id(thing)] = thing
     if isinstance(thing, SphereIndex):  # the same of its codes
         for number in range(len(thing.lengths)):
             _walk(thing.codes(number).parts, f"{path}.codes[{number}]", found, seen)
