@@ -78,6 +78,22 @@ def test_what_a_recorded_step_does_not_give_is_uncaptured(options: dict[str, Any
     assert torch.equal(made, expected) and Launched.recorded_steps == 0
 
 
+def test_positions_that_ids_do_not_tell_are_the_models(model: Any) -> None:
+    """Of a prompt that came as embeddings, and of positions with several axes."""
+    embeds = model.get_input_embeddings()(prompt(40)).detach()
+    cache = kvrecall.RetrievalCache(model.config, METHODS["sphere"])
+    with kvrecall.attach(model):
+        made = model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(made, answer(model, prompt(40), capture=False)[:, 40:]) and Launched.recorded_steps == 0
+    with kvrecall.attach(model):
+        model(prompt(40), past_key_values=(cache := kvrecall.RetrievalCache(model.config, METHODS["sphere"])))
+    model.forward = lambda **given: "the model's own"
+    with captured_decoding(model, cache, 4, required=True):
+        several = torch.full((3, 1, 1), 40)
+        assert model.forward(input_ids=prompt(1), past_key_values=cache, position_ids=several) == "the model's own"
+    assert Launched.recorded_steps == 0 and not cache.captured
+
+
 def test_steps_that_somebody_watches_are_uncaptured(model: Any) -> None:
     cache, seen = kvrecall.RetrievalCache(model.config, METHODS["sphere"]), []
     cache.on_queries = lambda number, queries: seen.append(queries.shape[2])

@@ -47,8 +47,7 @@ class _Forward:
                 return call(*args, **kwargs)
             capturing, room = known
             tokens = kwargs.get("input_ids")
-            plain = not any(kwargs.get(name) for name in _MORE) and kwargs.get("return_dict", True) is not False
-            if plain and tokens is not None and tokens.shape[1] == 1 and not cache.prefilling:
+            if tokens is not None and tokens.shape[1] == 1 and not cache.prefilling and _plain(cache, kwargs):
                 logits = capturing.step(tokens, room)
                 if logits is not None:
                     return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
@@ -63,6 +62,14 @@ class _Forward:
             del model.forward
         else:
             model.forward = self._own
+
+
+def _plain(cache: RetrievalCache, given: dict[str, Any]) -> bool:
+    """Whether a call asks for no more than logits, at the positions that the tokens have by their number. Images, and positions
+    of several axes, have others."""
+    positions = given.get("position_ids")
+    more = any(given.get(name) for name in _MORE) or given.get("return_dict", True) is False
+    return not more and cache.tokens.known and (positions is None or positions.ndim == 2)
 
 
 @contextmanager
@@ -104,7 +111,8 @@ def while_generating(model: PreTrainedModel, cache: RetrievalCache, given: dict[
         if value is not None and name in vars(config):
             setattr(config, name, value)
     mode = config.get_generation_mode(given.get("assistant_model"))
-    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not given.get("custom_generate")
+    own = given.get("custom_generate") or given.get("position_ids") is not None
+    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not own
     watched = cache.profile or cache.on_queries is not None  # by who wants to see the stages of each step
     if not plain or watched or cache.captured or cache.prefilling or any(getattr(config, name, None) for name in _MORE):
         return nullcontext()
