@@ -65,7 +65,7 @@ class ExactIndex(TokenIndex):
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        return _scores(queries, self._keys.view(sequence))
+        return inner_products(queries, self._keys.view(sequence))
 
     def slot_step(self, spec: SlotSpec) -> ExactStep:
         return ExactStep(self, spec, [TokenStep.room(spec, spec.shape.head_dim, spec.shape.dtype)], self._gqa)
@@ -85,10 +85,10 @@ class ExactStep(TokenStep):
         return (cast("ExactIndex", index).keys(sequence),)
 
     def scores(self, queries: Tensor) -> Tensor:
-        return _scores(queries, self.tables[0])
+        return inner_products(queries, self.tables[0])
 
 
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+def inner_products(queries: Tensor, keys: Tensor) -> Tensor:
     """Inner products fp32 `[…, H_kv, G', n]` of queries `[…, H_kv, G', D]` and keys `[…, H_kv, n, D]`.
 
     Summed in float64 and rounded, so that equal keys score the same wherever they lie: matrix products sum the rows at the

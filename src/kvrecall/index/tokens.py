@@ -53,12 +53,17 @@ class TokenIndex(Index):
         grouped = search_queries(queries, self._kv_heads, self._gqa)
         found = []
         for query, sequence in zip(grouped, sequences, strict=True):
-            reduced = self.rank(query, sequence, budget.scaling)
-            top_k, barred = budget.top_k, self.excluded[sequence]
-            if barred is not None:
-                top_k = min(top_k, reduced.shape[-1] - barred.shape[-1])
-                reduced = reduced.scatter(-1, barred.long().unsqueeze(1).expand(-1, reduced.shape[1], -1), float("-inf"))
-            ids = top_k_positions(reduced, top_k)
-            ids = torch.where(reduced.gather(-1, ids) == float("-inf"), -1, ids)
-            found.append(union_rows(ids.to(torch.int32)))
+            ranks = self.rank(query, sequence, budget.scaling)
+            found.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
         return stack_selections(found)
+
+
+def best_tokens(ranks: Tensor, top_k: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids and counts, as `stack_selections` takes them, of the best tokens by ranking scores fp32 `[H_kv, S, n]`: the union
+    of S searches. barred: ids int32 `[H_kv, m]` that may not be found."""
+    if barred is not None:
+        top_k = min(top_k, ranks.shape[-1] - barred.shape[-1])
+        ranks = ranks.scatter(-1, barred.long().unsqueeze(1).expand(-1, ranks.shape[1], -1), float("-inf"))
+    ids = top_k_positions(ranks, top_k)
+    ids = torch.where(ranks.gather(-1, ids) == float("-inf"), -1, ids)
+    return union_rows(ids.to(torch.int32))

@@ -31,7 +31,7 @@ from kvrecall.index.sphere.cpu_stages import (
     scan,
     threshold,
 )
-from kvrecall.index.sphere.pages import CodePages
+from kvrecall.index.sphere.pages import CodePages, LentPages
 from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
 from kvrecall.index.sphere.schedule import StageSizes
 from kvrecall.index.sphere.turns import SPAN
@@ -45,7 +45,7 @@ _MODES = {
 
 
 def search_batch(
-    pages: CodePages,
+    pages: CodePages | LentPages,
     tables: list[list[int]],
     counts: Tensor,
     lengths: list[int],

@@ -59,9 +59,26 @@ class CodeLayout:
         """Bytes of a block."""
         return self.ends[-1]
 
+    def codes(self, blocks: Tensor) -> Codes:
+        """Views `[blocks, H_kv, block_size, ·]` of the parts of blocks uint8 `[blocks, block_bytes]`."""
+        rows, shape = self.kv_heads * self.block_size, (self.kv_heads, self.block_size)
+        parts = [
+            blocks[:, start : start + rows * width * dtype.itemsize].view(dtype).unflatten(1, (*shape, width))
+            for start, (width, dtype) in zip(self.starts, self.parts, strict=True)
+        ]
+        return Codes(*parts)
+
     def nbytes(self, tokens: int) -> int:
         """Bytes of the blocks of a sequence of so many tokens."""
         return cdiv(tokens, self.block_size) * self.block_bytes
+
+
+@dataclass(frozen=True)
+class LentPages:
+    """The codes of one layer in blocks whose memory belongs to somebody else, uint8 `[blocks, block_bytes]`."""
+
+    layout: CodeLayout
+    tensor: Tensor
 
 
 class CodePages(BlockBytes):
@@ -69,14 +86,9 @@ class CodePages(BlockBytes):
 
     def __init__(self, layout: CodeLayout, device: torch.device) -> None:
         super().__init__(layout.block_bytes, layout.block_size, device)
-        rows, shape = layout.kv_heads * layout.block_size, (layout.kv_heads, layout.block_size)
-        with lasting_tensors():
-            parts = [
-                self.tensor[:, start : start + rows * width * dtype.itemsize].view(dtype).unflatten(1, (*shape, width))
-                for start, (width, dtype) in zip(layout.starts, layout.parts, strict=True)
-            ]
         self.layout = layout
-        self.codes = Codes(*parts)
+        with lasting_tensors():
+            self.codes = layout.codes(self.tensor)
         """Views `[blocks, H_kv, block_size, ·]` of all blocks; only what was given may be used."""
 
     def pieces(self, blocks: list[int], start: int, stop: int) -> Iterator[tuple[int, Codes]]:

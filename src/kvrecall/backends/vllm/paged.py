@@ -1,0 +1,177 @@
+"""One layer over vLLM's blocks: rows in host memory, summaries in pages, and attention to both. Knows nothing of vLLM.
+
+Row of (block b, KV head h, offset o): `[b, h, o]` of one mapping `[blocks, H_kv, block_size, K|V, D]`, in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected
+from kvrecall.backends.vllm.summaries import Summaries
+from kvrecall.cache.host_memory import Region
+from kvrecall.core.errors import NonFiniteError
+from kvrecall.core.launch import cdiv
+from kvrecall.core.pieces import PIECE_TOKENS
+from kvrecall.core.structs import AttentionParams, Budget, HostTable, Partial, Rows, StepStats
+from kvrecall.index.base import LayerShape
+from kvrecall.merge import merge, merge_in_turn
+from kvrecall.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one pass brings, row by row. Sequence i has the tokens begins[i] .. begins[i + 1] - 1 of the pass.
+
+    begins: one more than there are sequences. lengths: tokens of each sequence, those of this pass included. prompts: whether
+    they are a chunk of a prompt. blocks: int32 `[b, W]`, their block tables; block_size: tokens per block.
+    """
+
+    begins: list[int]
+    lengths: list[int]
+    prompts: list[bool]
+    blocks: Tensor
+    block_size: int
+
+    def __iter__(self) -> Iterator[tuple[int, slice, int]]:
+        """(row, its tokens within the pass, position of the first of them) of every sequence that has tokens."""
+        for i, length in enumerate(self.lengths):
+            tokens = slice(self.begins[i], self.begins[i + 1])
+            if tokens.stop > tokens.start:
+                yield i, tokens, length - (tokens.stop - tokens.start)
+
+    def table(self, row: int, tokens: int) -> list[int]:
+        """The blocks of the first `tokens` tokens of a sequence."""
+        return self.blocks[row, : cdiv(tokens, self.block_size)].tolist()
+
+
+class Window(Protocol):
+    """The recent tokens of every sequence, in device memory."""
+
+    def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
+        """Keeps keys, values `[T, H_kv, D]`, which are `tokens` of the pass."""
+        ...
+
+    def span(self, row: int, start: int, stop: int) -> Tensor:
+        """Rows `[H_kv, stop - start, K|V, D]` of positions start .. stop - 1 of a sequence, which must be recent enough."""
+        ...
+
+
+class HostBlocks:
+    """Keys and values of one layer in all blocks; page-locked where a GPU reads them."""
+
+    def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
+        gpu = shape.device if shape.device.type == "cuda" else None
+        region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, gpu)
+        region.give(blocks)
+        self.rows, self.block_size = region.tensor, block_size
+
+    @staticmethod
+    def block_bytes(shape: LayerShape, block_size: int) -> int:
+        """Bytes of a block of one layer."""
+        return shape.kv_heads * block_size * 2 * shape.head_dim * shape.dtype.itemsize
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """keys, values `[T, H_kv, D]`; slots int64 `[T]`."""
+        rows = torch.stack([keys, values], 2).to(self.rows)
+        self.rows[slots // self.block_size, :, slots % self.block_size] = rows
+
+    def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
+        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time."""
+        step = max(1, PIECE_TOKENS // self.block_size)
+        for first in range(0, cdiv(stop, self.block_size), step):
+            rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2)
+            yield rows[:, : stop - first * self.block_size]
+
+    def table(self, blocks: list[int]) -> HostTable:
+        """Where the rows of a sequence lie."""
+        return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32))
+
+
+class PagedLayer:
+    """Stores and attends for one layer. stats: what its decode steps did, summed over sequences."""
+
+    def __init__(
+        self, number: int, shape: LayerShape, method: Method, params: AttentionParams, summaries: Summaries, host: HostBlocks
+    ) -> None:
+        self._number, self._shape, self._method, self._params = number, shape, method, params
+        self._summaries, self._host = summaries, host
+        self.stats = StepStats()
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor, batch: Batch, window: Window) -> None:
+        """keys, values `[T, H_kv, D]` of a pass; slots: int64 `[T]`, where they go, < 0 for tokens that are padding.
+
+        Raises NonFiniteError, before anything of the pass is stored, for NaN and infinity.
+        """
+        for row, tokens, _ in batch:
+            if not (torch.isfinite(keys[tokens]).all() and torch.isfinite(values[tokens]).all()):
+                raise NonFiniteError(self._number, row)
+        for _, tokens, first in batch:
+            k, v, at = keys[tokens], values[tokens], slots[tokens]
+            assert int(at.min()) >= 0, "every token of a sequence has a slot"
+            self._host.store(k, v, at)
+            self._summaries.store(k.transpose(0, 1), first, at)
+            window.store(k, v, tokens)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor) -> None:
+        """Writes the attention of a pass, whose tokens are stored already. queries, out: `[T, H_q, D]`; keys, values:
+        `[T, H_kv, D]`, those of the same tokens."""
+        whole_below, searched = self._method.full_attention_below(), []
+        for row, tokens, first in batch:
+            q = queries[tokens].transpose(0, 1)  # [H_q, T, D]
+            if batch.prompts[row]:
+                k, v = (x[tokens].transpose(0, 1) for x in (keys, values))
+                part = self._chunk(q, k, v, batch.table(row, first), first)
+            elif batch.lengths[row] < whole_below:
+                assert q.shape[1] == 1, "a step decodes one token of a sequence"
+                part = self._whole(q, batch.table(row, first + 1), first + 1)
+            else:
+                assert q.shape[1] == 1, "a step decodes one token of a sequence"
+                searched.append((row, tokens))
+                continue
+            out[tokens] = part.out[0].transpose(0, 1).to(out.dtype)
+        if searched:
+            self._retrieve(queries, batch, window, searched, out)
+
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, table: list[int], past: int) -> Partial:
+        """A chunk `[H, T, D]` attends to itself and to everything before it, which is streamed from the host."""
+        how = self._params.scaling, self._params.softcap, past + q.shape[1]
+        own = attend_causal(q, k, v, *how)
+        return merge_in_turn([own], (attend_block(q, rows, *how) for rows in self._host.pieces(table, past)))
+
+    def _whole(self, q: Tensor, table: list[int], length: int) -> Partial:
+        """A token `[H_q, 1, D]` attends to all rows of its sequence, which is too short to search."""
+        how = self._params.scaling, self._params.softcap
+        return merge([attend_block(q, rows, *how) for rows in self._host.pieces(table, length)])
+
+    def _retrieve(self, queries: Tensor, batch: Batch, window: Window, searched: list[tuple[int, slice]], out: Tensor) -> None:
+        """Tokens of sequences that are long enough: what a search finds, the sinks and the window."""
+        method, params, heads = self._method, self._params, self._shape.kv_heads
+        assert method.top_k is not None
+        lengths = [batch.lengths[row] for row, _ in searched]
+        ends = [length - method.local_tokens for length in lengths]
+        tables = [batch.table(row, length) for (row, _), length in zip(searched, lengths, strict=True)]
+        q = torch.cat([queries[tokens] for _, tokens in searched])  # [b, H_q, D]
+        found = self._summaries.search(q, tables, ends, method.sink_tokens, Budget(method.top_k, params.scaling))
+        for i, (row, tokens) in enumerate(searched):
+            recent = window.span(row, ends[i], lengths[i])
+            sinks = [rows[:, : method.sink_tokens] for rows in self._host.pieces(tables[i], method.sink_tokens)]
+            dense = torch.cat([*sinks, recent.to(self._shape.dtype)], 1).unsqueeze(0)
+            counts = torch.full((1, heads), dense.shape[2], dtype=torch.int32)
+            parts = [attend_rows(q[i : i + 1].unsqueeze(2), Rows(dense, counts), params.scaling, params.softcap)]
+            ids, held = found.ids[i], found.counts[i]
+            parts += attend_selected(q[i], self._host.table(tables[i]), ids, held, params.scaling, params.softcap)
+            out[tokens] = merge(parts).out[0].transpose(0, 1).to(out.dtype)
+        retrieved = int(found.counts.sum())
+        stats, dense_tokens = self.stats, len(searched) * (method.sink_tokens + method.local_tokens)
+        stats.steps += 1
+        stats.searches += len(searched)
+        stats.retrieved_tokens += retrieved
+        stats.attended_rows += len(searched) * heads
+        stats.attended_tokens += retrieved + dense_tokens * heads
+        stats.bytes_fetched += retrieved * 2 * self._shape.head_dim * self._shape.dtype.itemsize

@@ -1,0 +1,77 @@
+"""What a user sets: `--additional-config '{"kvrecall": {"method": "pariskv-balanced", "top_k": 100}}'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
+from kvrecall.index.exact import ExactConfig
+from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.methods.base import Method
+from kvrecall.methods.registry import class_names, method_class
+from kvrecall.methods.settings import from_settings
+
+METHODS = ("pariskv-balanced", "pariskv", "exact")
+"""What can be served: methods whose summary of a key depends on the key and its position alone: blocks can be shared."""
+
+_SAME = ("dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "rest", "fetch", "attend")
+_REASONS = {
+    "update_interval": "every key is summarised when it comes, so no buffer waits",
+    "trigger": "every step searches",
+    "static": "rows that stay between searches belong to a sequence, and vLLM moves sequences between rows of a batch",
+    "rest": "means of pages are not kept in vLLM's pages yet",
+    "dense_layers": "all layers share one kind of page",
+    "per_layer": "all layers share one kind of page",
+}
+"""Fields of a method that serving does not take, and why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method, and where the statistics of the model's keys are. maps: a file of `kvrecall calibrate-maps`; None: the one that
+    is found by the model's config."""
+
+    method: Method
+    maps: Path | None = None
+
+    @staticmethod
+    def of(additional_config: object) -> Settings:
+        """From vLLM's `additional_config`. Raises errors of `kvrecall.core.errors` that name what is wrong."""
+        given = additional_config.get("kvrecall", {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
+        params: dict[str, Any] = dict(given)
+        name, maps = params.pop("method", METHODS[0]), params.pop("maps", None)
+        if not isinstance(name, str):
+            raise ParameterError("method", "the name of a method", name, f"Served are {', '.join(METHODS)}.")
+        if maps is not None and not isinstance(maps, str):
+            raise ParameterError("maps", "the name of a file", maps, "`kvrecall calibrate-maps MODEL` makes it.")
+        chosen = method_class(name)
+        if class_names()[chosen.__name__] not in METHODS:
+            why = "its summaries depend on the whole prompt or on earlier steps, which blocks that requests share cannot hold"
+            raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(METHODS)}.")
+        known = [f.name for f in fields(chosen) if f.name not in _SAME]
+        for key in params:
+            if key in _SAME:
+                why = _REASONS.get(key, "it is not served yet")
+                raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
+            if key not in known:
+                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps"])
+        method = from_settings(name, params)
+        index = method.index_config()
+        if isinstance(index, SphereConfig) and index.stage1 != "product":
+            why = "collisions count the keys of a whole sequence, which blocks that requests share cannot hold"
+            raise CompositionError(f"vLLM with stage1={index.stage1}", why, 'Set "stage1": "product".')
+        if method.local_tokens < 1:
+            raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "A token attends to itself at least.")
+        return Settings(method, None if maps is None else Path(maps))
+
+    @property
+    def index(self) -> SphereConfig | ExactConfig:
+        """The index of the method."""
+        index = self.method.index_config()
+        assert isinstance(index, SphereConfig | ExactConfig)
+        return index

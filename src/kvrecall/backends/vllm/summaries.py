@@ -1,0 +1,138 @@
+"""What vLLM's pages hold, and how it is searched. The one place that knows which device computes.
+
+A page of a layer is uint8 `[block_bytes]`: for all KV heads what `block_size` tokens are summarised by. Positions are those of
+the sequence, counted from 0, sinks included; a search excludes the sinks by their ids.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import Budget, Selection
+from kvrecall.index.base import LayerShape, stack_selections
+from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.exact import ExactConfig, inner_products
+from kvrecall.index.sphere import cpu, cpu_encode
+from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.pages import CodeLayout, LentPages
+from kvrecall.index.sphere.schedule import stage_sizes
+from kvrecall.index.tokens import best_tokens
+from kvrecall.select.gqa import reduce_scores, search_queries
+
+LEAST_BLOCK = 64
+"""Tokens of the smallest page: in pages of this many tokens every part is a multiple of what kernels load at once."""
+
+
+class Summaries(ABC):
+    """The summaries of one layer in vLLM's pages."""
+
+    @abstractmethod
+    def bind(self, pages: Tensor) -> None:
+        """Uses these pages, uint8 `[blocks, block_bytes]`, from now on."""
+
+    @abstractmethod
+    def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
+        """Writes those of keys `[H_kv, n, D]` at the positions from `first` on. slots: int64 `[n]`, where they go:
+        block * block_size + offset."""
+
+    @abstractmethod
+    def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
+        """Finds positions sinks .. ends[b] - 1 for queries `[b, H_q, D]`. tables: the blocks of each sequence."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raises ParameterError for a device that nothing here computes on."""
+    if device.type != "cpu":
+        remedy = "The kernels that search vLLM's pages on a GPU are still to come; use another attention backend there."
+        raise ParameterError("device", "cpu", str(device), remedy)
+
+
+def check_block_size(tokens: int) -> None:
+    """Raises ParameterError for a block size that pages of summaries cannot have."""
+    if tokens < LEAST_BLOCK or tokens.bit_count() != 1:
+        raise ParameterError("block_size", f"a power of two from {LEAST_BLOCK} on", tokens, "Give --block-size 128.")
+
+
+def block_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> int:
+    """Bytes of a page of one layer, a multiple of its KV heads times its tokens."""
+    check_block_size(block_size)
+    if isinstance(index, SphereConfig):
+        return index.layout(shape, block_size).block_bytes
+    return index.nbytes(shape, block_size)
+
+
+def summaries_of(
+    index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration | None
+) -> Summaries:
+    """What the pages of a layer hold. calibration: of the layer, with statistics; only asked for where the index needs them."""
+    check_device(shape.device)
+    if isinstance(index, ExactConfig):
+        return _Keys(index, shape, block_size)
+    if index.needs_calibration:
+        assert calibration is not None and calibration.settled, "keys of a served model are coded by what is known beforehand"
+    return _Codes(index, shape, block_size, calibration or own_calibration(shape))
+
+
+class _Codes(Summaries):
+    """ParisKV's codes, by numba."""
+
+    def __init__(self, index: SphereConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration) -> None:
+        self._index, self._heads = index, shape.kv_heads
+        self._layout: CodeLayout = index.layout(shape, block_size)
+        self._maps = Maps.of(shape, calibration, index)
+
+    def bind(self, pages: Tensor) -> None:
+        self._pages, self._codes = LentPages(self._layout, pages), self._layout.codes(pages)
+
+    def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
+        index, maps, size = self._index, self._maps, self._layout.block_size
+        centre = maps.centres(first, keys.shape[1])
+        made = cpu_encode.encode(keys, maps.keys, index.stored_dtype, centre, index.norms, first)
+        for place, part in zip(self._codes.parts, made.parts, strict=True):
+            place[slots // size, :, slots % size] = part.transpose(0, 1)
+
+    def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
+        index, maps = self._index, self._maps
+        grouped = search_queries(queries, self._heads, index.gqa)
+        shifts = [maps.shifts(query, end) for query, end in zip(grouped, ends, strict=True)]
+        sizes = [stage_sizes(index.steps, end, budget.top_k, index.min_candidates_per_k) for end in ends]
+        count = len(tables)
+        # Nobody keeps account of keys of norm zero in pages that vLLM hands out, so every search looks at the weights.
+        return cpu.search_batch(
+            self._pages, tables, torch.zeros(1, 1, 1, 1, dtype=torch.int32), ends, [True] * count, list(range(count)),
+            maps.turn(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count, index.stage1, shifts,
+        )  # fmt: skip
+
+
+class _Keys(Summaries):
+    """A copy of the keys, all of which are scored."""
+
+    def __init__(self, index: ExactConfig, shape: LayerShape, block_size: int) -> None:
+        self._gqa, self._shape, self._size = index.gqa, shape, block_size
+
+    def bind(self, pages: Tensor) -> None:
+        shape = self._shape
+        self._keys = pages.view(shape.dtype).unflatten(1, (shape.kv_heads, self._size, shape.head_dim))
+
+    def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
+        self._keys[slots // self._size, :, slots % self._size] = keys.transpose(0, 1)
+
+    def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
+        heads, barred, found = self._shape.kv_heads, _sink_ids(self._shape.kv_heads, sinks), []
+        for query, table, end in zip(search_queries(queries, heads, self._gqa), tables, ends, strict=True):
+            keys = self._keys[table[: cdiv(end, self._size)]].transpose(0, 1).flatten(1, 2)[:, :end]
+            reduced = reduce_scores(inner_products(query, keys), self._gqa, budget.scaling)
+            ranks = reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
+            found.append(best_tokens(ranks, budget.top_k, barred))
+        return stack_selections(found)
+
+
+def _sink_ids(heads: int, sinks: int) -> Tensor | None:
+    """int32 `[H_kv, sinks]`, ids that no search may find."""
+    return torch.arange(sinks, dtype=torch.int32).expand(heads, -1).contiguous() if sinks else None

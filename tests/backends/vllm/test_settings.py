@@ -1,0 +1,55 @@
+"""What vLLM's `additional_config` may say, and that everything else is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.backends.vllm.settings import METHODS, Settings
+from kvrecall.core.errors import KVRecallError
+from kvrecall.methods.registry import names
+
+
+def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:
+    for given in (None, {}, {"other": 1}, {"kvrecall": {}}):
+        settings = Settings.of(given)
+        assert settings.method.name == "pariskv-balanced" and settings.method.top_k == 100 and settings.maps is None
+
+
+def test_settings_reach_the_method() -> None:
+    given = {"method": "pariskv", "stage1": "product", "top_k": 64, "gqa": "max", "maps": "m.safetensors"}
+    settings = Settings.of({"kvrecall": given})
+    assert (settings.method.name, settings.method.top_k, settings.index.gqa) == ("pariskv", 64, "max")
+    assert settings.maps == Path("m.safetensors")
+    assert "method" in given, "what the user gave is left as it was"
+
+
+@pytest.mark.parametrize("name", sorted(set(names()) - set(METHODS)))
+def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
+    with pytest.raises(KVRecallError, match=f"method={name}.*pariskv-balanced, pariskv, exact".replace("+", r"\+")):
+        Settings.of({"kvrecall": {"method": name}})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"top_kk": 3}, "top_kk.*Did you mean 'top_k'"),
+        ({"top_k": "3"}, "top_k"),
+        ({"top_k": 0}, "top_k"),
+        ({"method": "parisk"}, "parisk.*Did you mean 'pariskv'"),
+        ({"method": 3}, "method"),
+        ({"maps": 3}, "maps"),
+        ({"method": "pariskv"}, 'stage1=collision.*"stage1": "product"'),
+        ({"local_tokens": 0}, "local_tokens"),
+        ({"update_interval": 16}, "update_interval=16.*no buffer"),
+        ({"dense_layers": [0]}, "dense_layers.*one kind of page"),
+        ({"trigger": "stride:8"}, "trigger.*every step searches"),
+        ({"attend": "host"}, "attend=.*not served yet"),
+        ([], "kvrecall"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(given: Any, said: str) -> None:
+    with pytest.raises(KVRecallError, match=said):
+        Settings.of({"kvrecall": given})
