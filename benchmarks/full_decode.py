@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 from benchmarks.first_step import agree, check_compiled
 from benchmarks.gpu_time import Times, percentiles
 from benchmarks.models import attention_of, let_go, model_of
-from kvrecall.backends.memory import free_device_bytes
 from kvrecall.backends.transformers.capture.compiled import compiled_modules
+from kvrecall.cache.device_memory import free_device_bytes
 
 SPARE_BYTES = 1 << 30
 """Left free beside what is known to be needed: activations, workspaces of the kernels, what a graph keeps for itself."""

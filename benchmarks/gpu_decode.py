@@ -39,10 +39,11 @@ from benchmarks.first_step import check_compiled, check_step
 from benchmarks.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
 from benchmarks.given import Gaussian, Traced, Turning
 from benchmarks.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
-from kvrecall.backends.memory import free_device_bytes, layer_bytes
+from kvrecall.backends.memory import layer_bytes
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.backends.transformers.cache import ModelSignature
 from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape

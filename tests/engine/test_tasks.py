@@ -12,8 +12,7 @@ from kvrecall.core.errors import ParameterError, RequestCancelledError
 from kvrecall.engine import Engine
 from kvrecall.engine.loop import loop_of
 from tests.backends.models import tiny
-from tests.engine.test_engine import idle, rows_per_call
-from tests.engine.users import METHODS, User
+from tests.engine.users import METHODS, User, idle, rows_per_call
 
 EXACT, PARIS = METHODS["exact"], METHODS["pariskv"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.engine.loop import loop_of
 from tests.one_layer import methods
 
 METHODS: dict[str, kvrecall.Method] = {
@@ -82,3 +84,26 @@ def in_threads(calls: Sequence[Callable[[], Any]], seconds: float = 120) -> list
         thread.join(seconds)
         assert not thread.is_alive(), "a request hangs"
     return made
+
+
+@contextmanager
+def rows_per_call(model: Any) -> Iterator[list[int]]:
+    """How many sequences each decode step of the model has, one number per call."""
+    seen: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] == 1:
+            seen.append(kwargs["input_ids"].shape[0])
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def idle(model: Any) -> bool:
+    """Whether the engine holds nothing, and the model is as it was."""
+    loop = loop_of(model)
+    hooks = [part for part in model.modules() if part._forward_pre_hooks or part._forward_hooks]
+    return not (loop._active or loop._waiting or loop._driver or hooks) and model.config._attn_implementation == "sdpa"

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.memory import layers_near
-from kvrecall.backends.transformers.cache import ModelSignature
+from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import ParameterError

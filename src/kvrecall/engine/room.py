@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrecall.backends.memory import bytes_to_grow, free_device_bytes
+from kvrecall.backends.memory import bytes_to_grow
+from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import HostMemoryError
 from kvrecall.engine.asked import Asked

@@ -16,6 +16,7 @@ from kvrecall.core.errors import NonFiniteError, ParameterError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.sphere.maps import own_calibration
 from kvrecall.methods.base import Method
 from tests.index.sphere.calibrated import Halves
 
@@ -263,3 +264,10 @@ def test_block_sizes_that_pages_cannot_have_are_refused(size: int) -> None:
 def test_a_gpu_is_refused_until_there_are_kernels_for_it() -> None:
     with pytest.raises(ParameterError, match=r"device: expected cpu, got 'cuda:0'"):
         summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("cuda:0")), SIZE, calibration())
+
+
+@pytest.mark.parametrize("gathering", [False, True])
+def test_balanced_keys_without_statistics_are_refused(gathering: bool) -> None:
+    """Of none, and of those that a first prompt would have to bring."""
+    with pytest.raises(ParameterError, match=r"maps: expected statistics of the model's keys.*calibrate-maps"):
+        summaries_of(Settings.of(None).index, SHAPE, SIZE, own_calibration(SHAPE) if gathering else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -25,10 +24,11 @@ from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.calibration import ModelCalibration, calibration_of
-from kvrecall.backends.transformers.families import Heads, check_config, template
+from kvrecall.backends.transformers.families import check_config, template
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
+from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
@@ -39,28 +39,6 @@ from kvrecall.methods.base import Method
 
 _CHECKED_TOKENS = 256
 """Appends of more tokens than this ask the host for its free memory first; single tokens are not worth the file read."""
-
-
-@dataclass(frozen=True)
-class ModelSignature:
-    """What a cache must share with the model that uses it."""
-
-    model_type: str
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-
-    @staticmethod
-    def of(config: PretrainedConfig) -> ModelSignature:
-        """Signature of the text decoder of a model's config; heads are those of its first full-attention layer."""
-        text = config.get_text_config(decoder=True)
-        ours = [number for number, layer in enumerate(template(config)) if type(layer) is DynamicLayer]
-        heads = Heads.of(text, ours[0] if ours else 0)
-        return ModelSignature(text.model_type, text.num_hidden_layers, heads.query, heads.kv, heads.dim)
-
-    def __str__(self) -> str:
-        return f"{self.model_type}, {self.layers} layers, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
 
 
 class RetrievalCache(Cache):

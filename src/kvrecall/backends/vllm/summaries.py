@@ -70,12 +70,14 @@ def block_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size
 def summaries_of(
     index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration | None
 ) -> Summaries:
-    """What the pages of a layer hold. calibration: of the layer, with statistics; only asked for where the index needs them."""
+    """What the pages of a layer hold. calibration: of the layer, with statistics; only asked for where the index needs them:
+    blocks that requests share hold codes that no prompt decides. Raises ParameterError for what cannot be served."""
     check_device(shape.device)
     if isinstance(index, ExactConfig):
         return _Keys(index, shape, block_size)
-    if index.needs_calibration:
-        assert calibration is not None and calibration.settled, "keys of a served model are coded by what is known beforehand"
+    if index.needs_calibration and (calibration is None or not calibration.settled):
+        remedy = 'Make them once with `kvrecall calibrate-maps MODEL`, or serve "method": "pariskv" with "stage1": "product".'
+        raise ParameterError("maps", "statistics of the model's keys", "none", remedy)
     return _Codes(index, shape, block_size, calibration or own_calibration(shape))
 
 

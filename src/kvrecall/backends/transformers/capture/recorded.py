@@ -29,8 +29,15 @@ class Member:
 
     def __init__(self, cache: RetrievalCache, joined: Joined, windows: list[SlidingWindow]) -> None:
         self.cache, self.joined, self.windows = cache, joined, windows
+        first, slots = joined.slots[0], joined.slots
+        device, span = joined.states[0].shape.device, slice(first, first + len(slots))
+        self._place = span if slots == list(range(span.start, span.stop)) else torch.tensor(slots, device=device)
         self.left = joined.room
         """Steps that it may still make."""
+
+    def rows(self, of_slots: Tensor) -> Tensor:
+        """What belongs to its slots, out of `[slots, …]` on the device; a view where they lie side by side."""
+        return of_slots[self._place]
 
 
 class RecordedStep:
@@ -130,19 +137,12 @@ class RecordedStep:
                 before = member.cache.get_seq_length()
                 for holder in member.cache.retrieval_layers:
                     holder.count_captured()
-                member.cache.tokens.add(self.rows(self.input_ids, member), before, 1)
+                member.cache.tokens.add(member.rows(self.input_ids), before, 1)
                 for window in member.windows:
                     window.moved_on()
                 if (running := member.cache.running) is not None:  # no layer's own function has been called
                     running.attended.update(holder.number for holder in member.cache.retrieval_layers)
             self.layers.prepare_ahead()
-
-    @staticmethod
-    def rows(of_slots: Tensor, member: Member) -> Tensor:
-        """What belongs to the slots of a member, out of `[slots, …]`; a view where they lie side by side."""
-        slots = member.joined.slots
-        first = slots[0]
-        return of_slots[first : first + len(slots)] if slots == list(range(first, first + len(slots))) else of_slots[slots]
 
     def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
         """Warms up, records, and checks the first replay, which like the warm-up is a trial: they write only where the first

@@ -92,7 +92,7 @@ class SharedSteps:
         if bad is not None and bad[:, slots].any():
             layer, sequence = bad[:, slots].nonzero()[0].tolist()
             return NonFiniteError(step.layers.all[layer].layer, sequence)
-        return step.rows(step.logits, self._members[id(turn.cache)])
+        return self._members[id(turn.cache)].rows(step.logits)
 
     def _feed(self, step: RecordedStep, turns: Sequence[Turn]) -> None:
         """Writes down all tokens by one copy."""
