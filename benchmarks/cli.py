@@ -114,6 +114,31 @@ def prefill(
 
 @commands.command()
 @verb
+def generate(
+    context: Contexts = "128k",
+    configs: ModelConfigs = "balanced,full",
+    shape: ModelShape = "llama-3.1-8b",
+    layers: Layers = None,
+    users: Annotated[int, typer.Option(min=1, help="Threads that call at the same time.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each call.")] = 256,
+    calls: Annotated[int, typer.Option(min=1, help="Calls one after another; the first records the step.")] = 3,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Norms, MLPs and RoPE by torch.compile.")] = False,
+    out: Out = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Whole calls of engine.generate on a GPU, the first and the next: seconds to the first token, milliseconds per token."""
+    names = _of_models(shape, configs, also=("full",))
+    from benchmarks import gpu_generate
+
+    rounds = range(1, calls + 1)
+    asked = product([shape], _layers(layers), _counts(context), names, [users], [tokens], [compiled], rounds)
+    columns = ("context", "config", "users", "call", "wall_s", "first_token_s", "ms_per_token", "median_ms", "longest_ms",
+               "as_first", "device_gib")  # fmt: skip
+    return _rows(gpu_generate.measure, asked, columns, out, as_json)
+
+
+@commands.command()
+@verb
 def ops(
     context: Contexts = "128k",
     ops: Annotated[str, typer.Option(help="Operations, one or more, or all.")] = "all",
@@ -195,12 +220,12 @@ def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) 
     return names
 
 
-def _of_models(shape: str, configs: str) -> list[str]:
-    """Configurations of a whole model that were asked for, where they can be measured."""
+def _of_models(shape: str, configs: str, also: tuple[str, ...] = ()) -> list[str]:
+    """Configurations of a whole model that were asked for, where they can be measured. also: names beside those of CONFIGS."""
     _need_cuda()
     from benchmarks.models import CONFIGS, SHAPES
 
-    return _check(shape, SHAPES, configs, CONFIGS)
+    return _check(shape, SHAPES, configs, (*CONFIGS, *also))
 
 
 def _need_cuda() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import first_step, full_decode, gpu_decode, gpu_prefill, models
+from benchmarks import first_step, full_decode, gpu_decode, gpu_generate, gpu_prefill, models
 from benchmarks.bandwidth import Bandwidths
 from benchmarks.first_step import COMPILED_TOLERANCE, check_compiled
 from benchmarks.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
@@ -225,3 +225,13 @@ def test_rows_that_the_host_cannot_hold_leave_the_other_side(
     row = gpu_decode.measure("tiny", None, 1000, 2, "product", 30)
     assert row.full_p50_ms == 8.0 and isnan(row.retrieval_p50_ms) and isnan(row.retrieval_worst_ms)
     assert "host memory" in capsys.readouterr().out
+
+
+def test_rounds_of_calls_are_timed_one_after_another() -> None:
+    first, second = (gpu_generate.measure("tiny", 2, 700, "full", 2, 6, False, call, "cpu") for call in (1, 2))
+    assert (first.call, second.call) == (1, 2) and second.as_first == 6
+    for row in (first, second):
+        assert (row.layers, row.users, row.new_tokens) == (2, 2, 6)
+        assert 0 < row.first_token_s < row.wall_s and 0 < row.median_ms <= row.longest_ms
+        assert row.first_token_s * 1e3 + row.ms_per_token * 5 >= row.longest_ms
+    gpu_generate._session.cache_clear()
