@@ -136,7 +136,8 @@ def test_small_budget_runs_and_counts_its_bytes(gqa: str) -> None:
         model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     counters = cache.stats().total.counters
     row = 2 * 64 * 2
-    assert counters.bytes_to_device == counters.retrieved_tokens * row
+    assert counters.bytes_to_device == (counters.retrieved_tokens - counters.reused_rows) * row
+    assert counters.bytes_saved == counters.reused_rows * row
     assert counters.searches == 19 * 3
 
 

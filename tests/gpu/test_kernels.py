@@ -358,7 +358,6 @@ def test_no_memory_growth_over_five_thousand_steps(name: str) -> None:
     (kvrecall.ParisKV(gqa="per_head"), "gqa='per_head' has no kernel"),
     (kvrecall.CTKVR(), "ctkvr reranks and attends on the CPU"),
     (kvrecall.ParisKV(attend="host"), "the CPU attends"),
-    (kvrecall.Exact(), "index 'exact', which asks the host"),
 ])  # fmt: skip
 def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) -> None:
     model = tiny()

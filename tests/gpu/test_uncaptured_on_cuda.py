@@ -282,10 +282,10 @@ class Refusing:
 
 
 def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("cuda")
     prompt = torch.randint(5, 500, (1, 300), generator=generator(2)).cuda()
     answers = []
     for refuse in (False, True):
+        model = tiny("cuda")  # host memory belongs to a model: another one asks for its own
         with pytest.MonkeyPatch.context() as patch:
             if refuse:
                 patch.setattr(host_memory, "_warned", False)

@@ -124,8 +124,7 @@ class CapturedDecoder:
                 step = self.kind(key, self._cache, joined, slots, self._ranks)
         with self._ranks.agreeing():
             member = step.join(self._cache, joined)
-        if input_ids is not None:
-            step.input_ids[: self._sequences].copy_(input_ids)
+        step.input_ids[: self._sequences] = 0 if input_ids is None else input_ids
         if not step.recorded:
             try:
                 step.record(self._model, self._call, member)
