@@ -135,7 +135,7 @@ def test_a_place_without_a_sequence_stores_nothing(front: int) -> None:
 
 
 def test_long_zones_have_no_more_parts_than_one_program_merges() -> None:
-    """With the part of all other rows; rows of 64 numbers are read 64 at once."""
+    """With the part of all other rows; rows of 64 numbers of 4 bytes are read 32 at once."""
     table = HostTable(torch.zeros(1, 1, 64, 2, 64), torch.zeros(1, 1, dtype=torch.int32))
-    parts = [ZoneAttention(table, 1, 4, n)._lse.shape[2] for n in (1, 64, 65, 4032, 100_000)]
-    assert parts == [2, 2, 3, 64, 64]
+    parts = [ZoneAttention(table, 1, 4, n)._lse.shape[2] for n in (1, 32, 33, 1504, 100_000)]
+    assert parts == [2, 2, 3, 48, 48]
