@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import kvrecall
+from kvrecall.cache.layer import LayerStore
 from kvrecall.core.errors import CaptureError
 from tests.backends.models import tiny
 
@@ -171,3 +173,86 @@ def test_a_capture_that_was_required_and_fails_is_its_own_request_s_error(
     made = user.alone(model)
     monkeypatch.undo()
     assert made == user.alone(model)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose the steps were that were replayed before their tokens were on the host."""
+    made: list[str] = []
+
+    def watched(own: Any) -> Any:
+        def step(self: Any, fed: Any) -> Any:
+            logits = own(self, fed)
+            if logits is not None:
+                made.append(type(self).__name__)
+            return logits
+
+        return step
+
+    monkeypatch.setattr(captured.Capturing, "ahead", watched(captured.Capturing.ahead))
+    monkeypatch.setattr(SharedSteps, "ahead", watched(SharedSteps.ahead))
+    return made
+
+
+def _every_row(store: LayerStore) -> torch.Tensor:
+    """`[H_kv, n, 2, D]` of the first sequence, in order."""
+    zones, resident, zone = store.zones(0), store.resident.view(0), store.host[0]
+    assert zone.length == zones.retrieval
+    return torch.cat([resident[:, : zones.sink], *zone.blocks(), resident[:, zones.sink :]], 1)
+
+
+@pytest.mark.parametrize("method", [PARIS, LOUIS], ids=["pariskv", "louiskv"])
+def test_an_answer_that_ends_leaves_nothing_of_the_step_made_ahead(
+    method: kvrecall.Method, decoders: list[Any], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, user, found = tiny("llama", **SINGLE), User(method, (40,), 12), []
+    answer = user.alone(model)[0]
+    stop = next(n for n in range(4, 12) if answer[n] not in answer[:n])
+    for captures in (False, True):
+        cache = kvrecall.RetrievalCache(model.config, method)
+        with monkeypatch.context() as patch:
+            if captures:
+                capture(patch)
+            made = user.submit(model, cache, eos_token_id=answer[stop]).result()
+        assert made.new_tokens == [answer[: stop + 1]] and cache.get_seq_length() == 40 + stop
+        rows = [_every_row(layer.state.store) for layer in cache.retrieval_layers if layer.state is not None]
+        more = kvrecall.engine.generate(model, None, made.sequences, cache, max_new_tokens=6, capture=False)
+        found.append((rows, more.new_tokens))
+    assert ahead == ["Capturing"] * stop  # the last of them for nothing
+    for plain, replayed in zip(found[0][0], found[1][0], strict=True):
+        assert torch.allclose(plain, replayed, atol=1e-4)
+    assert found[0][1] == found[1][1]
+
+
+def test_one_of_two_ends_while_the_step_ahead_of_both_is_made(
+    decoders: list[Any], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", **SINGLE)
+    first, second = User(PARIS, (40,), 14), User(PARIS, (36, 30), 14, seed=1)
+    answers = [first.alone(model), second.alone(model)]
+    stop = next(n for n in range(5, 14) if answers[0][0][n] not in answers[0][0][:n])
+    capture(monkeypatch)
+    ends = answers[0][0][stop]
+    one = first.submit(model, eos_token_id=ends)
+    made = in_threads([one.result, second.submit(model, eos_token_id=[]).result], 300)
+    assert made[0].new_tokens == [answers[0][0][: stop + 1]] and made[1].new_tokens == answers[1]
+    assert made[0].cache.get_seq_length() == 40 + stop and made[1].cache.get_seq_length() == 36 + 13
+    assert set(ahead) == {"SharedSteps", "Capturing"}
+
+
+def test_a_step_ahead_that_fails_is_told_behind_the_tokens_before(decoders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, user, told = tiny("llama", **SINGLE), User(PARIS, (40,), 9), []
+    expected, own = user.alone(model)[0], captured.Capturing.ahead
+
+    def failing(self: Any, tokens: Any) -> Any:
+        told.append(tokens)
+        if len(told) == 4:
+            raise RuntimeError("the device is gone")
+        return own(self, tokens)
+
+    monkeypatch.setattr(captured.Capturing, "ahead", failing)
+    capture(monkeypatch)
+    request, made = user.submit(model), []
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        made.extend(ids[0] for ids in request)
+    assert made == expected[: len(made)] and len(made) == 4

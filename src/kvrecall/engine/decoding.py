@@ -94,6 +94,13 @@ class Decoding:
         return self._most - self._prompt - len(self.steps)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the tokens that are chosen next are fed as they are, unless one of them ends the answer, and whether the
+        cache can forget them again."""
+        forgets = len(self.cache.retrieval_layers) == len(self.cache.layers)  # windows of other layers have moved on by then
+        return forgets and self.room_tokens > 1 and all(self._unfinished)
+
+    @property
     def stored(self) -> int:
         """Tokens per sequence that the cache holds between two steps."""
         return self._prompt + len(self.steps) - 1

@@ -23,6 +23,7 @@ from kvrecall.backends.transformers import attach
 from kvrecall.backends.transformers.capture.ranks import ranks_of
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
+from kvrecall.engine.arriving import Arriving
 from kvrecall.engine.job import Job
 from kvrecall.engine.room import fits, refuse_too_large
 from kvrecall.engine.steps import Stepper
@@ -321,7 +322,8 @@ class Loop:
         self._accept(made)
 
     def _accept(self, made: list[tuple[Job, Tensor]]) -> None:
-        """Chooses the next tokens of each request, waits for the device once, and ends those that are complete."""
+        """Chooses the next tokens of each request, waits for the device once, and ends those that are complete. Where nobody
+        else comes in between, the step after these tokens is launched before they are waited for."""
         chosen: list[tuple[Job, Tensor]] = []
         for job, logits in made:
             try:
@@ -331,7 +333,10 @@ class Loop:
                 self._end(job, error)
         if not chosen:
             return
-        tokens = torch.cat([each.to(chosen[0][1].device) for _, each in chosen]).tolist()
+        arriving = Arriving(torch.cat([each.to(chosen[0][1].device) for _, each in chosen]))
+        if len(chosen) == len(self._active) and not self._waiting:
+            self._stepper.go_ahead([(job.member, each) for job, each in chosen if job.member is not None])
+        tokens = arriving.tolist()
         for job, each in chosen:
             own, tokens = tokens[: len(each)], tokens[len(each) :]
             try:

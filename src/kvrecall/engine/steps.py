@@ -5,6 +5,9 @@
 3. All others are called in turn.
 
 Every way gives a request what it gets alone, and what fails for one request is that request's error.
+
+A captured step may be replayed before the host has read the tokens it feeds, so that the device does not wait for the host. If
+one of them ends the request, its cache forgets that step.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class Member:
         """Steps to make before the next capture."""
         self.shared: Any = None
         """The captured steps that the cache has joined with others (`SharedSteps`)."""
+        self.ahead: Logits | None = None
+        """What the next step gave, if it was made before the host knew its tokens."""
         self._apart = False
         self._lost: Exception | None = None
         """Why the cache could not go back to where it was before a step that was torn."""
@@ -56,13 +61,25 @@ class Member:
 
     def replayed(self) -> Tensor | None:
         """A captured step; None where it must be made in another way."""
-        if self._capturing is None:
-            return None
+        made, self.ahead = self.ahead, None
+        if isinstance(made, Exception):
+            raise made
+        if made is not None or self._capturing is None:
+            return made
         if self._uncaptured:
             self._uncaptured -= 1
             return None
         with self.asked.computing(), _decoding_modules(self.decoding.model):
             return self._capturing.step(self._tokens(), self.decoding.room_tokens)
+
+    def go_ahead(self, tokens: Tensor) -> None:
+        """Replays the next step of a request that decodes alone, for tokens `[B]` that the host does not know yet."""
+        if self._capturing is not None and not self._uncaptured:
+            try:
+                with self.asked.computing(), _decoding_modules(self.decoding.model):
+                    self.ahead = self._capturing.ahead(tokens)
+            except Exception as error:
+                self.ahead = error
 
     def stepped(self) -> Tensor:
         """A step of a request that decodes alone."""
@@ -110,20 +127,27 @@ class Member:
         if self._capturing is not None:
             self._uncaptured = _ALONE_STEPS
             self._capturing.close()
+        if self.ahead is not None:
+            self.ahead = None
+            self._cut_back()
 
     def rewind(self) -> None:
         """After a step that was torn: the cache holds what it held before, or the next step tells why it does not."""
-        cache = self.decoding.cache
         try:
             self.release()
-            cache.align()
-            more = cache.get_seq_length() - self.decoding.stored
-            if more > 0:
-                cache.crop(-more)
-            elif more < 0:
-                raise InterruptedPassError(cache.get_seq_length())
+            self._cut_back()
         except Exception as error:
             self._lost = error
+
+    def _cut_back(self) -> None:
+        """The cache holds the tokens that were accepted, but the last one. Raises InterruptedPassError if some are missing."""
+        cache = self.decoding.cache
+        cache.align()
+        more = cache.get_seq_length() - self.decoding.stored
+        if more > 0:
+            cache.crop(-more)
+        elif more < 0:
+            raise InterruptedPassError(cache.get_seq_length())
 
     def go_on_captured(self) -> None:
         """Steps that were captured with others are captured alone."""
@@ -145,6 +169,11 @@ class Stepper:
 
         After an exception that is no `Exception` no member has made the step, and it can be made again.
         """
+        if not all(member.ahead is not None for member in members):  # somebody has come
+            for member in members:
+                if member.ahead is not None:
+                    member.rewind()
+                    member.go_on_captured()
         try:
             if len(members) == 1:
                 if members[0].shared is not None:
@@ -156,6 +185,25 @@ class Stepper:
             for member in members:
                 member.rewind()
             raise
+
+    def go_ahead(self, chosen: Sequence[tuple[Member, Tensor]]) -> None:
+        """Replays the next step of all who decode, for tokens `[B]` of each that the host does not know yet, where one replay
+        does it."""
+        first, shared = chosen[0][0], chosen[0][0].shared
+        if not all(member.decoding.goes_on and member.shared is shared for member, _ in chosen):
+            return
+        if shared is None:
+            if len(chosen) == 1:
+                first.go_ahead(chosen[0][1])
+            return
+        made: Sequence[Logits] | None
+        try:
+            with first.asked.computing(), _decoding_modules(first.decoding.model):
+                made = shared.ahead([(member.asked.cache, tokens) for member, tokens in chosen])
+        except Exception as error:
+            made = [error] * len(chosen)
+        for (member, _), logits in zip(chosen, made or (), strict=False):
+            member.ahead = logits
 
     def _several(self, members: Sequence[Member]) -> list[Logits]:
         groups: dict[Any, list[int]] = {}
@@ -184,6 +232,8 @@ class Stepper:
                 group[0].release()
                 group[0].go_on_captured()
             return [group[0].own(group[0].stepped)]
+        if all(member.ahead is not None for member in group):
+            return [member.own(member.stepped) for member in group]
         from kvrecall.backends.transformers.capture.shared import SharedSteps, Turn
         from kvrecall.core.errors import CaptureError
 

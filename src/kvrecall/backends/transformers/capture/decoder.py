@@ -69,6 +69,11 @@ class CapturedDecoder:
         return self._step
 
     @property
+    def left(self) -> int:
+        """Steps until the cache must be given back to ask for more room."""
+        return 0 if self._member is None else self._member.left
+
+    @property
     def input_ids(self) -> Tensor:
         """The tokens of the next step, `[B, 1]`; write them in place."""
         return self._step.input_ids[: self._sequences]
@@ -197,6 +202,14 @@ class Capturing:
             if (running := self._cache.running) is not None:
                 running.attended.clear()
             return None
+
+    def ahead(self, tokens: Tensor) -> Tensor | None:
+        """As `step`, for tokens int64 `[B]` that may not be on the host yet, which waits for nothing here. None, with nothing
+        done, unless steps are being captured and there is room for this one."""
+        if self._refused or self._decoder is None or not self._decoder.left:
+            return None
+        self._decoder.input_ids.copy_(tokens.unsqueeze(1))
+        return self._decoder.step()
 
     def close(self) -> None:
         """Gives the cache back, with everything that was decoded; a step after this records a graph anew."""

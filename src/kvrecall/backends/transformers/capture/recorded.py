@@ -39,6 +39,10 @@ class Member:
         """What belongs to its slots, out of `[slots, …]` on the device; a view where they lie side by side."""
         return of_slots[self._place]
 
+    def feed(self, step: RecordedStep, tokens: Tensor) -> None:
+        """Writes down the tokens of its next step, int64 `[B]`, which may not be on the host yet."""
+        step.input_ids[self._place] = tokens.to(step.input_ids.device).unsqueeze(1)
+
 
 class RecordedStep:
     """Slots of all layers, and the graph of a step that works on them. It holds no model, no cache and no state."""

@@ -60,13 +60,27 @@ class SharedSteps:
             step = self._step
             assert step is not None
             self._feed(step, turns)
-            step.replay()
+            return self._replay(step, [turn.cache for turn in turns])
         except BaseException:
             self.close()
             raise
-        self._steps += 1
-        bad = step.layers.bad().cpu() if self._steps % _CHECKED_STEPS == 0 else None
-        return [self._answer(step, turn, bad) for turn in turns]
+
+    def ahead(self, fed: Sequence[tuple[RetrievalCache, Tensor]]) -> list[Tensor | Exception] | None:
+        """As `step`, for tokens int64 `[B]` of each cache that may not be on the host yet, which waits for nothing here. None,
+        with nothing done, unless these are the caches of the last step and there is room for this one."""
+        step, members = self._step, [self._members.get(id(cache)) for cache, _ in fed]
+        if step is None or len(fed) != len(self._members):
+            return None
+        if not all(member is not None and member.left for member in members):
+            return None
+        try:
+            for member, (_, tokens) in zip(members, fed, strict=True):
+                assert member is not None
+                member.feed(step, tokens)
+            return self._replay(step, [cache for cache, _ in fed])
+        except BaseException:
+            self.close()
+            raise
 
     def leave(self, cache: RetrievalCache) -> None:
         """Gives a cache back with everything that was decoded; nothing where it has not joined."""
@@ -87,12 +101,18 @@ class SharedSteps:
         if errors:
             raise errors[0]
 
-    def _answer(self, step: RecordedStep, turn: Turn, bad: Tensor | None) -> Tensor | Exception:
-        slots = self._slots(turn.cache)
+    def _replay(self, step: RecordedStep, caches: Sequence[RetrievalCache]) -> list[Tensor | Exception]:
+        step.replay()
+        self._steps += 1
+        bad = step.layers.bad().cpu() if self._steps % _CHECKED_STEPS == 0 else None
+        return [self._answer(step, cache, bad) for cache in caches]
+
+    def _answer(self, step: RecordedStep, cache: RetrievalCache, bad: Tensor | None) -> Tensor | Exception:
+        slots = self._slots(cache)
         if bad is not None and bad[:, slots].any():
             layer, sequence = bad[:, slots].nonzero()[0].tolist()
             return NonFiniteError(step.layers.all[layer].layer, sequence)
-        return self._members[id(turn.cache)].rows(step.logits)
+        return self._members[id(cache)].rows(step.logits)
 
     def _feed(self, step: RecordedStep, turns: Sequence[Turn]) -> None:
         """Writes down all tokens by one copy."""

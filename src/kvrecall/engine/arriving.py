@@ -1,0 +1,24 @@
+"""Numbers on their way from a device to the host, which waits for them and for nothing that is launched behind them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_memory import staging
+
+
+class Arriving:
+    """The copy of a tensor to the host, which has begun."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._near, self._there = numbers, None
+        if numbers.is_cuda:
+            self._near = staging(tuple(numbers.shape), numbers.dtype).copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.current_stream(numbers.device).record_event()
+
+    def tolist(self) -> list[int]:
+        """The numbers; waits until they are there."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._near.tolist()
