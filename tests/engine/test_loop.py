@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from kvrecall.core.errors import (
     RequestCancelledError,
 )  # fmt: skip
 from kvrecall.engine import Engine
+from kvrecall.engine.job import import_compiler_aside
 from kvrecall.engine.loop import loop_of
 from tests.backends.models import tiny
 from tests.engine.users import METHODS, User, idle, in_threads, rows_per_call
@@ -221,3 +223,8 @@ def test_a_request_inside_a_step_is_refused_and_inside_a_call_is_answered() -> N
         user.alone(model)
     hook.remove()
     assert user.alone(model) == expected and idle(model)
+
+
+def test_the_compiler_is_imported_aside() -> None:
+    import_compiler_aside().join()
+    assert "torch._inductor.compile_fx" in sys.modules

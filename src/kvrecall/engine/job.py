@@ -8,6 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class Job:
         asked, held = self.asked, self._held or 0
         self._start = time.perf_counter()
         asked.cache.reserve(asked.total_tokens, asked.sequences)
+        if asked.compiled and asked.model.device.type == "cuda":
+            import_compiler_aside()
         # The last chunk is read by the call that gives the first token, and that needs at least one.
         self._ready = asked.prompt_tokens - min(asked.chunk_tokens, asked.prompt_tokens - held)
         if self._ready > held:
@@ -177,6 +180,13 @@ class Job:
         if asked.tokenizer is not None:
             texts = [str(asked.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
         return GenerateResult(self._sequences, new, texts, self._first - self._start, self._end - self._first, asked.cache)
+
+
+def import_compiler_aside() -> threading.Thread:
+    """Imports torch's compiler, which takes seconds, while the GPU reads the prompt."""
+    thread = threading.Thread(target=import_module, args=("torch._inductor.compile_fx",), daemon=True)
+    thread.start()
+    return thread
 
 
 def _without_frames(error: BaseException) -> BaseException:
