@@ -172,7 +172,7 @@ def retrieval(
 
     source: of what the layers hold and are asked; None: Gaussian keys, and queries that the model makes.
     """
-    before = torch.cuda.memory_allocated()
+    before = free_device_bytes(model.device)
     cache = RetrievalCache(model.config, CONFIGS[name](context))
     room = steps + _SPARE_STEPS
     source = source or Gaussian(cache.signature)
@@ -192,7 +192,7 @@ def retrieval(
     for _ in range(5):
         step()
     times = times_of(step, steps)
-    device = torch.cuda.memory_allocated() - before
+    device = before - free_device_bytes(model.device)
     decoder.check()
     decoder.close()
     stats = cache.stats()

@@ -23,9 +23,8 @@ from transformers import LlamaForCausalLM
 
 import kvrecall
 from benchmarks.models import CONFIGS, FULL, let_go, model_of
+from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.engine import generate
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Row:
     as_first: int
     """Tokens, up to the first that differs from the first call's, of the user with the fewest."""
     device_gib: float
-    """Most that torch has held on the GPU during the round, weights included."""
+    """In use on the GPU at the last token of a user, weights included; the most of all users."""
 
 
 @dataclass
@@ -62,16 +61,23 @@ class _User:
     began: float = 0.0
     at: list[float] = field(default_factory=list)
     ended: float = 0.0
+    device_bytes: int = 0
     tokens: list[int] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
 
     def call(self, model: LlamaForCausalLM, name: str, new_tokens: int, compiled: bool) -> None:
         self.at = []
+
+        def told(count: int) -> None:
+            self.at.append(time.perf_counter())
+            if count == new_tokens and self.ids.is_cuda:
+                self.device_bytes = torch.cuda.mem_get_info()[1] - free_device_bytes(self.ids.device)
+
         method = kvrecall.Full() if name == FULL else CONFIGS[name](self.ids.shape[1])
         self.began = time.perf_counter()
         made = generate(
             model, None, self.ids, method, max_new_tokens=new_tokens, compiled=compiled, eos_token_id=[],
-            on_token=lambda _: self.at.append(time.perf_counter()),
+            on_token=told,
         )  # fmt: skip
         self.ended, self.tokens = time.perf_counter(), made.new_tokens[0]
         self.first_tokens = self.first_tokens or self.tokens
@@ -115,9 +121,6 @@ def measure(
     if call == 1:
         _session.cache_clear()
     session = _session(shape, layers, context, name, users, device)
-    cuda = device.startswith("cuda")
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     made = session.round(new_tokens, compiled)
     assert session.rounds == call
     steps = [(after - before) * 1e3 for user in made for before, after in pairwise(user.at)]
@@ -126,5 +129,5 @@ def measure(
         shape, session.model.config.num_hidden_layers, context, name + ("+compiled" if compiled else ""), users, call,
         new_tokens, wall, max(user.at[0] - user.began for user in made),
         max((user.ended - user.at[0]) * 1e3 / (new_tokens - 1) for user in made), median(steps), max(steps),
-        min(user.as_first for user in made), torch.cuda.max_memory_allocated() / _GIB if cuda else 0.0,
+        min(user.as_first for user in made), max(user.device_bytes for user in made) / 2**30,
     )  # fmt: skip
