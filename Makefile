@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 lint format bench-cpu bench-gpu clean
+.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm lint format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,16 @@ test-gpu: $(STAMP) ## Run only the tests that need a CUDA GPU (GPU_WORKERS= for 
 
 test-gpu2: $(STAMP) ## Run only the tests that need two CUDA GPUs: tensor parallelism
 	$(PARALLEL) $(BIN)/python -m pytest -q -m gpu2 -n 4 --maxschedchunk 1 $(ARGS)
+
+VLLM ?= 0.32.0
+VLLM_ENV := .venv-vllm-$(VLLM)
+
+test-vllm: $(VLLM_ENV)/.installed ## Run the tests of vLLM's backend, in an environment with vLLM's CPU build (VLLM=0.32.0)
+	$(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q tests/backends/vllm $(ARGS)
+
+$(VLLM_ENV)/.installed: pyproject.toml scripts/install_vllm.sh
+	@PYTHON="$(PYTHON)" bash scripts/install_vllm.sh $(VLLM_ENV) $(VLLM)
+	@touch $@
 
 test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; write docs/design/families.md (minutes)
 	@rm -rf build/zoo

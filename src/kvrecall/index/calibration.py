@@ -89,6 +89,11 @@ class KeyStatistics:
         """Second moments of the keys about zero, `[H_kv, D, D]`."""
         return self.key_covariance + self.key_mean.unsqueeze(-1) * self.key_mean.unsqueeze(-2)
 
+    def of_heads(self, first: int, count: int) -> KeyStatistics:
+        """Those of consecutive KV heads, such as one rank has."""
+        mine = slice(first, first + count)
+        return KeyStatistics(self.tokens, self.key_mean[mine], self.key_covariance[mine], self.query_second[mine])
+
     @staticmethod
     def nothing(kv_heads: int, dim: int) -> KeyStatistics:
         """Of no token."""

@@ -190,9 +190,7 @@ def _loaded(model: PreTrainedModel, rotaries: Rotaries, path: Path, fingerprint:
         if found.kv_heads * world != heads:
             got = f"{found.kv_heads} of {heads} KV heads on each of {world} processes"
             raise CalibrationError(path, "processes that share the KV heads evenly", got, "Load the model in one process.")
-        of, first = statistics[number], dist.get_rank() * found.kv_heads
-        mine = slice(first, first + found.kv_heads)
-        statistics[number] = KeyStatistics(of.tokens, of.key_mean[mine], of.key_covariance[mine], of.query_second[mine])
+        statistics[number] = statistics[number].of_heads(dist.get_rank() * found.kv_heads, found.kv_heads)
     return ModelCalibration(rotaries, statistics)
 
 

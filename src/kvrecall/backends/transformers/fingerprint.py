@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.transformers.rotary import text_decoder
 
@@ -38,10 +38,15 @@ class Fingerprint:
 
 def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
     """The fingerprint of a model's text decoder. Copies a few numbers per parameter to the host, all at once."""
-    text: Any = model.config.get_text_config(decoder=True)
+    return Fingerprint(fingerprint_of_config(model.config).config, _weights(text_decoder(model)))
+
+
+def fingerprint_of_config(config: PretrainedConfig) -> Fingerprint:
+    """The fingerprint of a text decoder whose weights are not known."""
+    text: Any = config.get_text_config(decoder=True)
     settings = {name: value for name, value in text.to_dict().items() if _MATTERS.fullmatch(name)}
     told = json.dumps(settings, sort_keys=True, default=str)
-    return Fingerprint(hashlib.sha256(told.encode()).hexdigest(), _weights(text_decoder(model)))
+    return Fingerprint(hashlib.sha256(told.encode()).hexdigest(), None)
 
 
 @torch.no_grad()

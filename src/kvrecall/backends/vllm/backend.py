@@ -1,0 +1,206 @@
+"""The classes that vLLM asks of an attention backend, over `PagedLayer`.
+
+Pages hold summaries. Keys and values lie in host memory, at the same physical block ids, so prefix caching, preemption, abort,
+parallel sampling and tensor parallelism are vLLM's own.
+"""
+
+# vLLM is installed where this is imported.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from kvrecall.backends.vllm.paged import Batch, HostBlocks, PagedLayer
+from kvrecall.backends.vllm.served import Served
+from kvrecall.backends.vllm.summaries import LEAST_BLOCK, block_bytes, check_block_size, check_device, summaries_of
+from kvrecall.backends.vllm.window import PassWindow, WindowLayer
+from kvrecall.core.errors import CompositionError
+from kvrecall.core.structs import AttentionParams
+from kvrecall.index.base import LayerShape
+from kvrecall.methods.base import HEAD_DIMS
+
+_PREFERRED_BLOCK = 128
+
+
+class RetrievalBackend(AttentionBackend):
+    """Decode steps retrieve; chunks of prompts are attended densely."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    width = 0
+    """Bytes of summaries per token and KV head; of the classes that `of_width` makes."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[RetrievalImpl]:
+        return RetrievalImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RetrievalBuilder]:
+        return RetrievalBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(LEAST_BLOCK)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return default_block_size if cls.supports_block_size(default_block_size) else _PREFERRED_BLOCK
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_DIMS)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Of vLLM up to 0.28; head_size is that of the customized spec."""
+        return num_blocks, num_kv_heads, block_size, head_size
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Pages of summaries instead of keys and values. Raises ParameterError for a block size that they cannot have."""
+        check_block_size(spec.block_size)
+        if "state_content_bytes" in {f.name for f in fields(spec)}:
+            return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
+        return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)
+
+
+@cache
+def of_width(width: int) -> type[RetrievalBackend]:
+    """The backend of layers whose summaries take so many bytes per token and KV head."""
+    return type(RetrievalBackend.__name__, (RetrievalBackend,), {"width": width})
+
+
+@dataclass(frozen=True)
+class RetrievalMetadata:
+    """What vLLM says of a pass, and where new tokens go: int64 `[T]`, < 0 for padding."""
+
+    batch: Batch
+    slots: Tensor
+
+
+class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
+    """Made once per pass, for all layers."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
+        told = common_attn_metadata
+        begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
+        prompts = [stop - start > 1 for start, stop in pairwise(begins)]
+        if told.is_prefilling is not None:
+            prompts = [a or b for a, b in zip(prompts, told.is_prefilling.tolist(), strict=False)]
+        batch = Batch(begins, lengths, prompts, told.block_table_tensor, self.kv_cache_spec.block_size)
+        return RetrievalMetadata(batch, told.slot_mapping)
+
+
+class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
+    """One attention layer."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """Raises CompositionError for what is another backend's."""
+        refused = {
+            "ALiBi": alibi_slopes, "a sliding window": sliding_window, "shared KV layers": kv_sharing_target_layer_name,
+            "attention sinks": sinks, **more,
+        }  # fmt: skip
+        for name, given in refused.items():
+            if given:
+                remedy = "Give such layers to another attention backend (`attention_config.backend_per_kind`)."
+                raise CompositionError(f"vLLM with kvrecall and {name}", "there is no kernel for it", remedy)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype, self.attn_type = num_kv_heads or num_heads, kv_cache_dtype, attn_type
+        self._params = AttentionParams(float(scale), logits_soft_cap or 0.0)
+        self._config = get_current_vllm_config()
+        self._served = Served.of(self._config)
+        self._window: WindowLayer | None = None
+        self._layer: PagedLayer | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Before vLLM plans the caches: says what a page holds, and puts the window's layer beside this one."""
+        if self._window is not None:
+            return
+        layers = self._config.compilation_config.static_forward_context
+        name, own = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        device = torch.device(self._config.device_config.device_type)
+        check_device(device)
+        shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
+        self._number, self._shape = extract_layer_index(name), shape
+        self._calibration = self._served.calibration(self._number)
+        settings = self._served.settings
+        width = block_bytes(settings.index, shape, LEAST_BLOCK) // (self.num_kv_heads * LEAST_BLOCK)
+        own.attn_backend = of_width(width)
+        self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, width)
+        layers[self._window.name] = self._window
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RetrievalMetadata | None,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`, all of a pass and then padding."""
+        if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
+            return output.fill_(0)
+        window = PassWindow(self._near, get_forward_context().attn_metadata[self._near.name])
+        batch = attn_metadata.batch
+        paged = self._paged(kv_cache, batch.block_size)
+        paged.store(key, value, attn_metadata.slots.long(), batch, window)
+        paged.attend(query, key, value, batch, window, output)
+        return output
+
+    @property
+    def _near(self) -> WindowLayer:
+        assert self._window is not None, "weights have been loaded"
+        return self._window
+
+    def _paged(self, kv_cache: Tensor, size: int) -> PagedLayer:
+        """The layer over the pages of `size` tokens that vLLM has allocated, made with the first pass."""
+        if self._layer is None:
+            settings, shape = self._served.settings, self._shape
+            summaries = summaries_of(settings.index, shape, size, self._calibration)
+            summaries.bind(pages_of(kv_cache))
+            host = HostBlocks(len(kv_cache), shape, size)
+            self._layer = PagedLayer(self._number, shape, settings.method, self._params, summaries, host)
+        return self._layer
+
+
+def pages_of(kv_cache: Tensor) -> Tensor:
+    """uint8 `[blocks, block_bytes]`, whichever way vLLM orders heads and tokens in a page."""
+    inner = sorted(zip(kv_cache.stride()[1:], kv_cache.shape[1:], strict=True))
+    count = 1
+    for stride, size in inner:
+        assert size == 1 or stride == count, "the bytes of a page lie side by side"
+        count *= size
+    return kv_cache.as_strided((len(kv_cache), count), (kv_cache.stride(0), 1))

@@ -1,0 +1,52 @@
+"""What vLLM calls when it starts, in every process: `--attention-backend CUSTOM` is ours from then on."""
+
+# vLLM is installed where this is imported.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any
+
+_BACKEND = "kvrecall.backends.vllm.backend.RetrievalBackend"
+_registered = False
+
+
+def register() -> None:
+    """Entry point of vLLM's group `vllm.general_plugins`. Does nothing where it has been called."""
+    global _registered
+    if _registered:
+        return
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    if current_platform.is_cpu():
+        _choose_on_cpu(type(current_platform), AttentionBackendEnum.CUSTOM)
+    if not hasattr(AttentionBackend, "customize_spec"):
+        _customize_specs()
+    _registered = True
+
+
+def _choose_on_cpu(platform: Any, custom: Any) -> None:
+    """vLLM's CPU platform takes its own backend whatever is asked for; if ours is, it gets ours."""
+    own = platform.get_attn_backend_cls.__func__
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        return _BACKEND if selected_backend == custom else own(cls, selected_backend, *args, **kwargs)
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def _customize_specs() -> None:
+    """What vLLM does from 0.28 on: a backend adjusts what a page of its layers holds."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    own = Attention.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec = own(self, vllm_config)
+        customize = getattr(self.attn_backend, "customize_spec", None)
+        return spec if spec is None or customize is None else customize(spec)
+
+    Attention.get_kv_cache_spec = get_kv_cache_spec

@@ -1,0 +1,75 @@
+"""What one engine of vLLM serves: the method, the statistics of the model's keys, and what cannot be served with it."""
+
+# vLLM is installed where this is imported.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from kvrecall.backends.vllm.maps import calibrations_of
+from kvrecall.backends.vllm.settings import Settings
+from kvrecall.core.errors import CompositionError
+from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.sphere.config import SphereConfig
+
+_served: dict[str, Served] = {}
+
+
+class Served:
+    """Of one engine. All layers share it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises errors of `kvrecall.core.errors` for settings, and combinations, that are not served."""
+        self._config = vllm_config
+        self.settings = Settings.of(vllm_config.additional_config)
+        _check(vllm_config)
+
+    @staticmethod
+    def of(vllm_config: Any) -> Served:
+        """Of the engine with this config, the same for all of its layers."""
+        known = _served.get(vllm_config.instance_id)
+        if known is None or known._config is not vllm_config:
+            _served.clear()  # a process has one engine at a time
+            known = _served[vllm_config.instance_id] = Served(vllm_config)
+        return known
+
+    def calibration(self, layer: int) -> LayerCalibration | None:
+        """Of a layer's KV heads on this rank; None where the method needs none."""
+        index = self.settings.index
+        if not (isinstance(index, SphereConfig) and index.needs_calibration):
+            return None
+        return self._calibrations[layer]
+
+    @cached_property
+    def _calibrations(self) -> dict[int, LayerCalibration]:
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return calibrations_of(self._config.model_config.hf_config, self.settings.maps, rank, ranks)
+
+
+def _check(config: Any) -> None:
+    """Raises CompositionError for what cannot be combined with rows that lie in host memory."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    refused = {
+        "a KV connector": (config.kv_transfer_config is not None, "it would move pages without their rows"),
+        "decode context parallelism": (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1, "a sequence's window cannot be shared out"
+        ),
+        "prefill context parallelism": (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1, "a sequence's window cannot be shared out"
+        ),
+        "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
+        f"kv_cache_dtype={cache.cache_dtype}": (
+            cache.cache_dtype not in ("auto", "bfloat16", "float16"), "rows are stored in the model's dtype"
+        ),
+        "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
+        'mamba_cache_mode="align"': (
+            getattr(cache, "mamba_cache_mode", None) == "align", "it copies pages without their rows"
+        ),
+    }  # fmt: skip
+    for name, (asked, why) in refused.items():
+        if asked:
+            raise CompositionError(f"vLLM with kvrecall and {name}", why, "Leave it out, or use another attention backend.")

@@ -1,0 +1,121 @@
+"""The recent tokens of every sequence, in device memory: a cache group of vLLM's own, which hands out and frees its pages.
+
+A layer of its own beside each attention layer. vLLM takes it for one with a sliding window. Its pages take as many bytes as
+those of the summaries, for both groups draw on one pool.
+"""
+
+# vLLM is installed where this is imported.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import cdiv
+from kvrecall.index.base import LayerShape
+
+
+@dataclass(frozen=True)
+class WindowMetadata:
+    """Of a pass: block tables int32 `[b, W]` of the window's pages, and slots int64 `[T]` in them."""
+
+    blocks: Tensor
+    slots: Tensor
+
+
+class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
+    """Hands on what vLLM says."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
+        return WindowMetadata(common_attn_metadata.block_table_tensor, common_attn_metadata.slot_mapping)
+
+
+class WindowBackend(AttentionBackend):
+    """A backend without an attention: its layer only keeps rows."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("the window is attended to by the layer it belongs to")
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return WindowBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Of vLLM up to 0.28."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+class WindowLayer(nn.Module, AttentionLayerBase):
+    """The last `tokens` tokens of every sequence, for one attention layer."""
+
+    supports_dcp = False
+
+    def __init__(self, name: str, shape: LayerShape, tokens: int, width: int) -> None:
+        """name: of the layer in vLLM's forward context. width: bytes of summaries per token and KV head."""
+        super().__init__()
+        self.name, self.shape, self.tokens, self.width = name, shape, tokens, width
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self) -> type[WindowBackend]:
+        return WindowBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> SlidingWindowSpec:
+        """Pages as large as those of summaries. Raises ParameterError where not one token fits in such a page."""
+        shape, size = self.shape, vllm_config.cache_config.block_size
+        page, token = size * shape.kv_heads * self.width, 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        if token > page:
+            raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
+        return SlidingWindowSpec(
+            block_size=page // token, num_kv_heads=shape.kv_heads, head_size=shape.head_dim, dtype=shape.dtype,
+            sliding_window=self.tokens, page_size_padded=page,
+        )  # fmt: skip
+
+
+class PassWindow:
+    """The window of one layer in one pass (`paged.Window`)."""
+
+    def __init__(self, layer: WindowLayer, metadata: WindowMetadata) -> None:
+        self._rows, self._metadata = layer.kv_cache, metadata  # `[blocks, H_kv, page_tokens, 2 D]`
+
+    def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
+        """Keeps keys, values `[T, H_kv, D]`, which are `tokens` of the pass."""
+        slots, size = self._metadata.slots[tokens].long(), self._rows.shape[2]
+        rows = torch.cat([keys, values], -1).to(self._rows.dtype)
+        self._rows[slots // size, :, slots % size] = rows
+
+    def span(self, row: int, start: int, stop: int) -> Tensor:
+        """Rows `[H_kv, stop - start, K|V, D]` of positions start .. stop - 1 of a sequence, which must be recent enough."""
+        size = self._rows.shape[2]
+        first = start // size
+        blocks = self._metadata.blocks[row, first : cdiv(stop, size)].long()
+        held = self._rows[blocks].transpose(0, 1).flatten(1, 2)  # [H_kv, n, 2 D]
+        return held[:, start - first * size : stop - first * size].unflatten(-1, (2, -1))

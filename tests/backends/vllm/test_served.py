@@ -1,0 +1,156 @@
+"""vLLM with our backend, on the CPU, against vLLM's own: budgets that cover everything give the same tokens in fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvrecall.backends.transformers.calibration import describe
+from kvrecall.backends.transformers.calibration_file import path_for, write
+from kvrecall.backends.vllm.served import Served
+from kvrecall.core.errors import KVRecallError
+from kvrecall.evaluate.key_statistics import gather
+
+SMALL = {"sink_tokens": 16, "local_tokens": 64, "full_attention_threshold": 0}
+METHODS: dict[str, dict[str, Any]] = {
+    "exact": {"method": "exact"},
+    "products": {"method": "pariskv", "stage1": "product"},
+    "balanced": {"method": "pariskv-balanced"},
+}
+ENGINE = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 4, "block_size": 128}
+"""Prompts are read in chunks, beside sequences that decode."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model and the statistics of its keys."""
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.ndim == 2:  # sharp enough that no two tokens are equally likely
+                weights.normal_(0, 0.2 if "q_proj" in name or "k_proj" in name else 4.0 if "lm_head" in name else 0.08)
+    model.save_pretrained(folder / "tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRECALL_MODELS", str(folder / "models"))
+        held = describe(model, gather(model, torch.randint(3, 512, (1, 1024)), chunk_tokens=512), "tiny", "random")
+        write(path_for(held.fingerprint), held)
+    return folder
+
+
+def answers(home: Path, job: dict[str, Any], kvrecall: dict[str, Any] | None, **engine: Any) -> dict[str, Any]:
+    """What an engine makes of a job. kvrecall: settings of our backend; None for vLLM's own."""
+    settings = ENGINE | engine
+    if kvrecall is not None:
+        settings |= {"attention_backend": "CUSTOM", "additional_config": {"kvrecall": {**SMALL, "top_k": 4096, **kvrecall}}}
+    out, told = home / "out.json", home / "job.json"
+    out.unlink(missing_ok=True)
+    told.write_text(json.dumps({"model": str(home / "tiny"), "settings": settings, "out": str(out), **job}))
+    script = Path(__file__).with_name("engine.py")
+    told_where = os.environ | {"KVRECALL_MODELS": str(home / "models")}
+    command = [sys.executable, str(script), str(told)]
+    made = subprocess.run(command, env=told_where, capture_output=True, text=True, timeout=400)
+    assert made.returncode == 0, made.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def prompts(lengths: list[int], shared: int, seed: int = 1) -> list[list[int]]:
+    """Random tokens; all prompts but the last two begin with the same `shared` tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    first = torch.randint(3, 512, (shared,), generator=draw).tolist()
+    own = [torch.randint(3, 512, (n,), generator=draw).tolist() for n in lengths]
+    return [first + ids for ids in own[:-2]] + own[-2:]
+
+
+SHARED = prompts([5, 130, 300, 40, 17, 900], shared=700)
+TWICE = {"rounds": [SHARED, SHARED], "tokens": 24}
+"""In the second round, prompts are found in the cache of prefixes."""
+
+
+@pytest.fixture(scope="module")
+def stock(home: Path) -> dict[str, Any]:
+    return answers(home, TWICE, None)
+
+
+def tokens(made: dict[str, Any]) -> list[Any]:
+    return [[each["tokens"] for each in one] for one in made["rounds"]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home: Path, stock: dict[str, Any]) -> None:
+    """Prompts in chunks, mixed batches, shared prefixes that are read once, and prompts that are cached."""
+    made = answers(home, TWICE, METHODS[name])
+    assert tokens(made) == tokens(stock)
+    first, second = ([each["cached"] for each in one] for one in made["rounds"])
+    assert all(first[1:4]) and all(second[1:4]) and second[5] > 0
+    assert made["blocks"] > stock["blocks"]
+    assert not made["usage"]
+
+
+def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
+    job = {"rounds": [prompts([60] * 6, shared=0, seed=2)], "tokens": 600}
+    few = answers(home, job, METHODS["products"], num_gpu_blocks_override=44, max_num_seqs=6, max_model_len=1024)
+    assert few["preemptions"] > 0
+    assert tokens(few) == tokens(answers(home, job, None, max_num_seqs=6))
+
+
+def test_several_answers_to_one_prompt_share_its_blocks(home: Path) -> None:
+    """Drawn so cold that each is the greedy one."""
+    asked, cold = prompts([200, 150, 90], shared=0, seed=3), {"temperature": 0.01, "n": 3}
+    made = answers(home, {"rounds": [asked], "tokens": 40, "sampling": cold}, METHODS["products"])
+    expected = answers(home, {"rounds": [asked], "tokens": 40}, None)
+    assert tokens(made) == [[each * 3 for each in tokens(expected)[0]]]
+
+
+def test_small_budgets_retrieve_and_go_on(home: Path) -> None:
+    """Answers differ from full attention's; the same prompt gets the same one, with and without its blocks cached."""
+    for name in ("exact", "balanced"):
+        made = answers(home, TWICE, METHODS[name] | {"top_k": 32})
+        assert tokens(made)[0] == tokens(made)[1]
+
+
+def test_two_ranks_share_the_heads(home: Path, stock: dict[str, Any]) -> None:
+    made = answers(home, TWICE, METHODS["balanced"], tensor_parallel_size=2)
+    assert tokens(made) == tokens(stock)
+
+
+CONFIG = SimpleNamespace(
+    instance_id="a", additional_config={"kvrecall": {"method": "exact"}}, kv_transfer_config=None,
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    cache_config=SimpleNamespace(cache_dtype="auto", mamba_cache_mode="none"),
+    model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "told"),
+    [
+        ("kv_transfer_config", object(), "a KV connector"),
+        ("parallel_config", SimpleNamespace(decode_context_parallel_size=2), "decode context parallelism"),
+        ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
+        ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
+        ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
+        ("model_config", SimpleNamespace(use_mla=True), "latent attention"),
+        ("additional_config", {"kvrecall": {"method": "prkv"}}, "Served are"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, told: str) -> None:
+    assert Served(CONFIG).settings.method.top_k
+    with pytest.raises(KVRecallError, match=told):
+        Served(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
