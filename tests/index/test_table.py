@@ -65,6 +65,25 @@ def test_any_course_equals_a_list(kind: Any, steps: list[tuple[int, str, int]]) 
                 assert all(torch.equal(read(each, i), expected[i]) for i in range(3))
 
 
+@pytest.mark.parametrize("most", [1, 5, 16, 40, 1000])
+@pytest.mark.parametrize("page", PAGES)
+def test_pieces_and_parts_are_those_of_the_whole(page: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As views, and as a GPU gathers them."""
+    small_blocks(monkeypatch)
+    table, whole = token_table(2, page=page), rows(0, 61)
+    for part in whole.split(30, 1):  # blocks of the two take turns
+        for b in range(2):
+            table.append(b, part)
+    stored = table.stored(1)
+    copies = list(stored.copies(most))
+    assert torch.equal(torch.cat(copies, 1), whole) and max(part.shape[1] for part in copies) <= max(
+        most, stored.memory.layout.rows
+    )
+    assert torch.equal(torch.cat(list(table.pieces(1, most)), 1), whole)
+    for start, stop in ((0, 61), (0, 1), (3, 20), (17, 18), (30, 61), (61, 61)):
+        assert torch.equal(stored.gather(start, stop), whole[:, start:stop])
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_row_lies_in_the_block_of_its_last_token(page: int) -> None:
     layout = RowLayout(2, 3, torch.float32, page, 16)

@@ -70,7 +70,7 @@ class ExactIndex(TokenIndex):
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        pieces = [inner_products(queries, keys) for keys in self._keys.pieces(sequence)]
+        pieces = [inner_products(queries, keys) for keys in self._keys.pieces(sequence, _SCORED_TOKENS)]
         return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *pieces], -1)
 
     def slot_step(self, spec: SlotSpec) -> ExactStep:

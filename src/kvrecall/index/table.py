@@ -84,14 +84,34 @@ class StoredRows:
     table: BlockTable
     count: int
 
-    def pieces(self, start: int = 0) -> Iterator[Tensor]:
-        """Views `[H_kv, n, width]` of the rows from `start` on, block by block."""
-        return (rows for _, rows in places(self.memory, self.table.blocks, start, self.count))
+    def pieces(self, most: int) -> Iterator[Tensor]:
+        """The rows in order, `[H_kv, n, width]`: on a CPU views of each block, elsewhere as `copies`."""
+        if self.memory.rows.device.type == "cpu":
+            return (rows for _, rows in places(self.memory, self.table.blocks, 0, self.count))
+        return self.copies(most)
 
-    def gather(self) -> Tensor:
-        """A copy of them, `[H_kv, count, width]`."""
-        rows = self.memory.rows
-        return torch.cat([rows.new_empty(rows.shape[1], 0, rows.shape[3]), *self.pieces()], 1)
+    def copies(self, most: int) -> Iterator[Tensor]:
+        """Copies of up to `most` rows in order, or of one block: a GPU is given few things to do, not many small ones."""
+        layout = self.memory.layout
+        blocks, start = max(1, most // layout.rows), 0
+        while start < self.count:
+            stop = min(self.count, layout.before(layout.place(start) + blocks))
+            yield self.gather(start, stop)
+            start = stop
+
+    def gather(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy `[H_kv, n, width]` of the rows start .. stop - 1, by default of all; one launch moves all of them."""
+        layout, rows, stop = self.memory.layout, self.memory.rows, self.count if stop is None else stop
+        if start >= stop:
+            return rows.new_empty(rows.shape[1], 0, rows.shape[3])
+        blocks, heads = self.table.on(rows.device).long(), torch.arange(rows.shape[1], device=rows.device).unsqueeze(1)
+        if layout.block_size % layout.page_tokens:
+            row = torch.arange(start, stop, device=rows.device)
+            place = ((row + 1) * layout.page_tokens - 1) // layout.block_size
+            return rows[blocks[place], heads, row - place * layout.block_size // layout.page_tokens]
+        first, last = layout.place(start), layout.place(stop - 1)
+        start, stop = start - layout.before(first), stop - layout.before(first)
+        return rows[blocks[first : last + 1], heads].flatten(1, 2)[:, start:stop]
 
 
 def places(memory: RowMemory, blocks: list[int], start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -210,9 +230,9 @@ class TokenTable:
         """A copy of the rows of one sequence, `[H_kv, n, width]`."""
         return self.stored(sequence).gather()
 
-    def pieces(self, sequence: int) -> Iterator[Tensor]:
-        """The rows of one sequence in order, as views `[H_kv, n, width]`; valid until it changes."""
-        return self.stored(sequence).pieces()
+    def pieces(self, sequence: int, most: int) -> Iterator[Tensor]:
+        """The rows of one sequence in order, in pieces, see `StoredRows`; valid until it changes."""
+        return self.stored(sequence).pieces(most)
 
     def take(self, sequence: int, ids: Tensor) -> Tensor:
         """Copies `[H_kv, n, width]` of the rows of tokens, ids int64 `[H_kv, n]`, where there is one row per token."""
