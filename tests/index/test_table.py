@@ -76,9 +76,8 @@ def test_pieces_and_parts_are_those_of_the_whole(page: int, most: int, monkeypat
             table.append(b, part)
     stored = table.stored(1)
     copies = list(stored.copies(most))
-    assert torch.equal(torch.cat(copies, 1), whole) and max(part.shape[1] for part in copies) <= max(
-        most, stored.memory.layout.rows
-    )
+    assert torch.equal(torch.cat(copies, 1), whole)
+    assert max(part.shape[1] for part in copies) <= max(most, stored.memory.layout.rows)
     assert torch.equal(torch.cat(list(table.pieces(1, most)), 1), whole)
     for start, stop in ((0, 61), (0, 1), (3, 20), (17, 18), (30, 61), (61, 61)):
         assert torch.equal(stored.gather(start, stop), whole[:, start:stop])
@@ -162,6 +161,19 @@ def test_copies_of_a_sequence_share_blocks_and_go_their_own_ways(page: int, cour
                 every.append(each.copy())
             for other in every:
                 other.check()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_that_began_before_a_copy_is_each_ones_own(page: int) -> None:
+    """Wherever the copy is taken; the page may begin in a block that both go on sharing."""
+    for tokens in range(1, 50):
+        base = bound(1, page)
+        base.add(0, torch.arange(float(tokens)))
+        copy = base.copy()
+        base.add(0, torch.arange(100.0, 150.0))
+        copy.add(0, torch.arange(200.0, 260.0))
+        base.check()
+        copy.check()
 
 
 def test_a_copy_takes_no_memory_until_it_writes() -> None:

@@ -98,10 +98,8 @@ class SoftHashIndex(TokenIndex):
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """The logarithm of the soft collisions, so that a softmax over them gives each head's shares of its total."""
         tables = bucket_probabilities(queries, self._planes, self._config.temperature)
-        mass = (
-            soft_collisions(tables, self._codes.pieces(sequence, _SCORED_TOKENS))
-            * self._norms.gather(sequence).transpose(1, 2).double()
-        )
+        codes, norms = self._codes.pieces(sequence, _SCORED_TOKENS), self._norms.gather(sequence)
+        mass = soft_collisions(tables, codes) * norms.transpose(1, 2).double()
         return (mass.clamp_min(1e-300).log() / scaling).float()
 
 
