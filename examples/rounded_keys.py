@@ -17,13 +17,14 @@ recorded step come with them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Captured, IndexConfig, LayerShape
+from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
 from kvrecall.index.token_step import TokenStep
@@ -51,6 +52,7 @@ class RoundedConfig(IndexConfig):
 
     name: ClassVar[str] = "rounded-keys"
     captured: ClassVar[Captured | None] = Captured()
+    in_blocks: ClassVar[bool] = True
 
     def build(self, shape: LayerShape) -> RoundedIndex:
         return RoundedIndex(shape, self)
@@ -65,8 +67,8 @@ class RoundedIndex(TokenIndex):
     def __init__(self, shape: LayerShape, config: RoundedConfig) -> None:
         super().__init__(shape, config)
         size = shape.sequences, shape.kv_heads
-        self._gqa, self.codes = config.gqa, TokenTable(*size, shape.head_dim, torch.int8, shape.device)
-        self.scale = TokenTable(*size, 1, torch.float32, shape.device)
+        self._gqa, self.codes = config.gqa, TokenTable("rounded keys", *size, shape.head_dim, torch.int8, shape.device)
+        self.scale = TokenTable("scales of rounded keys", *size, 1, torch.float32, shape.device)
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -75,6 +77,10 @@ class RoundedIndex(TokenIndex):
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self.codes.bind(sources)
+        self.scale.bind(sources)
 
     def append(self, sequence: int, keys: Tensor) -> None:
         codes, scale = rounded(keys)
@@ -91,25 +97,24 @@ class RoundedIndex(TokenIndex):
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        return scores(queries, self.codes.view(sequence), self.scale.view(sequence))
+        return scores(queries, self.codes.gather(sequence), self.scale.gather(sequence))
 
     def slot_step(self, spec: SlotSpec) -> RoundedStep:
-        tables = [TokenStep.room(spec, spec.shape.head_dim, torch.int8), TokenStep.room(spec, 1, torch.float32)]
-        return RoundedStep(self, spec, tables, self._gqa)
+        return RoundedStep(self, spec, self._gqa)
 
 
 class RoundedStep(TokenStep):
-    """The same in slots: what a token leaves there, and how queries score it."""
+    """The same in slots: where it lies, what a token leaves there, and how queries score it."""
+
+    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
+        known = cast(RoundedIndex, index)
+        return known.codes, known.scale
 
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         return rounded(keys)
 
-    def stored(self, index: TokenIndex, sequence: int) -> tuple[Tensor, ...]:
-        known = cast(RoundedIndex, index)
-        return known.codes.view(sequence), known.scale.view(sequence)
-
-    def scores(self, queries: Tensor) -> Tensor:
-        return scores(queries, *self.tables)
+    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
+        return scores(queries, *summaries)
 
 
 @dataclass(frozen=True, kw_only=True)

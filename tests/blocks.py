@@ -119,12 +119,12 @@ class Device:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not written is NaN."""
+    """What was not written is NaN, or bytes of ones, as which numbers are NaN, too."""
     give = Region.give
 
     def poisoned(self: Region, pieces: int) -> None:
         before = self._given // self._piece
         give(self, pieces)
-        self.tensor[before:pieces].fill_(float("nan"))
+        self.tensor[before:pieces].fill_(float("nan") if self.tensor.is_floating_point() else 255)
 
     monkeypatch.setattr(Region, "give", poisoned)

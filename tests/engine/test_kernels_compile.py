@@ -317,7 +317,7 @@ def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launch
         "louiskv": searching - {"page_kernel"} | {"trigger_kernel", "ascend_kernel", "segment_kernel"},
         "prkv": searching - {"merge_kernel"} | {"merge_lse_kernel"}, "landmarks": searching,
         "early": searching | {"turned_kernel"}, "dense": {"zone_step_kernel", "merge_kernel"},
-        "exact": {"attend_kernel", "merge_kernel", "tokens_kernel"},
+        "exact": {"attend_kernel", "merge_kernel", "row_kernel", "tokens_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 

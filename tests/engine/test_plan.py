@@ -55,9 +55,9 @@ def test_llama_8b_at_128k() -> None:
     ids=["full", "exact", "fp32-weights", "two-dense-layers"],
 )
 def test_summaries_per_method(method: kvrecall.Method, per_token: int) -> None:
-    """Codes of ParisKV lie in whole blocks."""
+    """Codes of ParisKV and exact keys lie in whole blocks."""
     zone = 1000 - method.sink_tokens - method.local_tokens
-    tokens = in_whole_blocks(zone) if method.name == "pariskv" else zone
+    tokens = in_whole_blocks(zone) if method.name in ("pariskv", "exact") else zone
     assert engine.plan(LLAMA_8B, context_tokens=1000, method=method).summary_bytes == per_token * tokens
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrecall.cache.blocks import CPU_BLOCK_TOKENS
 from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.structs import Budget
 from kvrecall.index.exact import ExactConfig, ExactIndex
@@ -69,7 +70,7 @@ def test_bytes_and_modes() -> None:
     assert ExactConfig().nbytes(shape(5, 3, 1, 128), 10) == 10 * 3 * 128 * 4
     index = ExactIndex(shape(2, 3, 1, 64), "max")
     index.reserve(10)
-    assert index.nbytes == 2 * 3 * 10 * 64 * 4
+    assert index.nbytes == 2 * 3 * CPU_BLOCK_TOKENS * 64 * 4
     assert index.candidates(gaussian(0, 2, 3, 64), Budget(1, 1.0), [0, 1]) is None
     with pytest.raises(UnknownNameError):
         ExactIndex(shape(1, 1, 1, 64), "sum")

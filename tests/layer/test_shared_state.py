@@ -10,6 +10,7 @@ import torch
 import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.core.errors import NonFiniteError
+from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it
 from tests.layer.test_state import assert_holds
@@ -17,21 +18,22 @@ from tests.layers import ZONES, start, state, step
 from tests.stateful.checks import memory_of
 
 
-def test_estimated_rows_that_a_copy_holds_are_its_own() -> None:
-    """A selection that is kept for several steps, with estimates; the original reads other tokens meanwhile."""
+@pytest.mark.parametrize("how", ["fork", "select"])
+def test_estimated_rows_that_a_copy_holds_are_its_own(how: str) -> None:
+    """A selection that is kept for several steps, with estimates; the original is cropped and reads other tokens meanwhile."""
     method = kvrecall.methods.get("pariskv", top_k=5, rest="page-means:page_tokens=4", trigger="fixed-stride:steps=50", **ZONES)
     layer = state(method, 1)
-    history = start(layer, [90])
-    step(layer, history, 1)
-    for copy in (layer.fork(method), layer.select([0])):
-        before = memory_of(copy)
-        base = layer.held[0].estimated
-        assert base is not None
-        base.kv.zero_()  # as an index does that is cropped and goes on
-        assert memory_of(copy) == before
-        copied = copy.held[0].estimated
-        assert copied is not None and copied.kv.abs().sum() > 0
-        base.kv.copy_(copied.kv)
+    step(layer, start(layer, [90]), 1)
+    copy = layer.fork(method) if how == "fork" else layer.select([0])
+    before, base, copied = memory_of(copy), layer.held[0].estimated, copy.held[0].estimated
+    assert base is not None and copied is not None and isinstance(layer.index, PageMeansIndex)
+    kept = copied.gathered().kv.clone()
+    assert kept.abs().sum() > 0 and torch.equal(base.gathered().kv, kept)
+    layer.crop(0, 30)
+    assert memory_of(copy) == before and torch.equal(copied.gathered().kv, kept)
+    start(layer, [90], seed=5)
+    assert layer.index.means.lengths[0] > kept.shape[2] and not torch.equal(layer.index.means.gather(0), kept.flatten(3)[0])
+    assert memory_of(copy) == before and torch.equal(copied.gathered().kv, kept)
 
 
 def test_learned_centroids_stay_out_of_the_log_that_forks_share() -> None:

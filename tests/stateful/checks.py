@@ -16,6 +16,7 @@ from kvrecall.core.structs import Held
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.table import TokenTable
 from kvrecall.layer.state import LayerState
 from tests.stateful.model import GROUP, HEADS, Inputs, Tokens, attention, best_ids, causal
 
@@ -96,8 +97,9 @@ def _retrieved(state: LayerState, b: int, h: int, query: Tensor, keys: Tensor, v
 def _estimated(held: Held, h: int) -> tuple[Tensor, Tensor, Tensor]:
     made = held.estimated
     assert made is not None
-    count = int(made.lengths[0, h])
-    kv, bias = made.kv[0, h, :count], made.bias
+    rows = made.gathered()
+    count = int(rows.lengths[0, h])
+    kv, bias = rows.kv[0, h, :count], rows.bias
     bias = torch.zeros(GROUP, count) if bias is None else bias[0, GROUP * h : GROUP * h + GROUP, :count]
     return kv[:, 0], kv[:, 1], bias
 
@@ -143,6 +145,9 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: dict[int, Any]) ->
     if isinstance(thing, SphereIndex):  # the same of its codes
         for number in range(len(thing.lengths)):
             _walk(thing.codes(number).parts, f"{path}.codes[{number}]", found, seen)
+    if isinstance(thing, TokenTable):
+        for number in range(len(thing.lengths)):
+            _walk(thing.gather(number), f"{path}.gather({number})", found, seen)
     if isinstance(thing, dict):
         for name, part in thing.items():
             _walk(part, f"{path}[{name}]", found, seen)

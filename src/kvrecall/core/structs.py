@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Selection:
     ids: Tensor
     counts: Tensor
     bias: Tensor | None = None
-    estimated: Rows | None = None
+    estimated: Estimated | None = None
 
     def of(self, sequence: int, zone: int) -> Held:
         """What was found for one sequence, in a retrieval zone of `zone` tokens."""
@@ -81,13 +81,14 @@ class Held(NamedTuple):
     counts: Tensor
     zone: int
     bias: Tensor | None = None
-    estimated: Rows | None = None
+    estimated: Estimated | None = None
 
     def own(self) -> Held:
-        """The same for a copy of the sequence. Estimated rows may lie in the index, which goes on to write there."""
-        return (
-            self if self.estimated is None else self._replace(estimated=replace(self.estimated, kv=self.estimated.kv.clone()))
-        )
+        """The same for a copy of the sequence. Estimated rows may lie in blocks of this one, which goes on to write there."""
+        if self.estimated is None:
+            return self
+        rows = self.estimated.gathered()
+        return self._replace(estimated=replace(rows, kv=rows.kv.clone()))
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,26 @@ class Rows:
         own = slice(sequence, sequence + 1)
         return Rows(self.kv[own], self.lengths[own], None if self.bias is None else self.bias[own])
 
+    def gathered(self) -> Rows:
+        """These rows; see `Estimated`."""
+        return self
+
     @property
     def width(self) -> int:
         """Rows per head, those included that are not real."""
         return self.kv.shape[2]
+
+
+class Estimated(Protocol):
+    """Rows that a search has weighed: `Rows`, or such that lie in blocks until they are attended to."""
+
+    def at(self, sequence: int) -> Estimated:
+        """The rows of one sequence, as a batch of one."""
+        ...
+
+    def gathered(self) -> Rows:
+        """The rows side by side. Those in blocks must be there still: nothing of what the search saw was cropped."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class IndexAround(Index):
 
     def __init__(self, base: Index, *tables: TokenTable) -> None:
         self.base, self.tables = base, tables
-        """The index around which this one is, and tables of tokens that a copy takes along."""
+        """The index around which this one is, and tables that a copy takes along."""
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -58,7 +58,8 @@ class IndexAround(Index):
         self.base.append_generated(sequence, keys)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
-        self.base.bind(sources)
+        for part in (self.base, *self.tables):
+            part.bind(sources)
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         self.base.end_of_prompt(sequence, observed, offset)

@@ -117,6 +117,9 @@ class IndexConfig(Part, ABC):
     captured: ClassVar[Captured | None] = None
     """What its searches can do in captured steps; None: they ask the host, so they cannot be in one."""
 
+    in_blocks: ClassVar[bool] = False
+    """Whether the summaries of a sequence lie in its blocks, so that they take memory for whole ones."""
+
     searches_on_host: ClassVar[bool] = False
     """Whether the CPU searches where it attends to the selection."""
 

@@ -5,13 +5,14 @@ Its "summary" is a copy of the keys on the compute device, so it saves no device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Captured, IndexConfig, LayerShape
+from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
 from kvrecall.index.token_step import TokenStep
@@ -27,6 +28,7 @@ class ExactConfig(IndexConfig):
 
     name: ClassVar[str] = "exact"
     captured: ClassVar[Captured | None] = Captured()
+    in_blocks: ClassVar[bool] = True
 
     def build(self, shape: LayerShape) -> ExactIndex:
         return ExactIndex(shape, self.gqa)
@@ -40,7 +42,7 @@ class ExactIndex(TokenIndex):
 
     def __init__(self, shape: LayerShape, gqa: str = "mean_softmax") -> None:
         super().__init__(shape, ExactConfig(gqa))
-        self._keys = TokenTable(shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
+        self._keys = TokenTable("keys", shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -49,6 +51,9 @@ class ExactIndex(TokenIndex):
     @property
     def nbytes(self) -> int:
         return self._keys.nbytes
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._keys.bind(sources)
 
     def reserve(self, tokens: int) -> None:
         self._keys.reserve(tokens)
@@ -65,27 +70,29 @@ class ExactIndex(TokenIndex):
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        return inner_products(queries, self._keys.view(sequence))
+        pieces = [inner_products(queries, keys) for keys in self._keys.pieces(sequence, _SCORED_TOKENS)]
+        return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *pieces], -1)
 
     def slot_step(self, spec: SlotSpec) -> ExactStep:
-        return ExactStep(self, spec, [TokenStep.room(spec, spec.shape.head_dim, spec.shape.dtype)], self._gqa)
+        return ExactStep(self, spec, self._gqa)
 
-    def keys(self, sequence: int) -> Tensor:
-        """The keys of a sequence, `[H_kv, n, D]`; valid until the next append."""
-        return self._keys.view(sequence)
+    @property
+    def keys(self) -> TokenTable:
+        """The keys of all sequences."""
+        return self._keys
 
 
 class ExactStep(TokenStep):
-    """The keys of all slots, each scored in every search."""
+    """The keys of all slots' sequences, each scored in every search."""
 
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         return (keys,)
 
-    def stored(self, index: TokenIndex, sequence: int) -> tuple[Tensor, ...]:
-        return (cast("ExactIndex", index).keys(sequence),)
+    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
+        return (cast("ExactIndex", index).keys,)
 
-    def scores(self, queries: Tensor) -> Tensor:
-        return inner_products(queries, self.tables[0])
+    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
+        return inner_products(queries, summaries[0])
 
 
 def inner_products(queries: Tensor, keys: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
 
-_HASHED_TOKENS = 4096
-"""Tokens hashed at a time: bounds the fp32 projections to H_kv * 4096 * tables * bits * 4 bytes."""
+_HASHED_TOKENS = 2048
+"""Tokens hashed at a time: bounds the float64 projections to H_kv * 2048 * tables * bits * 8 bytes."""
 
 
 def check_tables(bits: int, tables: int, remedy: str) -> None:
@@ -27,11 +27,11 @@ def hyperplanes(head_dim: int, tables: int, bits: int, seed: int, device: torch.
 
 def hash_codes(vectors: Tensor, planes: Tensor) -> Tensor:
     """Codes int16 `[H_kv, n, tables]` of vectors `[H_kv, n, D]`: bit j says that the vector does not lie on the negative side
-    of plane j of a table."""
+    of plane j of a table. Summed in float64, so that a code does not depend on how many vectors are hashed at a time."""
     weights = 2 ** torch.arange(planes.shape[1], device=planes.device)
     pieces = []
     for piece in vectors.split(_HASHED_TOKENS, dim=1):
-        sides = (piece.float() @ planes.flatten(0, 1).T >= 0).unflatten(-1, planes.shape[:2])
+        sides = (piece.double() @ planes.double().flatten(0, 1).T >= 0).unflatten(-1, planes.shape[:2])
         pieces.append((sides * weights).sum(-1).to(torch.int16))
     return torch.cat(pieces, 1) if pieces else vectors.new_empty(*vectors.shape[:2], planes.shape[0], dtype=torch.int16)
 

@@ -4,6 +4,9 @@ Each token is summarised when it comes, and searched from when it has left the w
 for: an index with many tokens to search brings kernels of its own.
 """
 
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -14,61 +17,70 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import DeviceZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
+from kvrecall.core.launch import next_power_of_2
 from kvrecall.index.base import Index
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
+from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TokenIndex
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import top_k_positions
 
+_PIECE_TOKENS = 8192
+"""Tokens of each slot that are scored at a time: bounds what is gathered of the blocks at once."""
+
 
 class TokenStep(IndexStep):
-    """Summaries of the tokens of all slots, `[slots, H_kv, tokens, ·]`. A subclass says what they are and how queries score
-    them; equal scores go to the lower position."""
+    """Summaries of the tokens of all slots, in the blocks of their sequences. A subclass says what they are and how queries
+    score them; equal scores go to the lower position."""
 
-    def __init__(self, index: TokenIndex, spec: SlotSpec, tables: list[Tensor], gqa: str) -> None:
-        """index: of the kind that is to join. tables: memory of the summaries, see `room`. gqa: how the query heads of a group
-        share a search."""
+    def __init__(self, index: TokenIndex, spec: SlotSpec, gqa: str) -> None:
+        """index: of the kind that is to join. gqa: how the query heads of a group share a search."""
         super().__init__(spec)
-        self.tables, self._kind, self._gqa = tables, type(index), gqa
+        self._kind, self._gqa = type(index), gqa
+        self._memories = [table.memory for table in self.tables(index)]
+        for memory in self._memories:
+            memory.give(1)  # which slots without a sequence read
         size, device = (spec.slots, spec.shape.kv_heads), spec.shape.device
         self.width = spec.shape.kv_heads
         self.ids = torch.full((*size, spec.top_k), -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(size, dtype=torch.int32, device=device)
         self._numbers = torch.arange(spec.tokens, device=device)
+        self._heads = torch.arange(spec.shape.kv_heads, device=device).view(1, -1, 1)
 
-    @staticmethod
-    def room(spec: SlotSpec, width: int, dtype: torch.dtype) -> Tensor:
-        """Memory `[slots, H_kv, tokens, width]` for one number or more per token."""
-        return torch.zeros(spec.slots, spec.shape.kv_heads, spec.tokens, width, dtype=dtype, device=spec.shape.device)
+    @abstractmethod
+    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
+        """What an index keeps of its tokens."""
 
     @abstractmethod
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         """What the tables hold of keys `[…, D]`: `[…, width]` for each."""
 
     @abstractmethod
-    def stored(self, index: TokenIndex, sequence: int) -> tuple[Tensor, ...]:
-        """The same of the tokens of a sequence that its index holds, `[H_kv, n, width]`."""
-
-    @abstractmethod
-    def scores(self, queries: Tensor) -> Tensor:
-        """fp32 `[slots, H_kv, G', tokens]` of queries fp32 `[slots, H_kv, G', D]`; times `scaling` they are logits."""
+    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
+        """fp32 `[slots, H_kv, G', n]` of queries fp32 `[slots, H_kv, G', D]` and what each table holds of n tokens,
+        `[slots, H_kv, n, width]`; times `scaling` they are logits."""
 
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
-        return type(index) is self._kind
+        if type(index) is not self._kind:
+            return False
+        tables = self.tables(cast("TokenIndex", index))
+        return all(table.memory is memory for table, memory in zip(tables, self._memories, strict=True))
 
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        known, new = self.stored(cast("TokenIndex", index), sequence), self.summaries(window[:, :, 0])
-        for table, own, more in zip(self.tables, known, new, strict=True):
-            table[slot, :, : own.shape[1]] = own
-            table[slot, :, own.shape[1] : own.shape[1] + more.shape[1]] = more
+        tables, new = self.tables(cast("TokenIndex", index)), self.summaries(window[:, :, 0])
+        for table, rows in zip(tables, new, strict=True):
+            table.write(sequence, zones.retrieval, rows)  # and has memory for the tokens that come
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         assert isinstance(zones, DeviceZones)
         grouped = search_queries(
             queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
         )
+        blocks = self.spec.host.blocks.split(max(1, _PIECE_TOKENS // self.spec.host.block_size), 1)
+        scored = [self.scores(grouped, self._gathered(own)) for own in blocks]
         window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
-        ranked = reduce_scores(self.scores(grouped).masked_fill(window, float("-inf")), self._gqa, scaling)
+        logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
+        ranked = reduce_scores(logits, self._gqa, scaling)
         ids = top_k_positions(ranked, self.spec.top_k)
         real = ranked.gather(-1, ids) > float("-inf")
         searching = fire != 0
@@ -78,8 +90,19 @@ class TokenStep(IndexStep):
         self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
 
     def step(self, asked: SlotStep) -> Tensor:
+        from kvrecall.index.token_kernels import row_kernel
+
         assert isinstance(asked.zones, DeviceZones)
-        coming = asked.zones.coming.long().view(-1, 1, 1, 1)
-        for table, new in zip(self.tables, self.summaries(asked.keys), strict=True):
-            table.scatter_(2, coming.expand(-1, *new.shape[1:]), new)
+        table = self.spec.host
+        for memory, new in zip(self._memories, self.summaries(asked.keys), strict=True):
+            width = memory.layout.width
+            row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
+                new.contiguous(), memory.rows, asked.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
+                memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
+            )  # fmt: skip
         return super().step(asked)
+
+    def _gathered(self, blocks: Tensor) -> list[Tensor]:
+        """What each table holds of blocks int32 `[slots, w]`: `[slots, H_kv, w * block_size, width]`."""
+        at = blocks.long().unsqueeze(1), self._heads
+        return [memory.rows[at].flatten(2, 3) for memory in self._memories]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrecall.cache.rows_ahead import zone_rows
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
-from kvrecall.index.table import TokenTable
+from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex
 from kvrecall.select.queries import ObservedQueries
 
@@ -25,7 +25,7 @@ class TrainedIndex(TokenIndex):
     def __init__(self, shape: LayerShape, config: IndexConfig, width: int, dtype: torch.dtype) -> None:
         super().__init__(shape, config)
         self._device = shape.device
-        self._codes = TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
+        self._codes = SequenceRows(shape.sequences, shape.kv_heads, width, dtype, shape.device)
         self._trained: list[Tensor | None] = [None] * shape.sequences
         self._waiting = [0] * shape.sequences  # tokens that came before anything was learnt
         self._sources: Sequence[RowSource] = ()

@@ -203,7 +203,7 @@ class LayerState:
 
     def estimated_rows(self, sequences: list[int]) -> list[Rows]:
         """What stands for tokens that were not selected, as one batch; empty if nothing does."""
-        made = [rows for b in sequences if (rows := self.held[b].estimated) is not None]
+        made = [rows.gathered() for b in sequences if (rows := self.held[b].estimated) is not None]
         for rows in made:
             self.counters.estimated(rows.lengths)
         return [join_rows(made)] if made else []

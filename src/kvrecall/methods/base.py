@@ -12,6 +12,7 @@ from kvrecall.fetch import Direct, Staged
 from kvrecall.index.around import Pruning
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.page_means import PageMeans, PageMeansIndex
+from kvrecall.index.table import in_whole_blocks
 from kvrecall.methods.compose import check
 from kvrecall.static.choice import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
@@ -194,9 +195,10 @@ class Method:
         config, prune, estimate = self.index_config(), self.prune_config(), self.rest_config()
         if config is None:
             return 0
-        more = 0 if prune is None else prune.nbytes(shape, tokens)
+        whole = in_whole_blocks(tokens, shape.device)
+        more = 0 if prune is None else prune.nbytes(shape, whole)
         more += 0 if estimate is None else estimate.nbytes(shape, tokens)
-        return config.nbytes(shape, tokens) + more
+        return config.nbytes(shape, whole if config.in_blocks else tokens) + more
 
     def shared_bytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
         """Device bytes that all sequences of `layers` layers share, such as the maps of a model."""

@@ -12,6 +12,7 @@ import torch
 import kvrecall
 from kvrecall import methods
 from kvrecall.attend import attend_rows
+from kvrecall.cache.blocks import CPU_BLOCK_TOKENS
 from kvrecall.core.errors import CaptureError, CompositionError, ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.page_means import PageMeansIndex
@@ -68,13 +69,17 @@ def test_held_selections_keep_their_estimates() -> None:
     course = Course(Method(index="exact", top_k=10, rest="page-means:page_tokens=8", trigger="fixed-stride:steps=100", **ZONES))
     course.step()
     held = course.state.held[0].estimated
-    assert held is not None and held.bias is not None
-    kv, bias = held.kv.clone(), held.bias.clone()
+    assert held is not None
+    rows = held.gathered()
+    assert rows.bias is not None and rows.width > 0
+    kv, bias = rows.kv.clone(), rows.bias.clone()
     before = course.zone
     for _ in range(20):
         course.step()
     kept = course.state.held[0].estimated
-    assert course.zone > before and kept is not None and torch.equal(kept.kv, kv) and torch.equal(kept.bias, bias)  # type: ignore[arg-type]
+    assert course.zone > before and kept is not None
+    rows = kept.gathered()
+    assert rows.bias is not None and torch.equal(rows.kv, kv) and torch.equal(rows.bias, bias)
 
 
 def test_what_is_found_is_what_the_index_finds_alone() -> None:
@@ -100,8 +105,10 @@ def test_a_selection_of_everything_leaves_nothing_to_estimate() -> None:
     course.step()
     index, queries = course.state.index, course.queries[None, :, -1]
     assert isinstance(index, PageMeansIndex)
-    rows = index.search(queries, Budget(1000, 0.125), [0]).estimated
-    assert rows is not None and rows.width > 0
+    made = index.search(queries, Budget(1000, 0.125), [0]).estimated
+    assert made is not None
+    rows = made.gathered()
+    assert rows.width > 0
     part = attend_rows(queries.unsqueeze(2), rows, 0.125)
     assert not part.out.any() and (part.lse == float("-inf")).all()
 
@@ -112,16 +119,16 @@ def test_crops_and_copies_forget_and_keep_pages() -> None:
         course.step()
     state = course.state
     assert isinstance(state.index, PageMeansIndex)
-    twin, pages = state.index.select([0, 0]), state.index.means.view(0).clone()
+    twin, pages = state.index.select([0, 0]), state.index.means.gather(0).clone()
     other = state.fork(replace(state.method, rest="page-means:page_tokens=5"))
     state.crop(0, 50)
     assert state.index.means.lengths == [(50 - 4) // 8 if state.store.host[0].length >= 46 else state.store.host[0].length // 8]
-    assert torch.equal(twin.means.view(1), pages)
+    assert torch.equal(twin.means.gather(1), pages)
     assert isinstance(other.index, PageMeansIndex)
     assert state.index.nbytes > state.index.base.nbytes
     shape = course.state.shape
     with_rest = state.method.summary_bytes(shape, 80) - replace(state.method, rest=None).summary_bytes(shape, 80)
-    assert with_rest == shape.kv_heads * (10 + 7) * 2 * shape.head_dim * 4
+    assert with_rest == shape.kv_heads * (CPU_BLOCK_TOKENS // 8 + 7) * 2 * shape.head_dim * 4
 
 
 def test_sequences_of_a_batch_do_not_mix() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
-from kvrecall.index.table import TokenTable
+from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex
 from kvrecall.select.queries import ObservedQueries
 
@@ -45,9 +45,9 @@ class AccumulatedIndex(TokenIndex):
 
     def __init__(self, shape: LayerShape, config: AccumulatedConfig) -> None:
         super().__init__(shape, config)
-        group = shape.query_heads // shape.kv_heads
-        self._sums = TokenTable(shape.sequences, shape.kv_heads, group, torch.float32, shape.device)  # by position
-        self._left = TokenTable(shape.sequences, shape.kv_heads, group, torch.bool, shape.device)  # by place in the zone
+        self._group = group = shape.query_heads // shape.kv_heads
+        self._sums = SequenceRows(shape.sequences, shape.kv_heads, group, torch.float32, shape.device)  # by position
+        self._left = SequenceRows(shape.sequences, shape.kv_heads, group, torch.bool, shape.device)  # by place in the zone
         self._offset = [0] * shape.sequences
         self._found: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # (kept, zone) of the last search
         self._sources: Sequence[RowSource] = ()
@@ -65,7 +65,7 @@ class AccumulatedIndex(TokenIndex):
 
     def append(self, sequence: int, keys: Tensor) -> None:
         heads, count = keys.shape[:2]
-        self._left.append(sequence, torch.ones(heads, count, self._left.rows.shape[-1], dtype=torch.bool, device=keys.device))
+        self._left.append(sequence, torch.ones(heads, count, self._group, dtype=torch.bool, device=keys.device))
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self._left.truncate(sequence, tokens)
@@ -109,7 +109,7 @@ class AccumulatedIndex(TokenIndex):
         for b in sequences:
             found = self._found[b]
             if found is not None:
-                self._left.view(b)[:, : found[1]] &= found[0].transpose(1, 2)
+                self._left.writable(b)[:, : found[1]] &= found[0].transpose(1, 2)
 
     def watch(
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
@@ -119,8 +119,9 @@ class AccumulatedIndex(TokenIndex):
         total = max(start + keys.shape[1] for keys, start in resident)
         missing = total - self._sums.lengths[sequence]
         if missing > 0:
-            self._sums.append(sequence, self._sums.rows.new_zeros(self._kv_heads, missing, self._sums.rows.shape[-1]))
-        sums, start = self._sums.view(sequence), offset
+            keys = resident[0][0]
+            self._sums.append(sequence, torch.zeros(self._kv_heads, missing, self._group, device=keys.device))
+        sums, start = self._sums.writable(sequence), offset
         for keys, at in resident:
             sums[:, at : at + keys.shape[1]] += given(observed, keys, at, scaling)
         if attended is not None:  # no others need be read, and none of them was given anything

@@ -5,7 +5,7 @@ A token's score is the sum over the tables of the probability that the query fal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +29,7 @@ class SoftHashConfig(IndexConfig):
     seed: of the hyperplanes."""
 
     name: ClassVar[str] = "soft-hash"
+    in_blocks: ClassVar[bool] = True
 
     bits: int = 12
     tables: int = 60
@@ -55,8 +56,9 @@ class SoftHashIndex(TokenIndex):
         super().__init__(shape, config)
         self._config = config
         self._planes = hyperplanes(shape.head_dim, config.tables, config.bits, config.seed, shape.device)
-        self._codes = TokenTable(shape.sequences, shape.kv_heads, config.tables, torch.int16, shape.device)
-        self._norms = TokenTable(shape.sequences, shape.kv_heads, 1, torch.float32, shape.device)
+        of, size = ("soft hashes", config.bits, config.seed), (shape.sequences, shape.kv_heads)
+        self._codes = TokenTable(of, *size, config.tables, torch.int16, shape.device)
+        self._norms = TokenTable("norms of values", *size, 1, torch.float32, shape.device)
         self._sources: Sequence[RowSource] = ()
 
     @property
@@ -69,6 +71,8 @@ class SoftHashIndex(TokenIndex):
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
+        for table in (self._codes, self._norms):
+            table.bind(sources)
 
     def reserve(self, tokens: int) -> None:
         self._codes.reserve(tokens)
@@ -94,7 +98,8 @@ class SoftHashIndex(TokenIndex):
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """The logarithm of the soft collisions, so that a softmax over them gives each head's shares of its total."""
         tables = bucket_probabilities(queries, self._planes, self._config.temperature)
-        mass = soft_collisions(tables, self._codes.view(sequence)) * self._norms.view(sequence).transpose(1, 2).double()
+        codes, norms = self._codes.pieces(sequence, _SCORED_TOKENS), self._norms.gather(sequence)
+        mass = soft_collisions(tables, codes) * norms.transpose(1, 2).double()
         return (mass.clamp_min(1e-300).log() / scaling).float()
 
 
@@ -107,11 +112,12 @@ def bucket_probabilities(queries: Tensor, planes: Tensor, temperature: float) ->
     return (projected @ patterns(bits, planes.device).T / (bits**0.5 * temperature)).softmax(-1)
 
 
-def soft_collisions(tables: Tensor, codes: Tensor) -> Tensor:
-    """fp64 `[H_kv, G', n]`: sum over the tables of the probability of each token's bucket; codes: int16 `[H_kv, n, tables]`."""
+def soft_collisions(tables: Tensor, codes: Iterable[Tensor]) -> Tensor:
+    """fp64 `[H_kv, G', n]`: sum over the tables of the probability of each token's bucket; codes: int16 `[H_kv, ·, tables]`, of
+    n tokens in all."""
     heads, group = tables.shape[:2]
     pieces = [torch.zeros(heads, group, 0, dtype=torch.float64, device=tables.device)]
-    for piece in codes.split(_SCORED_TOKENS, dim=1):
+    for piece in (piece for block in codes for piece in block.split(_SCORED_TOKENS, dim=1)):
         at = piece.long().transpose(1, 2).unsqueeze(1).expand(-1, group, -1, -1)  # [H_kv, G', tables, n]
         pieces.append(tables.gather(-1, at).sum(2))
     return torch.cat(pieces, -1)

@@ -50,7 +50,8 @@ class PrunedIndex(IndexAround):
         self._config, self._gqa, self._kv_heads = config, gqa, shape.kv_heads
 
         def table(width: int, dtype: torch.dtype) -> TokenTable:
-            return TokenTable(shape.sequences, shape.kv_heads, width, dtype, shape.device)
+            of = "low-bit keys", config.bits
+            return TokenTable(of, shape.sequences, shape.kv_heads, width, dtype, shape.device)
 
         super().__init__(base, table(code_bytes(shape.head_dim, config.bits), torch.uint8), table(2, torch.float32))
 
@@ -86,6 +87,5 @@ class PrunedIndex(IndexAround):
 
     def _keys(self, sequence: int, ids: Tensor) -> Tensor:
         """Estimated keys fp64 `[H_kv, K, D]` of ids int32 `[H_kv, K]`; anything where an id is -1."""
-        at = ids.long().clamp_min(0).unsqueeze(-1)
-        tables = (table.view(sequence) for table in self.tables)
-        return restore(Quantised(*(rows.gather(1, at.expand(-1, -1, rows.shape[2])) for rows in tables)), self._config.bits)
+        at = ids.long().clamp_min(0)
+        return restore(Quantised(*(table.take(sequence, at) for table in self.tables)), self._config.bits)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvrecall.cache.blocks import block_size_on
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
+from kvrecall.index.table import RowLayout
 from kvrecall.parts import Part
 
 
@@ -30,4 +32,9 @@ class PageMeans(Part):
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes that the means, and the rows of a page that is not whole, take for a sequence of `tokens` tokens."""
         begun = min(tokens, self.page_tokens - 1)  # rows that wait for their page to be whole, at most
-        return shape.kv_heads * (tokens // self.page_tokens + begun) * 2 * shape.head_dim * shape.dtype.itemsize
+        row = shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
+        return self.layout(shape, block_size_on(shape.device)).nbytes(tokens) + begun * row
+
+    def layout(self, shape: LayerShape, block_size: int) -> RowLayout:
+        """Rows of whole pages in a block, mean key and mean value side by side."""
+        return RowLayout(shape.kv_heads, 2 * shape.head_dim, shape.dtype, self.page_tokens, block_size)

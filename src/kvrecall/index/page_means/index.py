@@ -9,18 +9,18 @@ the mean, and keys that were chosen pull the mean in the right direction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvrecall.cache.rows_ahead import pieces_ahead
-from kvrecall.core.structs import Budget, Rows, Selection
+from kvrecall.core.structs import Budget, Rows, Selection, stack_rows
 from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.page_means.config import PageMeans
-from kvrecall.index.table import TokenTable
+from kvrecall.index.table import StoredRows, TokenTable
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:
@@ -30,11 +30,35 @@ _PIECE_TOKENS = 8192
 """Rows whose means are taken at a time: bounds what is there in fp32, and what comes from the host at once."""
 
 
-class PageMeansIndex(IndexAround):
-    """Searches in `base` and adds the means of whole pages, `[H_kv, pages, 2 D]` in the cache's dtype.
+@dataclass(frozen=True)
+class MeanRows:
+    """Means that a search has weighed, of a batch. They stay in their blocks until they are attended to, so who holds a
+    selection holds no copy of them.
 
-    The tokens behind the last whole page are not estimated. A row never changes once it is there, so what a search returned
-    stays valid.
+    lengths: int32 `[H_kv]`, bias: fp32 `[H_q, pages]` of each sequence.
+    """
+
+    stored: list[StoredRows]
+    lengths: list[Tensor]
+    biases: list[Tensor]
+
+    def at(self, sequence: int) -> MeanRows:
+        """The rows of one sequence, as a batch of one."""
+        own = slice(sequence, sequence + 1)
+        return MeanRows(self.stored[own], self.lengths[own], self.biases[own])
+
+    def gathered(self) -> Rows:
+        """Copies side by side, `[B, H_kv, pages, 2, D]`."""
+        rows = [stored.gather().unflatten(-1, (2, -1)) for stored in self.stored]
+        return stack_rows(list(zip(rows, self.lengths, strict=True)), list(self.biases))
+
+
+class PageMeansIndex(IndexAround):
+    """Searches in `base` and adds the means of whole pages, `[H_kv, pages, 2 D]` in the cache's dtype, in the blocks of the
+    sequences.
+
+    The tokens behind the last whole page are not estimated. A row never changes while its page is there, so what a search
+    returned stays valid as long.
 
     Means are taken of rows that pass on their way to the host; those of a page that is not whole yet wait on the device. Rows
     that did not pass are read from the host: of a zone that captured steps have grown, or of an index that is made anew.
@@ -47,8 +71,8 @@ class PageMeansIndex(IndexAround):
         nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self._begun = [nothing] * shape.sequences
         """Rows `[H_kv, < page_tokens, 2, D]` behind the last page whose means were taken; never written to, so copies share."""
-        means = TokenTable(shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device)
-        super().__init__(base, means)
+        size = shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device
+        super().__init__(base, TokenTable("page means", *size, config.page_tokens))
 
     @property
     def means(self) -> TokenTable:
@@ -83,7 +107,7 @@ class PageMeansIndex(IndexAround):
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
-        self.means.reserve(tokens // self.page_tokens)
+        self.means.reserve(tokens)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
@@ -115,15 +139,12 @@ class PageMeansIndex(IndexAround):
         found = super().search(queries, budget, sequences)
         for b in sequences:
             self.catch_up(b, self.lengths[b])
-        lengths = [self.means.lengths[b] for b in sequences]
-        width, group = max(lengths), queries.shape[1] // self._shape.kv_heads
-        every = sequences == list(range(len(self.means.lengths)))
-        rows = self.means.rows if every else torch.stack([self.means.rows[b] for b in sequences])
-        kv = rows[:, :, :width].unflatten(-1, (2, -1))
-        bias = torch.stack([self._bias(b, ids, width) for b, ids in zip(sequences, found.ids, strict=True)])
-        counts = torch.tensor(lengths, dtype=torch.int32).to(queries.device, non_blocking=True)
+        stored, group = [self.means.stored(b) for b in sequences], queries.shape[1] // self._shape.kv_heads
+        pairs = zip(sequences, found.ids, stored, strict=True)
+        biases = [self._bias(b, ids, rows.count).repeat_interleave(group, 0) for b, ids, rows in pairs]
+        counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32).to(queries.device, non_blocking=True)
         real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
-        return replace(found, estimated=Rows(kv, real, bias.repeat_interleave(group, 1)))
+        return replace(found, estimated=MeanRows(stored, list(real), biases))
 
     def slot_step(self, spec: SlotSpec) -> IndexStep:
         from kvrecall.index.page_means.step import PageMeansStep  # needs Triton
@@ -145,7 +166,6 @@ class PageMeansIndex(IndexAround):
         taken = self._taken(sequence)
         if not self._sources or taken >= tokens:
             return
-        self.means.make_room(tokens // self.page_tokens)
         with pieces_ahead(self._sources[sequence], taken, tokens, _PIECE_TOKENS, self._shape.device, torch.clone) as pieces:
             for rows in pieces:
                 self._take(sequence, rows)
@@ -163,7 +183,6 @@ class PageMeansIndex(IndexAround):
             self._begun[sequence] = first
             return
         whole = rows.shape[1] // page * page
-        self.means.make_room(self.means.lengths[sequence] + 1 + whole // page)
         for pages in (first, *rows[:, :whole].split(max(1, _PIECE_TOKENS // page) * page, 1)):
             self.means.append(sequence, self._mean_rows(pages))
             self._begun[sequence] = first[:, page:]  # none: should a later piece find no memory, what is taken is still true

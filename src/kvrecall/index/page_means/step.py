@@ -1,4 +1,4 @@
-"""The page means' part of a device step: means in slots of fixed addresses, attended to in parts of the step's merge."""
+"""The page means' part of a device step: means in the blocks of the slots' sequences, attended to in parts of its merge."""
 
 # A launch takes what only Triton knows.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -28,16 +28,15 @@ _PAGES, _MOST_PARTS = 64, 32
 
 
 class SlotMeans:
-    """The means of the pages of every slot, and the launch that attends to them, as `parts` parts of its step."""
+    """Which pages every slot has, and the launch that attends to their means, as `parts` parts of its step."""
 
-    def __init__(self, like: PageMeansIndex, slots: int, tokens: int) -> None:
-        """like: an index of the kind. tokens: most tokens of a retrieval zone."""
-        rows, self.page_tokens = like.means.rows, like.page_tokens
-        capacity = max(1, tokens // self.page_tokens)
-        self.means = rows.new_zeros(slots, rows.shape[1], capacity, rows.shape[3])
+    def __init__(self, like: PageMeansIndex, spec: SlotSpec) -> None:
+        """like: an index of the kind. spec: of the step."""
+        self.memory, self.page_tokens, self._table = like.means.memory, like.page_tokens, spec.host.blocks
+        capacity = max(1, spec.tokens // self.page_tokens)
         self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
-        self._blocks = cdiv(capacity, self.parts * _PAGES)
-        self.pages = torch.zeros(slots, dtype=torch.int32, device=rows.device)
+        self._tiles = cdiv(capacity, self.parts * _PAGES)
+        self.pages = torch.zeros(spec.slots, dtype=torch.int32, device=self._table.device)
         """int32 `[slots]`: whole pages."""
 
     def attend(
@@ -47,13 +46,13 @@ class SlotMeans:
 
         queries: `[B, H_q, 1, D]`; ids int32 `[…, K]`: the selections, in the order of the pairs, -1 where there is none.
         """
-        (_, query_heads, parts, dim), (_, heads, capacity, _) = out.shape, self.means.shape
-        top_k = ids.shape[-1]
+        (_, query_heads, parts, dim), means, layout = out.shape, self.memory.rows, self.memory.layout
+        top_k, heads = ids.shape[-1], layout.heads
         page_means_kernel[(len(pairs) * self.parts,)](
-            queries, self.means, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start, capacity,
-            top_k, self.page_tokens, self._blocks, D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES,
-            BK=next_power_of_2(top_k), TILES=self.parts, FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4,
-            **overlapping(queries.device),
+            queries, means, self._table, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start,
+            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, self._tiles, BLOCK=layout.block_size,
+            D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES, BK=next_power_of_2(top_k), SHARES=self.parts,
+            FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
         )  # fmt: skip
 
 
@@ -65,7 +64,7 @@ class PageMeansStep(IndexStep):
 
     def __init__(self, index: PageMeansIndex, spec: SlotSpec) -> None:
         super().__init__(spec)
-        self._means = SlotMeans(index, spec.slots, spec.tokens)
+        self._means = SlotMeans(index, spec)
         self.base = base = index.base.slot_step(replace(spec, estimates=self._means))
         """The step of the index around which this one is."""
         self.ids, self.counts, self.width, self.spread = base.ids, base.counts, base.width, base.spread
@@ -75,7 +74,9 @@ class PageMeansStep(IndexStep):
         self._counts: dict[int, int] = {}
 
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
-        return type(index) is self._kind and self.base.fits(_around(index).base, zones, room)
+        if type(index) is not self._kind or _around(index).means.memory is not self._means.memory:
+            return False
+        return self.base.fits(_around(index).base, zones, room)
 
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
         known = _around(index)
@@ -105,11 +106,9 @@ class PageMeansStep(IndexStep):
         return tokens // self._means.page_tokens > self._counts[slot]
 
     def catch_up(self, slot: int, tokens: int) -> None:
-        (index, sequence), known = self._joined[slot], self._counts[slot]
+        index, sequence = self._joined[slot]
         index.catch_up(sequence, tokens)
-        means = index.means.view(sequence)
-        self._means.means[slot, :, known : means.shape[1]] = means[:, known:]
-        self._means.pages[slot] = self._counts[slot] = means.shape[1]
+        self._means.pages[slot] = self._counts[slot] = index.means.lengths[sequence]
 
     def estimated(self, slot: int) -> int:
         return self._counts[slot] * self.spec.shape.kv_heads
