@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import LlamaForCausalLM
 import kvrecall
 from kvrecall import engine
 from kvrecall.attend import reference
+from kvrecall.cache import device_memory
 from kvrecall.core.structs import HostTable
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from tests.blocks import host_table, store
@@ -124,18 +126,42 @@ def test_a_refusal_in_the_middle_of_a_prompt(refused_from: int, monkeypatch: pyt
     assert not all(layer.state.store.on_device for layer in cache.retrieval_layers)
 
 
-def test_a_cache_that_is_gone_leaves_no_memory() -> None:
+class WatchedDriver:
+    """CUDA's driver, and the bytes of each piece of memory that it has given and not got back."""
+
+    def __init__(self) -> None:
+        self.own, self.live = device_memory._driver(), dict[int, int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def cuMemCreate(self, handle: Any, count: ctypes.c_size_t, *more: Any) -> int:
+        status = self.own.cuMemCreate(handle, count, *more)
+        if not status:
+            self.live[handle._obj.value] = count.value
+        return status
+
+    def cuMemRelease(self, handle: ctypes.c_uint64) -> int:
+        self.live.pop(handle.value, None)
+        return self.own.cuMemRelease(handle)
+
+
+def test_a_cache_that_is_gone_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver says is free would be what other processes leave, too."""
+    driver = WatchedDriver()
+    monkeypatch.setattr(device_memory, "_driver", lambda: driver)
     model, ids = tiny("cuda"), torch.randint(5, 500, (1, 4000), generator=generator(5)).cuda()
-    free = []
+    allocated = []
     for _ in range(4):
         _, cache = answers(model, FULL, ids)
         assert cache.stats().total.host_bytes == 0
+        assert sum(driver.live.values()) >= 3 * 4000 * 2 * 2 * 64 * 4  # layers, tokens, heads, K and V, D, fp32
         del cache
         gc.collect()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free.append(torch.cuda.mem_get_info()[0])
-    assert free[1] - free[-1] < 8 << 20
+        assert not driver.live
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[1] == allocated[-1]
 
 
 def test_softcap_and_learned_sinks() -> None:
