@@ -5,6 +5,8 @@
    is on a GPU without `debug`; here the second computation is off too.
 3. A reduction with a function of its own goes from element to element. Here it combines whole arrays in pairs, as a GPU does.
 4. The numpy type of a Triton type is looked up in a table that is built anew each time. Here it is remembered.
+5. Every tensor checks its shape and wraps each number of it anew. Here tensors of one shape share what was made of it.
+6. Two operands are compared size by size before they are broadcast. Here those that share their shape are not.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -29,6 +32,7 @@ def take() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce_in_pairs
+    share_shapes()
 
 
 def remembered(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -40,6 +44,36 @@ def remembered(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return numpy_type(scalar) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
 
     return numpy_type_of
+
+
+def share_shapes() -> None:
+    """Types and tensors of blocks get the shape, its text and the number of elements of the first ones like them."""
+    make_type, make_tensor, broadcast = tl.block_type.__init__, tl.tensor.__init__, TritonSemantic.broadcast_impl_value
+    of_types: dict[tuple[Any, ...], tuple[Any, int, str]] = {}
+    of_tensors: dict[int, tuple[Any, Any]] = {}  # by the id of a type's shape, which lives in the table above
+
+    def type_of(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        if sizes not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = of_types[sizes]
+        self.name = f"<{text}, {element_ty}>"
+
+    def tensor_of(self: Any, handle: Any, type: Any) -> None:
+        key = id(type.shape) if type.is_block() else 0
+        if key not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[key]
+
+    def broadcast_of(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    tl.block_type.__init__, tl.tensor.__init__ = type_of, tensor_of
+    TritonSemantic.broadcast_impl_value = broadcast_of
 
 
 def reduce_in_pairs(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
