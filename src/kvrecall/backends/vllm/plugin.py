@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 _BACKEND = "kvrecall.backends.vllm.backend.RetrievalBackend"
@@ -12,14 +13,19 @@ _registered = False
 
 
 def register() -> None:
-    """Entry point of vLLM's group `vllm.general_plugins`. Does nothing where it has been called."""
+    """Entry point of vLLM's group `vllm.general_plugins`. Does nothing where it has been called.
+
+    A vLLM without the classes that it needs goes on without our backend, which a RuntimeWarning says."""
     global _registered
     if _registered:
         return
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backend import AttentionBackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backend import AttentionBackend
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        warnings.warn(f"this vLLM has no place for kvrecall's attention backend: {error}", RuntimeWarning, stacklevel=2)
+        return
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     if current_platform.is_cpu():
         _choose_on_cpu(type(current_platform), AttentionBackendEnum.CUSTOM)
