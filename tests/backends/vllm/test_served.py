@@ -131,7 +131,7 @@ def test_two_ranks_share_the_heads(home: Path, stock: dict[str, Any]) -> None:
 
 
 CONFIG = SimpleNamespace(
-    instance_id="a", additional_config={"kvrecall": {"method": "exact"}}, kv_transfer_config=None,
+    additional_config={"kvrecall": {"method": "exact"}}, kv_transfer_config=None,
     parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     cache_config=SimpleNamespace(cache_dtype="auto", mamba_cache_mode="none"),
     model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
@@ -154,3 +154,18 @@ def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, 
     assert Served(CONFIG).settings.method.top_k
     with pytest.raises(KVRecallError, match=told):
         Served(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"sinks": torch.zeros(8)}, "attention sinks"), ({"alibi_slopes": [0.5] * 8}, "ALiBi"),
+        ({"sliding_window": 4096}, "a sliding window"), ({"chunk_lookback": 0}, "chunk_lookback"),
+        ({"kv_sharing_target_layer_name": "model.layers.0"}, "shared KV layers"),
+    ],
+)  # fmt: skip
+def test_layers_that_are_another_backend_s_are_refused(asked: dict[str, Any], told: str) -> None:
+    from kvrecall.backends.vllm.backend import RetrievalImpl
+
+    with pytest.raises(KVRecallError, match=told):
+        RetrievalImpl(8, 64, 0.125, 2, **asked)

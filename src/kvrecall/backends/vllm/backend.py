@@ -9,7 +9,7 @@ parallel sampling and tensor parallelism are vLLM's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -75,20 +75,11 @@ class RetrievalBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Of vLLM up to 0.28; head_size is that of the customized spec."""
-        return num_blocks, num_kv_heads, block_size, head_size
-
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Pages of summaries instead of keys and values. Raises ParameterError for a block size that they cannot have."""
         check_block_size(spec.block_size)
-        if "state_content_bytes" in {f.name for f in fields(spec)}:
-            return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
-        return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
 
 
 @cache
@@ -138,7 +129,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             "attention sinks": sinks, **more,
         }  # fmt: skip
         for name, given in refused.items():
-            if given:
+            if given is not None and given is not False:
                 remedy = "Give such layers to another attention backend (`attention_config.backend_per_kind`)."
                 raise CompositionError(f"vLLM with kvrecall and {name}", "there is no kernel for it", remedy)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)

@@ -23,14 +23,15 @@ def register() -> None:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backend import AttentionBackend
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        if not hasattr(AttentionBackend, "customize_spec"):
+            raise ImportError("its backends cannot say what a page holds")
     except ImportError as error:
         warnings.warn(f"this vLLM has no place for kvrecall's attention backend: {error}", RuntimeWarning, stacklevel=2)
         return
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     if current_platform.is_cpu():
         _choose_on_cpu(type(current_platform), AttentionBackendEnum.CUSTOM)
-    if not hasattr(AttentionBackend, "customize_spec"):
-        _customize_specs()
     _registered = True
 
 
@@ -42,17 +43,3 @@ def _choose_on_cpu(platform: Any, custom: Any) -> None:
         return _BACKEND if selected_backend == custom else own(cls, selected_backend, *args, **kwargs)
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
-
-
-def _customize_specs() -> None:
-    """What vLLM does from 0.28 on: a backend adjusts what a page of its layers holds."""
-    from vllm.model_executor.layers.attention.attention import Attention
-
-    own = Attention.get_kv_cache_spec
-
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        spec = own(self, vllm_config)
-        customize = getattr(self.attn_backend, "customize_spec", None)
-        return spec if spec is None or customize is None else customize(spec)
-
-    Attention.get_kv_cache_spec = get_kv_cache_spec

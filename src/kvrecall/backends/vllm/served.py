@@ -16,7 +16,8 @@ from kvrecall.core.errors import CompositionError
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
 
-_served: dict[str, Served] = {}
+_served: Served | None = None
+"""Of the engine of this process: there is one at a time."""
 
 
 class Served:
@@ -31,11 +32,10 @@ class Served:
     @staticmethod
     def of(vllm_config: Any) -> Served:
         """Of the engine with this config, the same for all of its layers."""
-        known = _served.get(vllm_config.instance_id)
-        if known is None or known._config is not vllm_config:
-            _served.clear()  # a process has one engine at a time
-            known = _served[vllm_config.instance_id] = Served(vllm_config)
-        return known
+        global _served
+        if _served is None or _served._config is not vllm_config:
+            _served = Served(vllm_config)
+        return _served
 
     def calibration(self, layer: int) -> LayerCalibration | None:
         """Of a layer's KV heads on this rank; None where the method needs none."""
@@ -63,7 +63,7 @@ def _check(config: Any) -> None:
         ),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
-            cache.cache_dtype not in ("auto", "bfloat16", "float16"), "rows are stored in the model's dtype"
+            cache.cache_dtype != "auto", "rows are stored in the model's dtype"
         ),
         "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
         'mamba_cache_mode="align"': (

@@ -66,13 +66,6 @@ class WindowBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Of vLLM up to 0.28."""
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
-
 
 class WindowLayer(nn.Module, AttentionLayerBase):
     """The last `tokens` tokens of every sequence, for one attention layer."""
