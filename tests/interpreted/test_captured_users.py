@@ -256,3 +256,22 @@ def test_a_step_ahead_that_fails_is_told_behind_the_tokens_before(decoders: list
     with pytest.raises(RuntimeError, match="the device is gone"):
         made.extend(ids[0] for ids in request)
     assert made == expected[: len(made)] and len(made) == 4
+
+
+@pytest.mark.parametrize("users", [1, 2])
+def test_a_step_ahead_for_which_memory_runs_out_is_made_uncaptured(
+    users: int, decoders: list[Any], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = tiny("llama", **SINGLE), Launched.replay
+    asked = [User(PARIS, (40 - 4 * n,), 10, seed=n) for n in range(users)]
+    expected = [user.alone(model) for user in asked]
+    capture(monkeypatch)
+
+    def replay(self: Launched) -> None:
+        if len(ahead) >= 3:
+            raise torch.OutOfMemoryError("no memory for the next static set")
+        own(self)
+
+    monkeypatch.setattr(Launched, "replay", replay)
+    made = in_threads([user.submit(model).result for user in asked], 300)
+    assert [result.new_tokens for result in made] == expected and len(ahead) == 3

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
-from kvrecall.core.errors import InterruptedPassError
+from kvrecall.core.errors import CaptureError, InterruptedPassError
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.lookup import say_uncaptured
@@ -200,6 +200,8 @@ class Stepper:
         try:
             with first.asked.computing(), _decoding_modules(first.decoding.model):
                 made = shared.ahead([(member.asked.cache, tokens) for member, tokens in chosen])
+        except (CaptureError, torch.OutOfMemoryError):  # every cache was given back, and the next step sees to it
+            made = None
         except Exception as error:
             made = [error] * len(chosen)
         for (member, _), logits in zip(chosen, made or (), strict=False):
@@ -235,7 +237,6 @@ class Stepper:
         if all(member.ahead is not None for member in group):
             return [member.own(member.stepped) for member in group]
         from kvrecall.backends.transformers.capture.shared import SharedSteps, Turn
-        from kvrecall.core.errors import CaptureError
 
         shared = self._shared.get(key)
         if shared is None:

@@ -194,28 +194,36 @@ class Capturing:
             self._decoder.input_ids.copy_(input_ids)
             return self._decoder.step()  # which captures anew where room has run out
         except (CaptureError, torch.OutOfMemoryError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                self.close()
-                graphs.release(self._model)
-                error = CaptureError("the GPU has no memory for captured steps", "Leave it more, or decode uncaptured.")
-            self._refuse(error)
-            if (running := self._cache.running) is not None:
-                running.attended.clear()
+            self._give_up(error)
             return None
 
     def ahead(self, tokens: Tensor) -> Tensor | None:
-        """As `step`, for tokens int64 `[B]` that may not be on the host yet, which waits for nothing here. None, with nothing
-        done, unless steps are being captured and there is room for this one."""
+        """As `step`, for tokens int64 `[B]` that may not be on the host yet, which waits for nothing here. None, with no step
+        made, unless steps are being captured and there is room for this one."""
         if self._refused or self._decoder is None or not self._decoder.left:
             return None
-        self._decoder.input_ids.copy_(tokens.unsqueeze(1))
-        return self._decoder.step()
+        try:
+            self._decoder.input_ids.copy_(tokens.unsqueeze(1))
+            return self._decoder.step()
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._give_up(error)
+            return None
 
     def close(self) -> None:
         """Gives the cache back, with everything that was decoded; a step after this records a graph anew."""
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
             decoder.close()
+
+    def _give_up(self, error: CaptureError | torch.OutOfMemoryError) -> None:
+        """No step was made and none will be captured: the cache is given back."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self.close()
+            graphs.release(self._model)
+            error = CaptureError("the GPU has no memory for captured steps", "Leave it more, or decode uncaptured.")
+        self._refuse(error)
+        if (running := self._cache.running) is not None:
+            running.attended.clear()
 
     def _refuse(self, error: CaptureError) -> None:
         if self._required:
