@@ -29,9 +29,9 @@ def hash_codes(vectors: Tensor, planes: Tensor) -> Tensor:
     """Codes int16 `[H_kv, n, tables]` of vectors `[H_kv, n, D]`: bit j says that the vector does not lie on the negative side
     of plane j of a table. Summed in float64, so that a code does not depend on how many vectors are hashed at a time."""
     weights = 2 ** torch.arange(planes.shape[1], device=planes.device)
-    pieces = []
+    normals, pieces = planes.double().flatten(0, 1).T, []
     for piece in vectors.split(_HASHED_TOKENS, dim=1):
-        sides = (piece.double() @ planes.double().flatten(0, 1).T >= 0).unflatten(-1, planes.shape[:2])
+        sides = (piece.double() @ normals >= 0).unflatten(-1, planes.shape[:2])
         pieces.append((sides * weights).sum(-1).to(torch.int16))
     return torch.cat(pieces, 1) if pieces else vectors.new_empty(*vectors.shape[:2], planes.shape[0], dtype=torch.int16)
 
