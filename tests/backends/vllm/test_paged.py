@@ -11,11 +11,12 @@ from torch import Tensor
 from kvrecall.attend.reference import attend_rows
 from kvrecall.backends.vllm.paged import Batch, HostBlocks, PagedLayer
 from kvrecall.backends.vllm.settings import Settings
-from kvrecall.backends.vllm.summaries import block_bytes, summaries_of
+from kvrecall.backends.vllm.summaries import block_bytes, check_device, summaries_of
 from kvrecall.core.errors import NonFiniteError, ParameterError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.exact import ExactConfig
 from kvrecall.index.sphere.maps import own_calibration
 from kvrecall.methods.base import Method
 from tests.index.sphere.calibrated import Halves
@@ -31,11 +32,11 @@ GIVEN = [
     {"method": "pariskv", "stage1": "product", "gqa": "per_head"},
     {"method": "exact"},
 ]
-SMALL = {"sink_tokens": 5, "local_tokens": 33, "full_attention_threshold": 0}
+SMALL = {"sink_tokens": 5, "local_tokens": 33}
 
 
 def method_of(given: dict, **more: object) -> Method:
-    return Settings.of({"kvrecall": {**given, **SMALL, **more}}).method
+    return Settings.of({"kvrecall": {**SMALL, **given, **more}}).method
 
 
 def short(given: dict) -> str:
@@ -135,8 +136,8 @@ def close(out: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=short)
-def test_chunks_and_steps_below_the_threshold_are_dense(given: dict) -> None:
-    bench, text = Bench(method_of(given, full_attention_threshold=1000)), tokens(700, 1)
+def test_chunks_and_steps_of_what_is_recent_are_dense(given: dict) -> None:
+    bench, text = Bench(method_of(given, local_tokens=700)), tokens(700, 1)
     for start, stop in ((0, 1), (1, 200), (200, 463), (463, 690)):
         out = bench.feed({0: cut(text, start, stop)}, {0: True})[0]
         for at in {start, stop - 1}:
@@ -187,14 +188,14 @@ def test_a_search_finds_what_the_index_finds(given: dict) -> None:
 @pytest.mark.parametrize("given", GIVEN, ids=short)
 def test_a_sequence_of_a_mixed_batch_gets_what_it_gets_alone(given: dict) -> None:
     method = method_of(given, top_k=20)
-    texts = {0: tokens(500, 3), 1: tokens(400, 4), 2: tokens(60, 5)}
+    texts = {0: tokens(500, 3), 1: tokens(400, 4), 2: tokens(38, 5)}
     alone = {}
     for name, text in texts.items():
         bench, n = Bench(method), len(text[0])
         bench.feed({name: cut(text, 0, n - 2)}, {name: True})
         alone[name] = [bench.feed({name: cut(text, at, at + 1)}, {name: False})[name] for at in (n - 2, n - 1)]
     bench = Bench(method)
-    bench.feed({0: cut(texts[0], 0, 498), 2: cut(texts[2], 0, 58)}, {0: True, 2: True})
+    bench.feed({0: cut(texts[0], 0, 498), 2: cut(texts[2], 0, 36)}, {0: True, 2: True})
     first = bench.feed({1: cut(texts[1], 0, 398), 0: cut(texts[0], 498, 499)}, {1: True, 0: False})
     second = bench.feed({i: cut(texts[i], len(texts[i][0]) - 2, len(texts[i][0]) - 1) for i in (2, 1)}, {1: False, 2: False})
     last = bench.feed(
@@ -261,9 +262,11 @@ def test_block_sizes_that_pages_cannot_have_are_refused(size: int) -> None:
         block_bytes(Settings.of(None).index, SHAPE, size)
 
 
-def test_a_gpu_is_refused_until_there_are_kernels_for_it() -> None:
-    with pytest.raises(ParameterError, match=r"device: expected cpu, got 'cuda:0'"):
-        summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("cuda:0")), SIZE, calibration())
+def test_a_device_without_kernels_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"device: expected a CPU, or a GPU .*, got 'xpu:0'"):
+        summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("xpu:0")), SIZE, calibration())
+    with pytest.raises(ParameterError, match=r"method: expected one with kernels .*, got 'exact'"):
+        check_device(torch.device("cuda:0"), ExactConfig())
 
 
 @pytest.mark.parametrize("gathering", [False, True])

@@ -22,7 +22,7 @@ from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
 from kvrecall.evaluate.key_statistics import gather
 
-SMALL = {"sink_tokens": 16, "local_tokens": 64, "full_attention_threshold": 0}
+SMALL = {"sink_tokens": 16, "local_tokens": 64}
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
     "products": {"method": "pariskv", "stage1": "product"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.backends.vllm.settings import METHODS, Settings
+from kvrecall.backends.vllm.settings import LOCAL_TOKENS, METHODS, Settings
 from kvrecall.core.errors import KVRecallError
 from kvrecall.methods.registry import names
 
@@ -16,6 +16,7 @@ def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:
     for given in (None, {}, {"other": 1}, {"kvrecall": {}}):
         settings = Settings.of(given)
         assert settings.method.name == "pariskv-balanced" and settings.method.top_k == 100 and settings.maps is None
+        assert settings.method.local_tokens == LOCAL_TOKENS
 
 
 def test_settings_reach_the_method() -> None:
@@ -45,6 +46,7 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),
         ({"dense_layers": [0]}, "dense_layers.*one kind of page"),
+        ({"full_attention_threshold": 2048}, "full_attention_threshold.*local_tokens"),
         ({"trigger": "stride:8"}, "trigger.*every step searches"),
         ({"attend": "host"}, "attend=.*not served yet"),
         ([], "kvrecall"),

@@ -9,7 +9,7 @@ parallel sampling and tensor parallelism are vLLM's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -28,16 +28,21 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from kvrecall.backends.vllm.paged import Batch, HostBlocks, PagedLayer
+from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
+from kvrecall.backends.vllm.paged import Batch, PagedLayer
+from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.served import Served
+from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.summaries import LEAST_BLOCK, block_bytes, check_block_size, check_device, summaries_of
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer
 from kvrecall.core.errors import CompositionError
+from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import HEAD_DIMS
 
-_PREFERRED_BLOCK = 128
+_PREFERRED_BLOCK = 1024
+"""Tokens: what one program of the scan reads lies in one block or two."""
 
 
 class RetrievalBackend(AttentionBackend):
@@ -68,6 +73,10 @@ class RetrievalBackend(AttentionBackend):
         return default_block_size if cls.supports_block_size(default_block_size) else _PREFERRED_BLOCK
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(HEAD_DIMS)
 
@@ -79,7 +88,16 @@ class RetrievalBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Pages of summaries instead of keys and values. Raises ParameterError for a block size that they cannot have."""
         check_block_size(spec.block_size)
-        return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
+        if "state_content_bytes" in {f.name for f in fields(spec)}:
+            return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
+        return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)  # before 0.29: K and V apart
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Of a vLLM before 0.29, for a spec of `customize_spec`; later ones have a shape of their own."""
+        return num_blocks, num_kv_heads, block_size, head_size
 
 
 @cache
@@ -90,28 +108,55 @@ def of_width(width: int) -> type[RetrievalBackend]:
 
 @dataclass(frozen=True)
 class RetrievalMetadata:
-    """What vLLM says of a pass, and where new tokens go: int64 `[T]`, < 0 for padding."""
+    """What vLLM says of a pass: on a CPU row by row, with where new tokens go, int64 `[T]`, < 0 for padding; on a GPU as the
+    kernels want it. block_size: tokens per block."""
 
-    batch: Batch
+    asked: Batch | Pass
     slots: Tensor
+    block_size: int
 
 
 class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     """Made once per pass, for all layers."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)  # who decodes comes first
+        self._plan: PassPlan | None = None
+        if device.type == "cuda":
+            served = Served.of(vllm_config)
+            self._plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
-        told = common_attn_metadata
+        told, size = common_attn_metadata, self.kv_cache_spec.block_size
+        asked = self._batch(told, size) if self._plan is None else self._pass(self._plan, told, size)
+        return RetrievalMetadata(asked, told.slot_mapping, size)
+
+    def _batch(self, told: Any, size: int) -> Batch:
         begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
         prompts = [stop - start > 1 for start, stop in pairwise(begins)]
         if told.is_prefilling is not None:
             prompts = [a or b for a, b in zip(prompts, told.is_prefilling.tolist(), strict=False)]
-        batch = Batch(begins, lengths, prompts, told.block_table_tensor, self.kv_cache_spec.block_size)
-        return RetrievalMetadata(batch, told.slot_mapping)
+        return Batch(begins, lengths, prompts, told.block_table_tensor, size)
+
+    def _pass(self, plan: PassPlan, told: Any, size: int) -> Pass:
+        """The device counts what decodes: with asynchronous scheduling the host knows only bounds of that."""
+        blocks = told.block_table_tensor
+        plan.fill(told.query_start_loc, told.seq_lens, blocks, size)
+        if told.max_query_len <= 1:
+            return Pass(len(told.seq_lens), [], plan, blocks, told.slot_mapping, {})
+        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
+        counts = [stop - start for start, stop in pairwise(begins)]
+        decodes = next(row for row, count in enumerate(counts) if count > 1)
+        chunks = [
+            Chunk(row, slice(begins[row], begins[row + 1]), most[row] - count)
+            for row, count in enumerate(counts)
+            if row >= decodes and count
+        ]
+        tables = {c.row: blocks[c.row, : cdiv(c.past, size)].tolist() for c in chunks if c.past}
+        return Pass(decodes, chunks, plan, blocks, told.slot_mapping, tables)
 
 
 class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
@@ -138,24 +183,33 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._config = get_current_vllm_config()
         self._served = Served.of(self._config)
         self._window: WindowLayer | None = None
-        self._layer: PagedLayer | None = None
+        self._layer: PagedLayer | DeviceLayer | None = None
+        self._bound = (0, 0)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Before vLLM plans the caches: says what a page holds, and puts the window's layer beside this one."""
+        """Before vLLM plans the caches: says what a page holds, puts the window's layer beside this one, and allocates on a GPU
+        what is neither page nor row, so that vLLM counts it as part of the model."""
         if self._window is not None:
             return
         layers = self._config.compilation_config.static_forward_context
         name, own = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         device = torch.device(self._config.device_config.device_type)
-        check_device(device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        settings = self._served.settings
+        check_device(device, settings.index)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
         self._number, self._shape = extract_layer_index(name), shape
         self._calibration = self._served.calibration(self._number)
-        settings = self._served.settings
         width = block_bytes(settings.index, shape, LEAST_BLOCK) // (self.num_kv_heads * LEAST_BLOCK)
-        own.attn_backend = of_width(width)
+        own.attn_backend = backend = of_width(width)
+        if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 nobody else asks it
+            stock = own.get_kv_cache_spec
+            own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
         self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, width)
         layers[self._window.name] = self._window
+        if device.type == "cuda":
+            self._layer = self._served.device_layer(self._number, shape, self._params, self._calibration)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RetrievalMetadata | None,
@@ -163,12 +217,22 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     ) -> Tensor:  # fmt: skip
         """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`, all of a pass and then padding."""
         if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
+            if isinstance(self._layer, DeviceLayer):
+                self._layer.rehearse(query, key, value, output)
             return output.fill_(0)
-        window = PassWindow(self._near, get_forward_context().attn_metadata[self._near.name])
-        batch = attn_metadata.batch
-        paged = self._paged(kv_cache, batch.block_size)
-        paged.store(key, value, attn_metadata.slots.long(), batch, window)
-        paged.attend(query, key, value, batch, window, output)
+        asked, near = attn_metadata.asked, get_forward_context().attn_metadata[self._near.name]
+        self._bind(kv_cache, attn_metadata.block_size)
+        if isinstance(asked, Pass):
+            assert isinstance(self._layer, DeviceLayer)
+            window = Window(self._near.kv_cache, near.blocks, near.slots)
+            self._layer.store(key, value, asked, window)
+            self._layer.prompts(query, key, value, asked, output)
+            self._layer.decode(query, key, value, asked, window, output)
+            return output
+        assert isinstance(self._layer, PagedLayer)
+        window = PassWindow(self._near, near)
+        self._layer.store(key, value, attn_metadata.slots.long(), asked, window)
+        self._layer.attend(query, key, value, asked, window, output)
         return output
 
     @property
@@ -176,15 +240,19 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         assert self._window is not None, "weights have been loaded"
         return self._window
 
-    def _paged(self, kv_cache: Tensor, size: int) -> PagedLayer:
-        """The layer over the pages of `size` tokens that vLLM has allocated, made with the first pass."""
-        if self._layer is None:
-            settings, shape = self._served.settings, self._shape
+    def _bind(self, kv_cache: Tensor, size: int) -> None:
+        """Uses the pages of `size` tokens that vLLM has allocated, from the first pass over them on."""
+        if self._bound == (kv_cache.data_ptr(), len(kv_cache)):
+            return
+        settings, shape, pages = self._served.settings, self._shape, pages_of(kv_cache)
+        host = HostBlocks(len(pages), shape, size)
+        if isinstance(self._layer, DeviceLayer):
+            self._layer.bind(pages, host)
+        else:
             summaries = summaries_of(settings.index, shape, size, self._calibration)
-            summaries.bind(pages_of(kv_cache))
-            host = HostBlocks(len(kv_cache), shape, size)
+            summaries.bind(pages)
             self._layer = PagedLayer(self._number, shape, settings.method, self._params, summaries, host)
-        return self._layer
+        self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 
 def pages_of(kv_cache: Tensor) -> Tensor:

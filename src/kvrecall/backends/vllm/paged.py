@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected
+from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.summaries import Summaries
-from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import cdiv
-from kvrecall.core.pieces import PIECE_TOKENS
-from kvrecall.core.structs import AttentionParams, Budget, HostTable, Partial, Rows, StepStats
+from kvrecall.core.structs import AttentionParams, Budget, Partial, Rows, StepStats
 from kvrecall.index.base import LayerShape
 from kvrecall.merge import merge, merge_in_turn
 from kvrecall.methods.base import Method
@@ -62,37 +61,6 @@ class Window(Protocol):
         ...
 
 
-class HostBlocks:
-    """Keys and values of one layer in all blocks; page-locked where a GPU reads them."""
-
-    def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
-        gpu = shape.device if shape.device.type == "cuda" else None
-        region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, gpu)
-        region.give(blocks)
-        self.rows, self.block_size = region.tensor, block_size
-
-    @staticmethod
-    def block_bytes(shape: LayerShape, block_size: int) -> int:
-        """Bytes of a block of one layer."""
-        return shape.kv_heads * block_size * 2 * shape.head_dim * shape.dtype.itemsize
-
-    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """keys, values `[T, H_kv, D]`; slots int64 `[T]`."""
-        rows = torch.stack([keys, values], 2).to(self.rows)
-        self.rows[slots // self.block_size, :, slots % self.block_size] = rows
-
-    def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
-        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time."""
-        step = max(1, PIECE_TOKENS // self.block_size)
-        for first in range(0, cdiv(stop, self.block_size), step):
-            rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2)
-            yield rows[:, : stop - first * self.block_size]
-
-    def table(self, blocks: list[int]) -> HostTable:
-        """Where the rows of a sequence lie."""
-        return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32))
-
-
 class PagedLayer:
     """Stores and attends for one layer. stats: what its decode steps did, summed over sequences."""
 
@@ -121,13 +89,14 @@ class PagedLayer:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor) -> None:
         """Writes the attention of a pass, whose tokens are stored already. queries, out: `[T, H_q, D]`; keys, values:
         `[T, H_kv, D]`, those of the same tokens."""
-        whole_below, searched = self._method.full_attention_below(), []
+        method, searched = self._method, []
+        dense = method.sink_tokens + method.local_tokens
         for row, tokens, first in batch:
             q = queries[tokens].transpose(0, 1)  # [H_q, T, D]
             if batch.prompts[row]:
                 k, v = (x[tokens].transpose(0, 1) for x in (keys, values))
                 part = self._chunk(q, k, v, batch.table(row, first), first)
-            elif batch.lengths[row] < whole_below:
+            elif batch.lengths[row] <= dense:
                 assert q.shape[1] == 1, "a step decodes one token of a sequence"
                 part = self._whole(q, batch.table(row, first + 1), first + 1)
             else:
@@ -145,7 +114,7 @@ class PagedLayer:
         return merge_in_turn([own], (attend_block(q, rows, *how) for rows in self._host.pieces(table, past)))
 
     def _whole(self, q: Tensor, table: list[int], length: int) -> Partial:
-        """A token `[H_q, 1, D]` attends to all rows of its sequence, which is too short to search."""
+        """A token `[H_q, 1, D]` attends to all rows of its sequence, which are sinks or recent."""
         how = self._params.scaling, self._params.softcap
         return merge([attend_block(q, rows, *how) for rows in self._host.pieces(table, length)])
 

@@ -21,11 +21,7 @@ def register() -> None:
         return
     try:
         from vllm.platforms import current_platform
-        from vllm.v1.attention.backend import AttentionBackend
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-        if not hasattr(AttentionBackend, "customize_spec"):
-            raise ImportError("its backends cannot say what a page holds")
     except ImportError as error:
         warnings.warn(f"this vLLM has no place for kvrecall's attention backend: {error}", RuntimeWarning, stacklevel=2)
         return

@@ -10,9 +10,13 @@ from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from kvrecall.backends.vllm.device import DeviceLayer, Scratch
 from kvrecall.backends.vllm.maps import calibrations_of
 from kvrecall.backends.vllm.settings import Settings
+from kvrecall.backends.vllm.summaries import check_maps
 from kvrecall.core.errors import CompositionError
+from kvrecall.core.structs import AttentionParams
+from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
 
@@ -27,6 +31,7 @@ class Served:
         """Raises errors of `kvrecall.core.errors` for settings, and combinations, that are not served."""
         self._config = vllm_config
         self.settings = Settings.of(vllm_config.additional_config)
+        self._scratch: dict[LayerShape, Scratch] = {}
         _check(vllm_config)
 
     @staticmethod
@@ -36,6 +41,33 @@ class Served:
         if _served is None or _served._config is not vllm_config:
             _served = Served(vllm_config)
         return _served
+
+    @property
+    def most(self) -> int:
+        """Rows of a batch."""
+        return self._config.scheduler_config.max_num_seqs
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence."""
+        return self._config.model_config.max_model_len
+
+    @property
+    def codes(self) -> SphereConfig:
+        """The index, where kernels search it."""
+        index = self.settings.index
+        assert isinstance(index, SphereConfig)
+        return index
+
+    def device_layer(
+        self, number: int, shape: LayerShape, params: AttentionParams, calibration: LayerCalibration | None
+    ) -> DeviceLayer:
+        """A layer on a GPU; those of one shape share their scratch."""
+        check_maps(self.codes, calibration)
+        known, settings = self._scratch.get(shape), self.settings
+        layer = DeviceLayer(number, shape, settings.method, self.codes, params, calibration, self.most, self.longest, known)
+        self._scratch[shape] = layer.scratch
+        return layer
 
     def calibration(self, layer: int) -> LayerCalibration | None:
         """Of a layer's KV heads on this rank; None where the method needs none."""

@@ -17,7 +17,13 @@ from kvrecall.methods.settings import from_settings
 METHODS = ("pariskv-balanced", "pariskv", "exact")
 """What can be served: methods whose summary of a key depends on the key and its position alone: blocks can be shared."""
 
-_SAME = ("dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "rest", "fetch", "attend")
+LOCAL_TOKENS = 1024
+"""Of the window, unless something else is asked for: most questions and answers are attended in full, on the device."""
+
+_SAME = (
+    "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "rest", "fetch", "attend",
+    "full_attention_threshold",
+)  # fmt: skip
 _REASONS = {
     "update_interval": "every key is summarised when it comes, so no buffer waits",
     "trigger": "every step searches",
@@ -25,6 +31,7 @@ _REASONS = {
     "rest": "means of pages are not kept in vLLM's pages yet",
     "dense_layers": "all layers share one kind of page",
     "per_layer": "all layers share one kind of page",
+    "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
 }
 """Fields of a method that serving does not take, and why."""
 
@@ -60,7 +67,7 @@ class Settings:
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps"])
-        method = from_settings(name, params)
+        method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **params})
         index = method.index_config()
         if isinstance(index, SphereConfig) and index.stage1 != "product":
             why = "collisions count the keys of a whole sequence, which blocks that requests share cannot hold"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.launch import cdiv
+from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.index.calibration import LayerCalibration
@@ -46,17 +46,28 @@ class Summaries(ABC):
         """Finds positions sinks .. ends[b] - 1 for queries `[b, H_q, D]`. tables: the blocks of each sequence."""
 
 
-def check_device(device: torch.device) -> None:
-    """Raises ParameterError for a device that nothing here computes on."""
-    if device.type != "cpu":
-        remedy = "The kernels that search vLLM's pages on a GPU are still to come; use another attention backend there."
-        raise ParameterError("device", "cpu", str(device), remedy)
+def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> None:
+    """Raises ParameterError for a device that nothing here computes on, and for an index that it has no kernels for."""
+    if device.type == "cuda" and isinstance(index, ExactConfig):
+        remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
+        raise ParameterError("method", "one with kernels over vLLM's pages on a GPU", "exact", remedy)
+    if device.type != "cpu" and not kernels_available(device):
+        remedy = "Use another attention backend there."
+        raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
+
+
+def check_maps(index: SphereConfig | ExactConfig, calibration: LayerCalibration | None) -> None:
+    """Raises ParameterError where statistics are needed and there are none: blocks that requests share hold codes that no
+    prompt decides."""
+    if isinstance(index, SphereConfig) and index.needs_calibration and (calibration is None or not calibration.settled):
+        remedy = 'Make them once with `kvrecall calibrate-maps MODEL`, or serve "method": "pariskv" with "stage1": "product".'
+        raise ParameterError("maps", "statistics of the model's keys", "none", remedy)
 
 
 def check_block_size(tokens: int) -> None:
     """Raises ParameterError for a block size that pages of summaries cannot have."""
     if tokens < LEAST_BLOCK or tokens.bit_count() != 1:
-        raise ParameterError("block_size", f"a power of two from {LEAST_BLOCK} on", tokens, "Give --block-size 128.")
+        raise ParameterError("block_size", f"a power of two from {LEAST_BLOCK} on", tokens, "Give --block-size 1024.")
 
 
 def block_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> int:
@@ -70,14 +81,12 @@ def block_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size
 def summaries_of(
     index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration | None
 ) -> Summaries:
-    """What the pages of a layer hold. calibration: of the layer, with statistics; only asked for where the index needs them:
-    blocks that requests share hold codes that no prompt decides. Raises ParameterError for what cannot be served."""
-    check_device(shape.device)
+    """What the pages of a layer hold. calibration: of the layer, with statistics; only asked for where the index needs them.
+    Raises ParameterError for what cannot be served."""
+    check_device(shape.device, index)
     if isinstance(index, ExactConfig):
         return _Keys(index, shape, block_size)
-    if index.needs_calibration and (calibration is None or not calibration.settled):
-        remedy = 'Make them once with `kvrecall calibrate-maps MODEL`, or serve "method": "pariskv" with "stage1": "product".'
-        raise ParameterError("maps", "statistics of the model's keys", "none", remedy)
+    check_maps(index, calibration)
     return _Codes(index, shape, block_size, calibration or own_calibration(shape))
 
 

@@ -34,10 +34,11 @@ class WindowMetadata:
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     """Hands on what vLLM says."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
         return WindowMetadata(common_attn_metadata.block_table_tensor, common_attn_metadata.slot_mapping)
@@ -62,6 +63,13 @@ class WindowBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(1)]
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Of a vLLM before 0.29; later ones have this shape of themselves."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
@@ -82,14 +90,15 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         return WindowBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SlidingWindowSpec:
-        """Pages as large as those of summaries. Raises ParameterError where not one token fits in such a page."""
+        """Pages as large as those of summaries, with the largest power of two of tokens that fits: cached prefixes are found by
+        the least common multiple of both groups' pages. Raises ParameterError where not one token fits in such a page."""
         shape, size = self.shape, vllm_config.cache_config.block_size
         page, token = size * shape.kv_heads * self.width, 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
         if token > page:
             raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
         return SlidingWindowSpec(
-            block_size=page // token, num_kv_heads=shape.kv_heads, head_size=shape.head_dim, dtype=shape.dtype,
-            sliding_window=self.tokens, page_size_padded=page,
+            block_size=1 << (page // token).bit_length() - 1, num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
+            dtype=shape.dtype, sliding_window=self.tokens, page_size_padded=page,
         )  # fmt: skip
 
 

@@ -30,15 +30,16 @@ def read_scores(p_score, o_t, tokens):
 
 
 @triton.jit
-def write_scores(p_score, b_score, o_t, tokens):
-    """Scores of tokens `o_t`, 0 for the rest of the last sixteen."""
-    tl.store(p_score + o_t, tl.where(o_t < tokens, b_score, 0).to(tl.uint8), mask=o_t // 16 < tl.cdiv(tokens, 16))
+def write_scores(p_score, b_score, o_t, tokens, BARRED: tl.constexpr):
+    """Scores of tokens `o_t`, 0 for the first BARRED tokens and for the rest of the last sixteen."""
+    m_found = (o_t >= BARRED) & (o_t < tokens)
+    tl.store(p_score + o_t, tl.where(m_found, b_score, 0).to(tl.uint8), mask=o_t // 16 < tl.cdiv(tokens, 16))
 
 
 @triton.jit
 def lower_zero_norms(
     p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES,
-    BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr,
+    BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
     """Score 1 for the keys of zero norm; arguments as in `tally`. Few heads have one: it takes few registers, and its time."""
     PIECE: tl.constexpr = T if T < BLOCK else BLOCK
@@ -50,24 +51,25 @@ def lower_zero_norms(
         b_norm = tl.zeros([PIECE], tl.float32)
         for s in range(S):
             b_norm += tl.load(p_weight + s, mask=m_t, other=1.0).to(tl.float32)
-        tl.store(p_score + start + o_in, tl.full([PIECE], 1, tl.uint8), mask=m_t & (b_norm == 0.0))
+        tl.store(p_score + start + o_in, tl.full([PIECE], 1, tl.uint8), mask=m_t & (b_norm == 0.0) & (start + o_in >= BARRED))
     tl.debug_barrier()
 
 
 @triton.jit
 def tally(
-    p_score, p_weights, p_table, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h, i_tile, CAPACITY, TILES,
+    p_score, p_weights, p_table, p_zero_norm, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h, i_tile, CAPACITY, TILES,
     TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr,
-    BINS: tl.constexpr,
+    BINS: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
     """Puts keys that have no direction or are barred in their places, and counts the scores that this program has written.
 
-    weights: of head i_h of blocks that lie BYTES bytes apart; table: the blocks of the sequence, TABLE at most.
+    zero_norm: not 0 where the head has such a key. weights: of head i_h of blocks that lie BYTES bytes apart; table: the blocks
+    of the sequence, TABLE at most.
     reach[bh, s, tile] = tokens of the tile whose score is >= s; total[bh, s] = their sum over the tiles.
     """
     tl.debug_barrier()
-    if tl.load(p_zero_norms + i_bh) != 0:
-        lower_zero_norms(p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES, BLOCK, S, T, SUB)
+    if tl.load(p_zero_norm) != 0:
+        lower_zero_norms(p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES, BLOCK, S, T, SUB, BARRED)
     o_row = i_bh.to(tl.int64) * CAPACITY
     b_counts = tl.zeros([BINS], tl.int32)
     for i_sub in range(SUB):
@@ -87,15 +89,16 @@ def tally(
 @triton.jit(do_not_specialize=["START", "TABLE"])
 def collision_kernel(
     p_signs, p_weights, p_table, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START,
-    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES,
+    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES, ZEROS,
     BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
-    PDL: tl.constexpr,
+    BARRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
 
     table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and lie BYTES
-    bytes apart. HEADS is less where each KV head is searched as a sequence of its own.
+    bytes apart. HEADS is less where each KV head is searched as a sequence of its own. zero_norms int32: `[b, OWN_HEADS]`, of
+    which sequences lie ZEROS numbers apart. BARRED: the first so many tokens of each sequence are not found.
     """
     begin(PDL)
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
@@ -127,7 +130,8 @@ def collision_kernel(
                 for lane in tl.static_range(4):
                     if w * 4 + lane < LANES:
                         b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
-            write_scores(p_score, b_score + 2, start + o_in, tokens)
-        tally(p_score, p_weights, p_own, p_zero_norms, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
-              i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS)  # fmt: skip
+            write_scores(p_score, b_score + 2, start + o_in, tokens, BARRED)
+        p_zero_norm = p_zero_norms + i_bh // OWN_HEADS * ZEROS + i_h
+        tally(p_score, p_weights, p_own, p_zero_norm, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
+              i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
     end(PDL)

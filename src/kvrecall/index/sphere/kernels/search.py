@@ -10,6 +10,7 @@ search at all.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from math import gcd
 
@@ -69,8 +70,8 @@ class Tables:
 
     codes: of all blocks, `[blocks, H_kv, block_size, ·]`, parts of blocks that lie equally far apart (`CodePages`). blocks:
     int32 `[B, W]`, contiguous, the blocks of each sequence. counts int32 `[B, H_kv, S, 256]`; zero_norms int32 `[B, H_kv]`,
-    not 0 where some key has norm zero; barred uint8 `[B, H_kv, tokens of the search]`, not 0 for
-    tokens that must not be found, or None.
+    heads side by side, not 0 where some key has norm zero; barred uint8 `[B, H_kv, tokens of the search]`, not 0 for tokens
+    that must not be found, or None.
     """
 
     codes: Codes
@@ -95,10 +96,11 @@ class GpuSearch:
 
     def __init__(
         self, sequences: int, heads: int, group: int, dim: int, mode: str, stage1: str, top_k: int, tokens: int,
-        candidates: int, maps: Maps, stride: int = FIELDS, norms: bool = False,
+        candidates: int, maps: Maps, stride: int = FIELDS, norms: bool = False, barred: int = 0,
     ) -> None:  # fmt: skip
-        """stride: numbers per row of the plans, of which the first FIELDS are ours. norms: the tables will have norms."""
-        device, self._stride = maps.rotation.device, stride
+        """stride: numbers per row of the plans, of which the first FIELDS are ours. norms: the tables will have norms. barred:
+        the first so many tokens of each sequence are never found."""
+        device, self._stride, self._barred = maps.rotation.device, stride, barred
         self.mode, self.stage1, self.top_k, self.tokens, self.candidates = mode, stage1, top_k, tokens, candidates
         self._heads, self._group, self._dim, self._maps = heads, group, dim, maps
         self._lanes = 1 if mode == "mean_q" else group
@@ -151,6 +153,12 @@ class GpuSearch:
         self.counts = scratch(sequences, heads)
         """How many of each are real."""
 
+    def sharing(self, maps: Maps) -> GpuSearch:
+        """The same search with the maps of another layer: both use one scratch, so one searches after the other."""
+        other = copy(self)
+        other._maps, other._centring = maps, Centring.of(maps, self.tokens)
+        return other
+
     def launch(
         self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None
     ) -> None:
@@ -196,7 +204,7 @@ class GpuSearch:
         codes, width, size = tables.codes, self._blocks, tables.block_size
         barred = codes.signs if tables.barred is None else tables.barred
         written = plan, fire, self._scores, self._reach, self._total
-        sizes = self._heads, pairs.start, self.tokens, self._tiles
+        sizes, places = (self._heads, pairs.start, self.tokens, self._tiles), (*tables.places, tables.zero_norms.stride(0))
         if self.stage1 == "product":
             # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
@@ -205,24 +213,24 @@ class GpuSearch:
             product_kernel[(self._tiles, len(pairs))](
                 codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
                 tables.zero_norms, barred, self._rotated, self._shifts, self._sums, *written,
-                PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *tables.places,
+                PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
                 SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
-                MOST=MOST_SHIFT, num_warps=warps, **self._options,
+                MOST=MOST_SHIFT, BARRED=self._barred, num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
         collision_kernel[(self._tiles, len(pairs))](
             codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, tables.zero_norms,
-            barred, self._tables, *written, *sizes, *tables.places,
+            barred, self._tables, *written, *sizes, *places,
             BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
             T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
-            num_warps=4, **self._options,
+            BARRED=self._barred, num_warps=4, **self._options,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:

@@ -1,0 +1,245 @@
+"""One layer over vLLM's blocks on a GPU: the kernels of a decode step, and prompts in chunks. Knows nothing of vLLM.
+
+A decode step asks the host nothing, so it can be recorded: which sequences decode, how long they are and where their blocks lie
+is read from device memory (`plan.py`). Its search is the sphere index's own, over vLLM's pages.
+"""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.attend import attend_block, attend_causal
+from kvrecall.backends.vllm.plan import ROW, PassPlan, candidates
+from kvrecall.backends.vllm.stream import HostBlocks, Stream
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
+from kvrecall.index.base import LayerShape
+from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.sphere.branches import beside, branches, divided
+from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.sphere.kernels import encode
+from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
+from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.plan import SEARCH_FIELDS
+from kvrecall.index.sphere.turns import SPAN
+from kvrecall.merge import merge_in_turn
+from kvrecall.merge.cuda import merge_step
+from kvrecall.methods.base import Method
+
+_ENCODED_ROWS = 32
+"""Coordinates per program that encodes a token."""
+_CHOSEN_ROWS, _DENSE_ROWS, _STORED = 16, 64, 16
+"""Selected rows, other rows and tokens of prompts per program."""
+_TOGETHER = 32
+"""Rows of a batch that are searched at once, whose scratch is used again for the next ones."""
+_KEPT = 2 * _TOGETHER
+"""Rows of a batch whose sinks and selected rows stay on the device from step to step; others read theirs anew."""
+_MOST_PARTS = 64
+"""Parts that one program merges."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, a row's numbers side by side.
+    blocks: int32 `[b, W]`, their tables. slots: int64 `[T]`, where the tokens of the pass go, < 0 for nowhere."""
+
+    rows: Tensor
+    blocks: Tensor
+    slots: Tensor
+
+    @property
+    def places(self) -> tuple[int, int, int, int]:
+        """Tokens of a page, and numbers from one block, head and token to the next."""
+        block, head, token, one = self.rows.stride()
+        assert one == 1
+        return self.rows.shape[2], block, head, token
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a prompt: its row of the batch, its tokens within the pass, and how many of the sequence came before it."""
+
+    row: int
+    tokens: slice
+    past: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What vLLM asks of all layers at once: the first `decodes` rows of the batch decode a token each, `chunks` are prompts.
+
+    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, where tokens go. tables: the blocks of the chunks' past tokens, by
+    row.
+    """
+
+    decodes: int
+    chunks: list[Chunk]
+    plan: PassPlan
+    blocks: Tensor
+    slots: Tensor
+    tables: dict[int, list[int]]
+
+
+class Scratch:
+    """What all layers of one shape use one after the other."""
+
+    def __init__(self, method: Method, index: SphereConfig, shape: LayerShape, maps: Maps, most: int, longest: int) -> None:
+        """most: rows of a batch. longest: tokens of a sequence. Raises ParameterError for what no kernel is made for."""
+        assert method.top_k is not None
+        if index.gqa == "per_head":
+            raise ParameterError("gqa", "a mode whose heads share a selection", index.gqa, "Leave it out.")
+        self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
+        heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
+        self.together, self.longest = min(most, _TOGETHER), longest
+        self.chosen_rows = _CHOSEN_ROWS
+        while cdiv(self.top_k, self.chosen_rows) > _MOST_PARTS // 2:
+            self.chosen_rows *= 2
+        self.chosen = cdiv(self.top_k, self.chosen_rows)
+        self.sink_parts, self.window_parts = cdiv(self.sinks, _DENSE_ROWS), cdiv(self.local, _DENSE_ROWS)
+        self.parts = self.chosen + self.sink_parts + self.window_parts
+        if self.parts > _MOST_PARTS:
+            room = (_MOST_PARTS - self.chosen - self.sink_parts) * _DENSE_ROWS
+            raise ParameterError("local_tokens", f"at most {room} with this top_k and these sinks", self.local, "Take fewer.")
+        reranked = int(candidates(index, longest, self.top_k).max())
+        group = shape.query_heads // heads
+        self.search = GpuSearch(
+            self.together, heads, group, dim, index.gqa, index.stage1, self.top_k, longest, reranked, maps, ROW, index.norms,
+            self.sinks,
+        )  # fmt: skip
+        sizes = self.together, shape.query_heads, self.parts
+        with lasting_tensors():
+            self.out = torch.zeros(*sizes, dim, dtype=torch.float32, device=device)
+            self.lse = torch.zeros(*sizes, dtype=torch.float32, device=device)
+            self.levels, self.thresholds = magnitude_levels(device), magnitude_thresholds(device)
+        self.stream = Stream(shape)
+
+
+class DeviceLayer:
+    """Codes, rows and kept rows of one layer."""
+
+    def __init__(
+        self, number: int, shape: LayerShape, method: Method, index: SphereConfig, params: AttentionParams,
+        calibration: LayerCalibration | None, most: int, longest: int, scratch: Scratch | None = None,
+    ) -> None:  # fmt: skip
+        """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
+        Everything that is not a page or a row is allocated here."""
+        self.number, self.shape, self._params, self._index = number, shape, params, index
+        maps = Maps.of(shape, calibration or own_calibration(shape), index)
+        self.scratch = scratch or Scratch(method, index, shape, maps, most, longest)
+        self._maps, self._search = maps, self.scratch.search.sharing(maps)
+        self._centring = encode.Centring.of(maps, longest)
+        heads, dim, k, device = shape.kv_heads, shape.head_dim, self.scratch.top_k, shape.device
+        self._kept_rows = min(most, _KEPT)
+        self._pairs = self._kept_rows * heads
+        with lasting_tensors():
+            self._sinks = torch.zeros(self._pairs, self.scratch.sinks, 2, dim, dtype=shape.dtype, device=device)
+            self._kept = torch.zeros(2, self._pairs, k, 2, dim, dtype=shape.dtype, device=device)
+            self._kept_ids = torch.full((3, self._pairs, k), -1, dtype=torch.int32, device=device)
+            self.read = torch.zeros(most, dtype=torch.int64, device=device)
+            """Rows that steps have read from the host, by row of the batch."""
+            self.bad = torch.zeros(most, dtype=torch.int32, device=device)
+            """Not 0 where a key or value was not finite."""
+            self._zero_norms = torch.zeros(heads, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def bind(self, pages: Tensor, host: HostBlocks) -> None:
+        """Uses these pages, uint8 `[blocks, block_bytes]`, and rows from now on."""
+        self._codes, self._host = self._index.layout(self.shape, host.block_size).codes(pages), host
+
+    def decode(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, window: Window, out: Tensor) -> None:
+        """The first rows of a pass, a token each: queries, out `[b, H_q, D]`, keys, values `[b, H_kv, D]`. Stores, searches and
+        attends."""
+        together, rows = self.scratch.together, asked.plan.rows
+        for first in range(0, asked.decodes, together):
+            own = slice(first, min(first + together, asked.decodes))
+            blocks = asked.blocks[own]
+            tables = Tables(self._codes, blocks, self._counts, self._zero_norms.expand(len(blocks), -1))
+            pairs = range(len(blocks) * self.shape.kv_heads)
+            q, k, v = queries[own].contiguous(), keys[own], values[own]
+
+            def part(of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables) -> None:
+                self._search.launch(q, tables, rows[own], asked.plan.fire[own], self._params.scaling, of)
+                self._attend(q, k, v, asked.plan, own, tables.blocks, window, of)
+
+            beside(divided(pairs, branches(len(pairs), self.scratch.longest)), q, part)
+            merge_step(
+                q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
+                into=out[own],
+            )  # fmt: skip
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: PassPlan, own: slice, blocks: Tensor, window: Window, pairs: range
+    ) -> None:
+        """Selected rows, sinks, window and the new token, for `pairs` of the batch's rows `own` and KV heads."""
+        from kvrecall.backends.vllm.kernels import paged_step_kernel
+
+        scratch, maps, centring, codes, params, shape = (
+            self.scratch, self._maps, self._centring, self._codes, self._params, self.shape
+        )  # fmt: skip
+        dim, measured, centred = shape.head_dim, codes.norms is not None, maps.means is not None
+        pieces = cdiv(dim, _ENCODED_ROWS) + measured
+        least, most = weight_range(codes.weights.dtype, centred)
+        recent, rows = window.blocks[own], self._host.rows
+        paged_step_kernel[(len(pairs) * (scratch.parts + pieces),)](
+            q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
+            self._sinks, self._kept_ids, self._kept, self.read[own], scratch.out, scratch.lse, maps.keys, centring.means,
+            centring.cos, centring.sin, scratch.levels, scratch.thresholds, codes.signs, codes.magnitudes, codes.weights,
+            codes.norms if measured else codes.signs, self._zero_norms, params.scaling, params.softcap, q.stride(0),
+            k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), pairs.start,
+            own.start * shape.kv_heads, self._pairs, scratch.top_k, scratch.sinks, scratch.local, *window.places,
+            codes.signs.stride(0), maps.stride, centring.between, most, least, MIN_ALPHA,
+            BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
+            G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
+            CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, PARTS=scratch.parts, SEARCH=SEARCH_FIELDS,
+            STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred, NORMS=measured,
+            REUSE=own.start < self._kept_rows, num_warps=4,
+            **overlapping(shape.device),
+        )  # fmt: skip
+
+    def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:
+        """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
+        from kvrecall.backends.vllm.kernels import store_kernel
+
+        if not asked.chunks:
+            return
+        first, last, shape = asked.chunks[0].tokens.start, asked.chunks[-1].tokens.stop, self.shape
+        k, v = keys[first:last], values[first:last]
+        store_kernel[(cdiv(len(k), _STORED), shape.kv_heads)](
+            k, v, asked.slots[first:], window.slots[first:], self._host.rows, window.rows, self.bad, len(k), k.stride(0),
+            v.stride(0), shape.kv_heads, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
+            BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
+        )  # fmt: skip
+        for chunk in asked.chunks:
+            own = keys[chunk.tokens].transpose(0, 1)
+            encode.encode(own, self._maps, chunk.past, self._codes, asked.blocks[chunk.row], self._zero_norms)
+
+    def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, out: Tensor) -> None:
+        """Chunks attend to themselves and to everything before them, which is streamed from the host; queries, out
+        `[T, H_q, D]`."""
+        params = self._params
+        for chunk in asked.chunks:
+            q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
+            among = chunk.past + q.shape[1]
+            with self.scratch.stream.pieces(self._host, asked.tables.get(chunk.row, []), chunk.past) as pieces:
+                own = attend_causal(q, k, v, params.scaling, params.softcap, among)
+                whole = merge_in_turn([own], (self._past(q, rows, among) for rows in pieces))
+            out[chunk.tokens] = whole.out[0].transpose(0, 1)
+
+    def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Allocates what a pass of prompts does, for vLLM to see: a chunk that comes after one other piece."""
+        q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+        own = attend_causal(q, k, v, self._params.scaling, self._params.softcap)
+        rows = torch.stack([k, v], 2)
+        whole = merge_in_turn([own], (self._past(q, x, 2 * q.shape[1]) for x in (rows,)))
+        out.copy_(whole.out[0].transpose(0, 1))
+
+    def _past(self, q: Tensor, rows: Tensor, among: int) -> Partial:
+        return attend_block(q, rows, self._params.scaling, self._params.softcap, among)

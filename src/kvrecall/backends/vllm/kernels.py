@@ -1,0 +1,207 @@
+"""Kernels over blocks that vLLM hands out: what a pass is told, and what a layer does with it beside the search.
+
+vLLM says which tokens a pass brings and where their sequences' blocks are. The device reads that itself: with asynchronous
+scheduling the host only knows bounds. Lengths are whole numbers of tokens, the new ones included.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows
+from kvrecall.core.host_rows import row_offset
+from kvrecall.core.overlap import begin, end
+from kvrecall.index.sphere.kernels.blocks import numbers_of
+from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
+
+OWN_FIELDS = 3
+"""int32 numbers of a plan row behind those of the search: length of the sequence (0: the row decodes nothing) · which half of
+the kept rows this step fills · which half holds those of the step before, 2: none."""
+
+
+@triton.jit
+def plan_kernel(
+    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, TABLE, LOCAL, SINKS, GENERATIONS,
+    BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (row of the batch): its plan row, and whether it searches.
+
+    begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: as vLLM has them; a row decodes if it brings one
+    token. candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then OWN_FIELDS.
+
+    A row of the batch is another sequence's from one step to the next, without a word. Its tag int32 `[b, 3]` says whose step
+    was the last one here: the block of its newest token, that token's position, and the generation of the block. Generations
+    int32 `[GENERATIONS]` count how often a block was begun anew; several blocks may share a count, which only makes tags differ
+    more often.
+    """
+    i_b = tl.program_id(0)
+    length = tl.load(p_lengths + i_b)
+    count = tl.load(p_begins + i_b + 1) - tl.load(p_begins + i_b)
+    decodes = (count == 1) & (length > 0)
+    p_own, p_tag, p_row = p_table + i_b.to(tl.int64) * TABLE, p_tags + i_b * 3, p_plan + i_b * STRIDE
+
+    before = tl.maximum(length - 2, 0)
+    block = tl.load(p_own + before // BLOCK)
+    same = (tl.load(p_tag) == block) & (tl.load(p_tag + 1) == length - 2) & decodes
+    same = same & (tl.load(p_tag + 2) == tl.load(p_generations + block % GENERATIONS))
+    tl.debug_barrier()
+
+    first, last = tl.cdiv(length - count, BLOCK), tl.cdiv(length, BLOCK)  # the blocks that this pass begins
+    for i in range(first, last, T):
+        o_place = i + tl.arange(0, T)
+        b_block = tl.load(p_own + o_place, mask=o_place < last, other=0)
+        tl.atomic_add(p_generations + b_block % GENERATIONS, 1, mask=o_place < last, sem="relaxed")
+    tl.debug_barrier()
+
+    now = 1 - tl.load(p_row + SEARCH + 1)
+    newest = tl.maximum(length - 1, 0)
+    block = tl.load(p_own + newest // BLOCK)
+    tl.store(p_tag, tl.where(decodes, block, -1))
+    tl.store(p_tag + 1, newest)
+    tl.store(p_tag + 2, tl.load(p_generations + block % GENERATIONS, cache_modifier=".cg"))
+    tokens = tl.where(decodes, tl.maximum(length - LOCAL, 0), 0)
+    searches = tokens > SINKS
+    tl.store(p_row, tokens)
+    tl.store(p_row + 1, tl.where(searches, tl.minimum(tl.load(p_candidates + tokens), tokens - SINKS), 0))
+    tl.store(p_row + SEARCH, tl.where(decodes, length, 0))
+    tl.store(p_row + SEARCH + 1, now)
+    tl.store(p_row + SEARCH + 2, tl.where(same, 1 - now, 2))
+    tl.store(p_fire + i_b, searches.to(tl.int32))
+
+
+@triton.jit
+def window_place(p_table, position, i_kv, m_row, PAGE, W_BLOCK, W_HEAD, W_TOKEN):
+    """Numbers before the rows of positions in the window's pages, int64 of their shape. table: of one sequence. The last three
+    sizes: numbers from one block, head and token to the next."""
+    b_block = tl.load(p_table + position // PAGE, mask=m_row, other=0).to(tl.int64)
+    return b_block * W_BLOCK + i_kv * W_HEAD + tl.where(m_row, position % PAGE, 0) * W_TOKEN
+
+
+@triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE"])
+def paged_step_kernel(
+    p_queries, p_keys, p_values, p_plan, p_fire, p_bad, p_ids, p_pool, p_table, p_window, p_window_table, p_sinks, p_kept_ids,
+    p_kept, p_read, p_out, p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
+    p_norms, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE, START, FIRST_PAIR, PAIRS, K,
+    SINKS, LOCAL, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, HIGHEST, LOWEST, MIN_ALPHA,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr,
+    PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr,
+    CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row of the batch and KV head, part): CHOSEN parts of R selected rows, PIECES that encode the new token, then
+    SINK_PARTS and the window's parts of W rows each.
+
+    queries, keys, values: of row b at b * TOKEN numbers, a head's D side by side. plan, fire: of `plan_kernel`. ids `[·, K]`:
+    what the search has found, of this launch's rows; out, lse: likewise, PARTS each. FIRST_PAIR: of this launch in what is kept
+    for PAIRS rows and heads. pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, table their blocks; window, window_table:
+    the recent ones, PAGE tokens a block (`window_place`). sinks `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids
+    `[3, PAIRS, K]`, the last third -1: rows of the step before (REUSE; without, nothing is kept). Codes as in `encode_one`,
+    blocks BYTES bytes apart.
+
+    The new token is attended from where the model put it, and stored on the way: in the window's pages, in its block on the
+    host, and encoded. bad[b] becomes 1 if it is not finite.
+    """
+    i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
+    i_pair += START
+    i_b, i_kv = i_pair // HEADS, i_pair % HEADS
+    p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
+    p_blocks, p_recent = p_table + i_b.to(tl.int64) * TABLE, p_window_table + i_b.to(tl.int64) * WINDOW_TABLE
+    o_d, i_kept = tl.arange(0, BD), FIRST_PAIR + i_pair
+    newest, ends = length - 1, tl.maximum(length - LOCAL, 0)
+    p_key = p_keys + i_b.to(tl.int64) * K_TOKEN + i_kv * D
+    o_part = i_pair.to(tl.int64) * G * PARTS
+    p_part, p_part_lse = p_out + o_part * D, p_lse + o_part
+    p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
+    if i_p < CHOSEN:
+        begin(PDL)  # only they read what the search has found
+        o_k = i_p * R + tl.arange(0, R)
+        found = tl.where(tl.load(p_fire + i_b) != 0, K, 0)
+        b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < found, other=-1)
+        now, then = tl.load(p_own + 1).to(tl.int64), tl.load(p_own + 2).to(tl.int64)
+        b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, now, then, p_read + i_b, b_id, o_k, i_kept, i_kv, HEADS,
+                                 PAIRS, K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
+        attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
+    elif i_p < CHOSEN + PIECES:
+        if length > 0:
+            i_piece = i_p - CHOSEN
+            b_key = tl.load(p_key + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+            row, block = i_kv * BLOCK + newest % BLOCK, tl.load(p_blocks + newest // BLOCK).to(tl.int64)
+            p_map, p_mean, span = p_maps + i_kv.to(tl.int64) * MAP, p_means + i_kv * D, newest // SPAN
+            if NORMS:  # noqa: SIM102 - one is the compiler's
+                if i_piece * ROWS >= D:
+                    measure_one(b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_norms + block * BYTES + row, D, BD, ROWS,
+                                CENTRED)  # fmt: skip
+            m_zero = encode_one(b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds,
+                                p_signs + block * BYTES, p_magnitudes + block * BYTES,
+                                p_weights + block * numbers_of(p_weights, BYTES), row, i_piece * ROWS, HIGHEST, LOWEST,
+                                MIN_ALPHA, D, BD, S, ROWS, CENTRED)  # fmt: skip
+            if m_zero:
+                tl.store(p_zero_norms + i_kv, 1)
+    else:
+        i_part = i_p - PIECES
+        if i_part < CHOSEN + SINK_PARTS:
+            o_r = (i_part - CHOSEN) * W + tl.arange(0, W)
+            m_r = o_r < tl.minimum(SINKS, ends)
+            # Those that the step before has kept, and those that it had not to attend to here yet.
+            kept = 0
+            if REUSE:
+                kept = tl.minimum(SINKS, tl.where(tl.load(p_own + 2) < 2, ends - 1, 0))
+            m_kept, m_host = o_r < kept, m_r & (o_r >= kept)
+            m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
+            p_row = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+            b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
+            if REUSE:
+                p_kept_row = p_sinks + (i_kept.to(tl.int64) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
+                tl.store(p_kept_row, b_k, mask=m_host_row)
+                tl.store(p_kept_row + D, b_v, mask=m_host_row)
+                b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
+                b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
+        else:
+            o_r = ends + (i_part - CHOSEN - SINK_PARTS) * W + tl.arange(0, W)  # positions
+            m_r = o_r < length
+            p_row = p_window + window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)[:, None] + o_d[None, :]
+            m_new = (m_r & (o_r == newest))[:, None] & (o_d < D)[None, :]
+            m_old = (m_r & (o_r < newest))[:, None] & (o_d < D)[None, :]
+            p_value = p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D
+            b_new_k = tl.load(p_key + tl.zeros([W, 1], tl.int32) + o_d[None, :], mask=m_new, other=0.0)
+            b_new_v = tl.load(p_value + tl.zeros([W, 1], tl.int32) + o_d[None, :], mask=m_new, other=0.0)
+            b_k = tl.where(m_new, b_new_k, tl.load(p_row, mask=m_old, other=0.0))
+            b_v = tl.where(m_new, b_new_v, tl.load(p_row + D, mask=m_old, other=0.0))
+            p_host = p_pool + row_offset(p_blocks, o_r, m_r & (o_r == newest), i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+            tl.store(p_row, b_new_k, mask=m_new)
+            tl.store(p_row + D, b_new_v, mask=m_new)
+            tl.store(p_host, b_new_k, mask=m_new)
+            tl.store(p_host + D, b_new_v, mask=m_new)
+            flag_odd(p_bad + i_b, b_new_k, b_new_v)
+        attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
+    end(PDL)
+
+
+@triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])
+def store_kernel(
+    p_keys, p_values, p_slots, p_window_slots, p_pool, p_window, p_bad, tokens, K_TOKEN, V_TOKEN, HEADS, PAGE, W_BLOCK, W_HEAD,
+    W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (T tokens, KV head): stores tokens of prompts in their blocks on the host and in the window's pages.
+
+    slots, window_slots int64: block * tokens of a block + offset, < 0 for none, as vLLM maps them. bad[0] becomes 1 if a row is
+    not finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and as many written over the bus.
+    """
+    o_t, i_kv, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, BD)
+    m_t, m_d = o_t < tokens, (o_d < D)[None, :]
+    b_slot = tl.load(p_slots + o_t, mask=m_t, other=-1)
+    b_recent = tl.load(p_window_slots + o_t, mask=m_t, other=-1)
+    m_row = (b_slot >= 0)[:, None] & m_d
+    b_k = tl.load(p_keys + (o_t.to(tl.int64) * K_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
+    b_v = tl.load(p_values + (o_t.to(tl.int64) * V_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
+    flag_odd(p_bad, b_k, b_v)
+    o_host = ((b_slot // BLOCK * HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
+    p_host = p_pool + o_host[:, None] + o_d[None, :]
+    tl.store(p_host, b_k, mask=m_row)
+    tl.store(p_host + D, b_v, mask=m_row)
+    m_near = (b_recent >= 0)[:, None] & m_row
+    o_near = b_recent // PAGE * W_BLOCK + i_kv * W_HEAD + b_recent % PAGE * W_TOKEN
+    p_near = p_window + o_near[:, None] + o_d[None, :]
+    tl.store(p_near, b_k, mask=m_near)
+    tl.store(p_near + D, b_v, mask=m_near)

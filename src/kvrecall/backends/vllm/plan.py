@@ -1,0 +1,63 @@
+"""What all layers of a pass are told on a GPU: one row of numbers for each row of vLLM's batch, filled by the device itself."""
+
+# A launch takes what only Triton knows.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.sphere.plan import SEARCH_FIELDS
+from kvrecall.index.sphere.schedule import as_steps
+from kvrecall.methods.base import Method
+
+ROW = SEARCH_FIELDS + 3
+"""Numbers per row: those of the search, then those of `kernels.plan_kernel`."""
+_GENERATIONS = 1 << 16
+"""Counts of blocks that were begun; blocks whose ids differ by a multiple share one, which costs a few rows read again."""
+
+
+class PassPlan:
+    """Fixed addresses, filled before each pass: what a recorded pass reads.
+
+    rows: int32 `[most, ROW]`. fire: int32 `[most]`, which of them search.
+    """
+
+    def __init__(self, most: int, longest: int, method: Method, index: SphereConfig, device: torch.device) -> None:
+        """most: rows of a batch. longest: tokens of a sequence."""
+        assert method.top_k is not None
+        self._local, self._sinks = method.local_tokens, method.sink_tokens
+        self._candidates = candidates(index, longest, method.top_k).to(device)
+        self.rows = torch.zeros(most, ROW, dtype=torch.int32, device=device)
+        self.fire = torch.zeros(most, dtype=torch.int32, device=device)
+        self._tags = torch.full((most, 3), -1, dtype=torch.int32, device=device)
+        self._generations = torch.zeros(_GENERATIONS, dtype=torch.int32, device=device)
+
+    def fill(self, begins: Tensor, lengths: Tensor, blocks: Tensor, block_size: int) -> None:
+        """begins: int32 `[b + 1]`, where the tokens of each sequence begin in the pass. lengths: int32 `[b]`, tokens of each
+        sequence, those of the pass included. blocks: int32 `[b, W]`, their block tables."""
+        from kvrecall.backends.vllm.kernels import plan_kernel
+
+        count = len(lengths)
+        if count:
+            plan_kernel[(count,)](
+                begins, lengths, blocks, self._candidates, self._tags, self._generations, self.rows, self.fire,
+                blocks.stride(0), self._local, self._sinks, _GENERATIONS,
+                BLOCK=block_size, SEARCH=SEARCH_FIELDS, STRIDE=ROW, T=64, num_warps=1,
+            )  # fmt: skip
+
+
+def candidates(index: SphereConfig, longest: int, top_k: int) -> Tensor:
+    """int32 `[longest + 1]`: how many tokens of a zone are reranked, by its length; as `stage_sizes`."""
+    steps = as_steps(index.schedule)
+    ends = [0, *(min(longest + 1, step.below_tokens or longest + 1) for step in steps)]
+    least = max(index.min_candidates_per_k, 1) * top_k
+    made = []
+    for step, (start, stop) in zip(steps, pairwise(ends), strict=True):
+        tokens = torch.arange(start, max(start, stop), dtype=torch.float64)
+        made.append(torch.minimum(tokens, torch.ceil(tokens * step.candidate_ratio).clamp_min(least)))
+    return torch.cat(made).to(torch.int32)

@@ -1,0 +1,109 @@
+"""The rows of all blocks in host memory, and how a GPU gets those of a sequence back while it attends to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_memory import Region
+from kvrecall.core.launch import cdiv
+from kvrecall.core.pieces import PIECE_TOKENS
+from kvrecall.core.structs import HostTable, lasting_tensors
+from kvrecall.index.base import LayerShape
+
+_STREAMED_TOKENS, _PLACES = 8192, 3
+"""Tokens of a piece on its way to a GPU, at least a block, and how many pieces there are at a time."""
+
+
+class HostBlocks:
+    """Keys and values of one layer in all blocks; page-locked where a GPU reads them."""
+
+    def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
+        gpu = shape.device if shape.device.type == "cuda" else None
+        region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, gpu)
+        region.give(blocks)
+        self.rows, self.block_size = region.tensor, block_size
+
+    @staticmethod
+    def block_bytes(shape: LayerShape, block_size: int) -> int:
+        """Bytes of a block of one layer."""
+        return shape.kv_heads * block_size * 2 * shape.head_dim * shape.dtype.itemsize
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """keys, values `[T, H_kv, D]`; slots int64 `[T]`."""
+        rows = torch.stack([keys, values], 2).to(self.rows)
+        self.rows[slots // self.block_size, :, slots % self.block_size] = rows
+
+    def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
+        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time."""
+        step = max(1, PIECE_TOKENS // self.block_size)
+        for first in range(0, cdiv(stop, self.block_size), step):
+            rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2)
+            yield rows[:, : stop - first * self.block_size]
+
+    def table(self, blocks: list[int]) -> HostTable:
+        """Where the rows of a sequence lie."""
+        return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32))
+
+
+class Stream:
+    """Places on a GPU through which pieces of a sequence go, for all layers of a shape."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        self._device = shape.device
+        with lasting_tensors():
+            size = _PLACES, _STREAMED_TOKENS * shape.kv_heads * 2 * shape.head_dim
+            self._places = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        gpu = shape.device.type == "cuda"
+        self._stream = torch.cuda.Stream(shape.device, priority=-1) if gpu else None
+
+    @contextmanager
+    def pieces(self, host: HostBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
+        """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device.
+
+        The first are on their way from the moment the context is entered; each is to be used before the next one is asked for.
+        """
+        if self._stream is None:
+            yield host.pieces(table, stop)
+            return
+        size, stream, here = host.block_size, self._stream, torch.cuda.current_stream(self._device)
+        most = _STREAMED_TOKENS // size  # blocks of a piece
+        starts, sent = list(range(0, cdiv(stop, size), most)), []
+        places = self._places.view(_PLACES, most, *host.rows.shape[1:])
+
+        def send(number: int) -> None:
+            if number >= len(starts):
+                return
+            stream.wait_stream(here)  # for who still reads what was there
+            with torch.cuda.stream(stream):
+                own = table[starts[number] : min(starts[number] + most, cdiv(stop, size))]
+                place = places[number % _PLACES]
+                for at, first, count in runs(own):
+                    place[at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
+                sent.append(torch.cuda.Event())
+                sent[-1].record()
+
+        def taken() -> Iterator[Tensor]:
+            for number, start in enumerate(starts):
+                here.wait_event(sent[number])
+                count = min(most, cdiv(stop, size) - start)
+                rows = places[number % _PLACES, :count].transpose(0, 1).flatten(1, 2)[:, : stop - start * size]
+                send(number + _PLACES)
+                yield rows
+
+        for number in range(_PLACES):
+            send(number)
+        try:
+            yield taken()
+        finally:
+            here.wait_stream(stream)  # what is still on its way must not find its place given to others
+
+
+def runs(blocks: list[int]) -> list[tuple[int, int, int]]:
+    """(place of the first, its id, how many) of each run of consecutive ids."""
+    begins = [i for i, b in enumerate(blocks) if not i or b != blocks[i - 1] + 1]
+    return [(a, blocks[a], b - a) for a, b in pairwise([*begins, len(blocks)])]

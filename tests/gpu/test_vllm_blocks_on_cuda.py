@@ -1,0 +1,56 @@
+"""A layer over vLLM's blocks on a GPU: full attention where it finds everything, and what a sequence gets alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.backends.vllm import test_paged as paged
+from tests.backends.vllm.on_device import Device
+from tests.backends.vllm.test_paged import cut, dense, tokens
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+GIVEN = paged.GIVEN[:2]
+
+
+def close(out: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(out, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
+def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict) -> None:
+    device, text = Device(given, top_k=512, on=CUDA), tokens(330, 1)
+    for start, stop in ((0, 1), (1, 2), (2, 30), (30, 32), (32, 300), *((at, at + 1) for at in range(300, 310))):
+        out = device.feed({0: cut(text, start, stop)}, padded=stop - start == 1)[0]
+        for at in {start, stop - 1}:
+            close(out[at - start], dense(text, at))
+    assert not device.layer.bad.any()
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
+def test_a_sequence_gets_what_it_gets_alone_whatever_its_row_held_before(given: dict) -> None:
+    """Sequences move between rows of the batch, leave, and others get their blocks."""
+    texts = {name: tokens(count, name) for name, count in ((1, 400), (2, 260), (3, 300), (4, 340))}
+    together, alone = Device(given, top_k=24, on=CUDA), {name: Device(given, top_k=24, on=CUDA) for name in texts}
+    at = dict.fromkeys(texts, 0)
+
+    def both(names: list[int], counts: list[int]) -> None:
+        new = {n: cut(texts[n], at[n], at[n] + c) for n, c in zip(names, counts, strict=True)}
+        at.update({n: at[n] + c for n, c in zip(names, counts, strict=True)})
+        found = together.feed(new)
+        for name in names:
+            assert torch.equal(found[name], alone[name].feed({name: new[name]})[name])
+
+    both([1], [350])
+    both([1, 2], [1, 250])
+    for _ in range(3):
+        both([1, 2], [1, 1])
+    both([2, 1], [1, 1])
+    both([2, 1, 3], [1, 1, 290])
+    together.leave(1)
+    both([2, 3, 4], [1, 1, 300])
+    for _ in range(4):
+        both([2, 4, 3], [1, 1, 1])
+    assert not together.layer.bad.any()
