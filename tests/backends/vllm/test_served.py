@@ -169,3 +169,13 @@ def test_layers_that_are_another_backend_s_are_refused(asked: dict[str, Any], to
 
     with pytest.raises(KVRecallError, match=told):
         RetrievalImpl(8, 64, 0.125, 2, **asked)
+
+
+def test_host_memory_bounds_the_blocks(home: Path) -> None:
+    """Rows of a block of 128 tokens take 128 KiB in each of three layers of 2 heads of 64, fp32."""
+    job, block = {"rounds": [prompts([60, 90], shared=0, seed=5)], "tokens": 8}, 3 * 2 * 128 * 2 * 64 * 4
+    made = answers(home, job, METHODS["exact"] | {"host_memory": 130 * block})
+    assert made["blocks"] == 130
+    assert tokens(made) == tokens(answers(home, job, None))
+    with pytest.raises(AssertionError, match=r"host memory: 2,048 tokens need"):
+        answers(home, job, METHODS["exact"] | {"host_memory": 3 * block})

@@ -24,6 +24,7 @@ def test_settings_reach_the_method() -> None:
     settings = Settings.of({"kvrecall": given})
     assert (settings.method.name, settings.method.top_k, settings.index.gqa) == ("pariskv", 64, "max")
     assert settings.maps == Path("m.safetensors")
+    assert Settings.of({"kvrecall": given | {"host_memory": "1.5GiB"}}).host_memory == 3 << 29
     assert "method" in given, "what the user gave is left as it was"
 
 
@@ -42,6 +43,8 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"method": "parisk"}, "parisk.*Did you mean 'pariskv'"),
         ({"method": 3}, "method"),
         ({"maps": 3}, "maps"),
+        ({"host_memory": "96 gigabytes"}, "host_memory.*96GiB"),
+        ({"host_memory": 0}, "host_memory"),
         ({"method": "pariskv"}, 'stage1=collision.*"stage1": "product"'),
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),

@@ -32,7 +32,6 @@ from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.paged import Batch, PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.served import Served
-from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.summaries import LEAST_BLOCK, block_bytes, check_block_size, check_device, summaries_of
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer
 from kvrecall.core.errors import CompositionError
@@ -200,6 +199,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         check_device(device, settings.index)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
         self._number, self._shape = extract_layer_index(name), shape
+        self._served.shapes.append(shape)
         self._calibration = self._served.calibration(self._number)
         width = block_bytes(settings.index, shape, LEAST_BLOCK) // (self.num_kv_heads * LEAST_BLOCK)
         own.attn_backend = backend = of_width(width)
@@ -245,7 +245,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if self._bound == (kv_cache.data_ptr(), len(kv_cache)):
             return
         settings, shape, pages = self._served.settings, self._shape, pages_of(kv_cache)
-        host = HostBlocks(len(pages), shape, size)
+        host = self._served.host_blocks(len(pages), shape, size)
         if isinstance(self._layer, DeviceLayer):
             self._layer.bind(pages, host)
         else:

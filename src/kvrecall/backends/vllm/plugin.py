@@ -26,9 +26,23 @@ def register() -> None:
         warnings.warn(f"this vLLM has no place for kvrecall's attention backend: {error}", RuntimeWarning, stacklevel=2)
         return
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    _choose_worker(type(current_platform), AttentionBackendEnum.CUSTOM)
     if current_platform.is_cpu():
         _choose_on_cpu(type(current_platform), AttentionBackendEnum.CUSTOM)
     _registered = True
+
+
+def _choose_worker(platform: Any, custom: Any) -> None:
+    """Engines with our backend get our worker, unless they ask for one; its platform chooses it otherwise."""
+    own = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto" and vllm_config.attention_config.backend == custom:
+            parallel.worker_cls = "kvrecall.backends.vllm.worker.Worker"
+        own(cls, vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _choose_on_cpu(platform: Any, custom: Any) -> None:

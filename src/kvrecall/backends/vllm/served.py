@@ -12,9 +12,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 
 from kvrecall.backends.vllm.device import DeviceLayer, Scratch
 from kvrecall.backends.vllm.maps import calibrations_of
+from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.settings import Settings
+from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.summaries import check_maps
 from kvrecall.core.errors import CompositionError
+from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
@@ -32,6 +35,13 @@ class Served:
         self._config = vllm_config
         self.settings = Settings.of(vllm_config.additional_config)
         self._scratch: dict[LayerShape, Scratch] = {}
+        self.shapes: list[LayerShape] = []
+        """Of the layers that we serve."""
+        self.plan: HostPlan | None = None
+        self.gives_later = False
+        """Whether somebody calls `give` for every block that is handed out."""
+        self._hosts: list[HostBlocks] = []
+        self._given = 1
         _check(vllm_config)
 
     @staticmethod
@@ -58,6 +68,21 @@ class Served:
         index = self.settings.index
         assert isinstance(index, SphereConfig)
         return index
+
+    def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
+        """Memory for the rows of a layer."""
+        given = self._given if self.gives_later else None
+        made = HostBlocks(blocks, shape, block_size, given)
+        self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # others were for a trial
+        return made
+
+    def give(self, blocks: int) -> None:
+        """The first `blocks` of all layers will be used from now on."""
+        if blocks > self._given:
+            slab = 1 if self.plan is None else self.plan.slab
+            self._given = cdiv(blocks, slab) * slab
+            for host in self._hosts:
+                host.give(self._given)
 
     def device_layer(
         self, number: int, shape: LayerShape, params: AttentionParams, calibration: LayerCalibration | None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvrecall.backends.vllm.memory import bytes_of
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.index.exact import ExactConfig
 from kvrecall.index.sphere.config import SphereConfig
@@ -39,10 +40,11 @@ _REASONS = {
 @dataclass(frozen=True)
 class Settings:
     """A method, and where the statistics of the model's keys are. maps: a file of `kvrecall calibrate-maps`; None: the one that
-    is found by the model's config."""
+    is found by the model's config. host_memory: bytes for the rows of all ranks of a machine; None: a share of what is free."""
 
     method: Method
     maps: Path | None = None
+    host_memory: int | None = None
 
     @staticmethod
     def of(additional_config: object) -> Settings:
@@ -51,7 +53,7 @@ class Settings:
         if not isinstance(given, Mapping):
             raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
         params: dict[str, Any] = dict(given)
-        name, maps = params.pop("method", METHODS[0]), params.pop("maps", None)
+        name, maps, memory = params.pop("method", METHODS[0]), params.pop("maps", None), params.pop("host_memory", None)
         if not isinstance(name, str):
             raise ParameterError("method", "the name of a method", name, f"Served are {', '.join(METHODS)}.")
         if maps is not None and not isinstance(maps, str):
@@ -66,7 +68,7 @@ class Settings:
                 why = _REASONS.get(key, "it is not served yet")
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
-                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps"])
+                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps", "host_memory"])
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **params})
         index = method.index_config()
         if isinstance(index, SphereConfig) and index.stage1 != "product":
@@ -74,7 +76,8 @@ class Settings:
             raise CompositionError(f"vLLM with stage1={index.stage1}", why, 'Set "stage1": "product".')
         if method.local_tokens < 1:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "A token attends to itself at least.")
-        return Settings(method, None if maps is None else Path(maps))
+        limit = None if memory is None else bytes_of(memory)
+        return Settings(method, None if maps is None else Path(maps), limit)
 
     @property
     def index(self) -> SphereConfig | ExactConfig:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import Region
+from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.pieces import PIECE_TOKENS
 from kvrecall.core.structs import HostTable, lasting_tensors
@@ -22,11 +23,19 @@ _STREAMED_TOKENS, _PLACES = 8192, 3
 class HostBlocks:
     """Keys and values of one layer in all blocks; page-locked where a GPU reads them."""
 
-    def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
-        gpu = shape.device if shape.device.type == "cuda" else None
-        region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, gpu)
-        region.give(blocks)
-        self.rows, self.block_size = region.tensor, block_size
+    def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None) -> None:
+        """given: blocks that can be used at once; all, unless `give` is to follow."""
+        self._gpu = shape.device if shape.device.type == "cuda" else None
+        self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, self._gpu)
+        self.rows, self.block_size = self._region.tensor, block_size
+        self.give(blocks if given is None else given)
+
+    def give(self, blocks: int) -> None:
+        """Makes the first `blocks` usable. Raises ParameterError where a GPU could not read them."""
+        self._region.give(min(blocks, len(self.rows)))
+        if self._gpu is not None and not self._region.pinned:
+            remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
+            raise ParameterError("host memory", "memory that a GPU can read", "a refusal to page-lock it", remedy)
 
     @staticmethod
     def block_bytes(shape: LayerShape, block_size: int) -> int:

@@ -1,0 +1,52 @@
+"""How many blocks the memory of device and host holds. Knows nothing of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrecall.backends.vllm.stream import HostBlocks
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.errors import ParameterError
+from kvrecall.index.base import LayerShape
+
+_SHARE = 0.8
+"""Of the host memory that is free when an engine starts, unless it is told another number."""
+_SLAB_BYTES = 2 << 30
+"""Host memory of all layers that is page-locked at a time, about 0.15 s."""
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def bytes_of(given: object) -> int:
+    """A number of bytes, given as one or as text such as "96GiB". Raises ParameterError."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    if isinstance(given, str):
+        unit = next((u for u in _UNITS if given.endswith(u)), "")
+        digits = given.removesuffix(unit).strip()
+        if digits.isascii() and digits.replace(".", "", 1).isdigit() and float(digits) > 0:
+            return int(float(digits) * _UNITS.get(unit, 1))
+    raise ParameterError("host_memory", 'bytes, or a text such as "96GiB"', given, "Leave it out for a share of what is free.")
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """Host memory of one rank. block_bytes: of a block in all layers."""
+
+    block_bytes: int
+    limit: int
+
+    @staticmethod
+    def of(shapes: list[LayerShape], block_size: int, asked: int | None, ranks: int) -> HostPlan:
+        """For layers of these shapes. asked: bytes for all ranks of this machine; None: a share of what is free."""
+        total = int(available_host_bytes() * _SHARE) if asked is None else asked
+        return HostPlan(sum(HostBlocks.block_bytes(shape, block_size) for shape in shapes), total // max(1, ranks))
+
+    @property
+    def blocks(self) -> int:
+        """Whole blocks that fit."""
+        return self.limit // self.block_bytes
+
+    @property
+    def slab(self) -> int:
+        """Blocks that are page-locked at a time."""
+        return max(1, _SLAB_BYTES // self.block_bytes)

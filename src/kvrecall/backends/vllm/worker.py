@@ -1,0 +1,68 @@
+"""vLLM's worker, which knows that host memory has an end: no more blocks than device and host both hold, whose rows are
+page-locked as they are handed out."""
+
+# vLLM is installed where this is imported.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+from kvrecall.backends.vllm.memory import HostPlan
+from kvrecall.backends.vllm.served import Served
+from kvrecall.core.errors import HostMemoryError
+from kvrecall.core.launch import cdiv
+
+_log = logging.getLogger("vllm.kvrecall")
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as StockWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as StockWorker
+
+
+class Worker(StockWorker):
+    """The worker of this platform, for engines with our backend."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        Served.of(self.vllm_config).gives_later = True
+        return super().load_model(*args, **kwargs)
+
+    def determine_available_memory(self) -> int:
+        """Device bytes for pages: of no more blocks than the host has rows for. Raises HostMemoryError where those do not even
+        hold one sequence of the longest length."""
+        available, served, config = super().determine_available_memory(), Served.of(self.vllm_config), self.vllm_config
+        specs = self.get_kv_cache_spec()
+        groups = get_kv_cache_groups(config, specs)
+        page = max(spec.page_size_bytes for spec in specs.values())
+        per_block = page * max(len(group.layer_names) for group in groups)
+        size, ranks = config.cache_config.block_size, config.parallel_config.world_size
+        plan = served.plan = HostPlan.of(served.shapes, size, served.settings.host_memory, ranks)
+        kinds = [group.kv_cache_spec for group in groups]
+        needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
+        if plan.blocks < needed:
+            raise HostMemoryError(needed * plan.block_bytes, plan.limit, served.longest)
+        allowed = min(available, plan.blocks * per_block)
+        _log.info(
+            "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d)", allowed // per_block, size,
+            plan.limit / 2**30, plan.blocks, available // per_block,
+        )  # fmt: skip
+        return allowed
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        highest = highest_block(scheduler_output)
+        if highest is not None:
+            Served.of(self.vllm_config).give(highest + 1)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+
+def highest_block(scheduler_output: Any) -> int | None:
+    """The highest id of the blocks that a pass brings; None where it brings none."""
+    told = scheduler_output
+    groups: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
+    return max((max(ids) for each in groups if each for ids in each if ids), default=None)

@@ -1,0 +1,40 @@
+"""Blocks are given as they are handed out, and never more than host memory holds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvrecall.backends.vllm.memory import HostPlan, bytes_of
+from kvrecall.backends.vllm.stream import HostBlocks, runs
+from tests.backends.vllm.test_paged import SHAPE, SIZE
+
+
+def test_a_plan_counts_the_blocks_of_all_layers_and_ranks() -> None:
+    block = HostBlocks.block_bytes(SHAPE, SIZE)
+    plan = HostPlan.of([SHAPE] * 3, SIZE, 100 * block, ranks=2)
+    assert (plan.block_bytes, plan.blocks) == (3 * block, 16)
+    assert plan.slab * plan.block_bytes <= 2 << 30
+    assert HostPlan.of([SHAPE], SIZE, None, 1).blocks > 0
+
+
+def test_numbers_of_bytes() -> None:
+    assert (bytes_of(5), bytes_of("7"), bytes_of("2GiB"), bytes_of("0.5 KiB")) == (5, 7, 2 << 30, 512)
+
+
+def test_runs_of_blocks_are_copied_at_once() -> None:
+    assert runs([4, 5, 6, 2, 3, 9]) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
+    assert runs([]) == []
+
+
+def test_the_highest_block_of_a_pass() -> None:
+    pytest.importorskip("vllm")
+    from kvrecall.backends.vllm.worker import highest_block
+
+    def told(new: list, more: list) -> SimpleNamespace:
+        cached = SimpleNamespace(new_block_ids=more)
+        return SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(block_ids=ids) for ids in new], scheduled_cached_reqs=cached)
+
+    assert highest_block(told([([3, 8], [5])], [None, ([], [11])])) == 11
+    assert highest_block(told([], [None])) is None
