@@ -26,6 +26,15 @@ def test_numbers_of_bytes() -> None:
 def test_runs_of_blocks_are_copied_at_once() -> None:
     assert runs([4, 5, 6, 2, 3, 9]) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
     assert runs([]) == []
+    assert runs([4, 5, 6, 7], {6, 9}) == [(0, 4, 2), (2, 6, 2)]
+
+
+def test_blocks_are_given_in_pieces() -> None:
+    host = HostBlocks(40, SHAPE, SIZE, given=1)
+    for blocks in (1, 9, 3, 64):
+        host.give(blocks)
+    assert host.borders == {0, 1, 9}
+    host.rows[-1] = 1
 
 
 def test_the_highest_block_of_a_pass() -> None:

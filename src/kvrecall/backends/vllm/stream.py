@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -28,11 +28,17 @@ class HostBlocks:
         self._gpu = shape.device if shape.device.type == "cuda" else None
         self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, self._gpu)
         self.rows, self.block_size = self._region.tensor, block_size
+        self._given = 0
+        self.borders: set[int] = set()
+        """Blocks with which another page-locked piece begins: no copy may go over one."""
         self.give(blocks if given is None else given)
 
     def give(self, blocks: int) -> None:
         """Makes the first `blocks` usable. Raises ParameterError where a GPU could not read them."""
-        self._region.give(min(blocks, len(self.rows)))
+        if self._region.missing(min(blocks, len(self.rows))):
+            self.borders.add(self._given)
+            self._region.give(min(blocks, len(self.rows)))
+            self._given = blocks
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
             raise ParameterError("host memory", "memory that a GPU can read", "a refusal to page-lock it", remedy)
@@ -91,7 +97,7 @@ class Stream:
             with torch.cuda.stream(stream):
                 own = table[starts[number] : min(starts[number] + most, cdiv(stop, size))]
                 place = places[number % _PLACES]
-                for at, first, count in runs(own):
+                for at, first, count in runs(own, host.borders):
                     place[at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
                 sent.append(torch.cuda.Event())
                 sent[-1].record()
@@ -112,7 +118,7 @@ class Stream:
             here.wait_stream(stream)  # what is still on its way must not find its place given to others
 
 
-def runs(blocks: list[int]) -> list[tuple[int, int, int]]:
-    """(place of the first, its id, how many) of each run of consecutive ids."""
-    begins = [i for i, b in enumerate(blocks) if not i or b != blocks[i - 1] + 1]
+def runs(blocks: list[int], borders: Container[int] = ()) -> list[tuple[int, int, int]]:
+    """(place of the first, its id, how many) of each run of consecutive ids; one begins with each of the borders."""
+    begins = [i for i, b in enumerate(blocks) if not i or b != blocks[i - 1] + 1 or b in borders]
     return [(a, blocks[a], b - a) for a, b in pairwise([*begins, len(blocks)])]
