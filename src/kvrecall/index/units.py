@@ -136,14 +136,15 @@ class UnitIndex(Index):
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
                 gpu = kernels.GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
-            self._gpu = gpu
+            self._gpu, self._planned = gpu, None
         planned = self._planned
         if (
             planned is None
             or len(planned[0]) != len(searched)
             or any(a is not b for a, b in zip(planned[0], searched, strict=True))
         ):
-            rows = [kernels.plan_row(units.reps, units.members, units.offsets) for units in searched]
+            pairs = zip(searched, gpu.scores, strict=False)
+            rows = [kernels.plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
             with lasting_tensors():
                 plan = torch.tensor(rows, dtype=torch.int64, device=reps.device)
                 fire = torch.ones(len(rows), dtype=torch.int32, device=reps.device)

@@ -27,25 +27,27 @@ class UnitTable:
     """Memory of the units of one sequence while it is in a slot. It serves one stay and is never filled anew, so whoever has
     seen its units may keep them.
 
-    reps: `[H_kv, C, R]`, members: int32 `[H_kv, n]`, offsets: int32 `[H_kv, C + 1]`. units: those it was filled with, as the
-    index knows them. limit: tokens behind the sink that it has room for.
+    reps: `[H_kv, C, R]`, members: int32 `[H_kv, n]`, offsets: int32 `[H_kv, C + 1]`, scores: fp32 `[H_kv, lanes, C or more]`.
+    units: those it was filled with, as the index knows them. limit: tokens behind the sink that it has room for.
     """
 
     reps: Tensor
     members: Tensor
     offsets: Tensor
+    scores: Tensor
     units: Units
     limit: int
 
     @property
     def nbytes(self) -> int:
-        return self.reps.nbytes + self.members.nbytes + self.offsets.nbytes
+        return self.reps.nbytes + self.members.nbytes + self.offsets.nbytes + self.scores.nbytes
 
     def rows(self, budget: int) -> list[list[int]]:
         """One row of a plan for each KV head, which has the units that the table was filled with."""
         counts = self.units.reps.shape[1], self.units.members.shape[1]
         heads = (slice(h, h + 1) for h in range(len(self.reps)))  # an empty view would have no address
-        return [[*counts, *plan_row(self.reps[h], self.members[h], self.offsets[h], budget)[2:]] for h in heads]
+        rows = (plan_row(self.reps[h], self.members[h], self.offsets[h], self.scores[h], budget) for h in heads)
+        return [[*counts, *row[2:]] for row in rows]
 
 
 class UnitStep(IndexStep):
@@ -68,8 +70,11 @@ class UnitStep(IndexStep):
         """By slot; held so that the addresses in the plan stay what they are."""
         self.plan = torch.zeros(b * heads, FIELDS, dtype=torch.int64, device=device)
         like = torch.empty(1, dtype=shape.dtype, device=device)
-        self.searches = GpuUnitSearch(b * heads, 1, spec.group, shape.head_dim, index.gqa, index.kind, spec.top_k, room, like)
-        """One search for each slot and KV head. Its scratch has `room` scores for each."""
+        self.searches = GpuUnitSearch(
+            b * heads, 1, spec.group, shape.head_dim, index.gqa, index.kind, spec.top_k, room, like, own_scores=True
+        )
+        """One search for each slot and KV head, with scratch for `room` units of each beside the scores: less than
+        one number per unit."""
         self.ids, self.counts = self.searches.ids.view(b, heads, -1), self.searches.counts.view(b, heads)
 
     @abstractmethod
@@ -116,7 +121,8 @@ class UnitStep(IndexStep):
             reps = torch.empty(heads, most, width, dtype=shape.dtype, device=shape.device)
             members = torch.empty(heads, held + tokens, dtype=torch.int32, device=shape.device)
             offsets = torch.empty(heads, most + 1, dtype=torch.int32, device=shape.device)
+            scores = self.searches.scores_for(heads, most)
         there = Units(reps[:, :count], members[:, :held], offsets[:, : count + 1])
         for to, of in zip((there.reps, there.members, there.offsets), (units.reps, units.members, units.offsets), strict=True):
             to.copy_(of)
-        return UnitTable(reps, members, offsets, self.lent(units, there), limit)
+        return UnitTable(reps, members, offsets, scores, self.lent(units, there), limit)
