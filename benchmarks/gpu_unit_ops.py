@@ -42,7 +42,8 @@ class UnitLayers:
         described = UnitKind(self.volume, ordered=self.volume, least_tokens=least)
         sizes = (1, self.heads, self.group, self.dim, MODE, described, self.top_k, self.count)
         self.searches = [GpuUnitSearch(*sizes, units.reps) for units in self.units]
-        self.plans = [torch.tensor([plan_row(u.reps, u.members, u.offsets)], device="cuda") for u in self.units]
+        rows = [plan_row(u.reps, u.members, u.offsets, s.scores[0]) for u, s in zip(self.units, self.searches, strict=True)]
+        self.plans = [torch.tensor([row], device="cuda") for row in rows]
         self.fire = torch.ones(1, dtype=torch.int32, device="cuda")
 
     def score(self) -> None:
@@ -65,7 +66,7 @@ class UnitLayers:
         expected = (volume_scores if self.volume else inner_products)(grouped, units.reps)
         expected = expected.masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
         real = expected.isfinite()
-        error = float((search._scores[..., : self.count] - expected)[real].abs().max() / expected[real].abs().max())
+        error = float((search.scores[0, ..., : self.count] - expected)[real].abs().max() / expected[real].abs().max())
         require(error < 1e-4, f"scores: relative error {error}")
         ranked = reduce_scores(expected, MODE, self.scaling).unsqueeze(1)
         wanted = fill_budget(ranked, units, self.top_k)[:, 0]

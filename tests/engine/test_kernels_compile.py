@@ -324,7 +324,7 @@ def test_search_over_units(
     kind = UnitKind(volume, sized=not volume, ordered=volume, least_tokens=32 if volume else 1)
     search = GpuUnitSearch(2, 2, group, dim, mode, kind, 100, units, like)
     reps = torch.zeros(2, 3, (1 + volume) * dim, dtype=dtype)
-    row = plan_row(reps, torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32))
+    row = plan_row(reps, torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32), search.scores[0])
     plan, fire = torch.tensor([row, row]), torch.ones(2, dtype=torch.int32)
     search.launch(torch.zeros(2, 2 * group, dim, dtype=dtype), plan, fire, 0.1, 100)
     names = {kernel.__name__ for kernel, *_ in launches.values()}

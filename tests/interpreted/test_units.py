@@ -135,7 +135,7 @@ def test_scores_are_read_by_nobody_before_they_are_written() -> None:
     search_both(index, queries, 30)
     gpu = index._gpu
     assert gpu is not None
-    for name in ("_scores", "_peak", "_mass"):
+    for name in ("scores", "_peak", "_mass"):
         getattr(gpu, name).copy_(poisoned(*getattr(gpu, name).shape))
     search_both(index, queries, 30)
     index.truncate(0, 61)

@@ -47,6 +47,10 @@ class Units:
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.reps, self.members, self.offsets))
 
+    def own(self) -> Units:
+        """The same for a copy of the sequence."""
+        return self
+
     @staticmethod
     def none(heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Units:
         """No units."""
@@ -67,6 +71,24 @@ class Units:
         before = torch.nn.functional.pad(kept.int().cumsum(1, dtype=torch.int32), (1, 0))
         members = self.members[kept].view(heads, tokens - ids.shape[1])
         return Units(self.reps, members, before.gather(1, self.offsets.long()))
+
+
+@dataclass(frozen=True)
+class GrowingUnits(Units):
+    """Units in the memory of a slot, where a device step changes the last one as it grows.
+
+    last: `[H_kv, 1, R]`, its representation before. `members` and `offsets` stay as they are.
+    """
+
+    last: Tensor
+
+    def own(self) -> Units:
+        return Units(torch.cat([self.reps[:, :-1], self.last], 1), self.members.clone(), self.offsets)
+
+    def settled(self) -> Units:
+        """The same units, which no step changes from here on."""
+        self.reps[:, -1:] = self.last
+        return Units(self.reps, self.members, self.offsets)
 
 
 class UnitIndex(Index):
@@ -114,14 +136,15 @@ class UnitIndex(Index):
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
                 gpu = kernels.GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
-            self._gpu = gpu
+            self._gpu, self._planned = gpu, None
         planned = self._planned
         if (
             planned is None
             or len(planned[0]) != len(searched)
             or any(a is not b for a, b in zip(planned[0], searched, strict=True))
         ):
-            rows = [kernels.plan_row(units.reps, units.members, units.offsets) for units in searched]
+            pairs = zip(searched, gpu.scores, strict=False)
+            rows = [kernels.plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
             with lasting_tensors():
                 plan = torch.tensor(rows, dtype=torch.int64, device=reps.device)
                 fire = torch.ones(len(rows), dtype=torch.int32, device=reps.device)
@@ -145,7 +168,8 @@ class UnitIndex(Index):
         chosen = copy(self)
         chosen._gpu = chosen._planned = None  # what a search writes to is never shared
         for name in self.of_sequence:
-            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
+            entries = [getattr(self, name)[b] for b in sequences]
+            setattr(chosen, name, [entry.own() if isinstance(entry, Units) else entry for entry in entries])
         return chosen
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:

@@ -6,20 +6,20 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
-from kvrecall.index.unit_kernels.grow import add_members
+from kvrecall.index.unit_kernels.grow import add_members, table_of
 
 
 @triton.jit
 def segment_kernel(
-    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_reps, p_members, p_offsets, p_marks, p_resident, p_log,
-    p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL, INTERVAL, LONGEST, UNITS, TOKENS, MARKED, WINDOW,
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_marks, p_resident, p_log, p_log_lse, HEADS, TABLE, CAPACITY,
+    FRONT, LOCAL, INTERVAL, LONGEST, MARKED, WINDOW,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
     FIELDS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): the oldest segment of a full window becomes a unit, its mean key (LouisKV section 4.2).
 
-    A segment ends before the next marked token (marks uint8 `[B, MARKED]`), after LONGEST <= BM tokens at most. reps `[bh,
-    UNITS, D]`, members int32 `[bh, TOKENS]`, offsets int32 `[bh, UNITS + 1]`, plan int64 `[bh, FIELDS]` get one unit more.
+    A segment ends before the next marked token (marks uint8 `[B, MARKED]`), after LONGEST <= BM tokens at most. The
+    table that the program's row of plan int64 `[bh, FIELDS]` tells of, and the row's counts, get one unit more.
     """
     i_bh = tl.program_id(0)
     i_b = i_bh // HEADS
@@ -46,10 +46,11 @@ def segment_kernel(
             b_sum += tl.sum(b_k.to(tl.float64), 0)
             i += T
         unit, tokens = tl.load(p_plan), tl.load(p_plan + 1)
+        p_reps, p_members, p_offsets = table_of(p_plan, p_rows)
         b_mean = (b_sum / moved).to(tl.float32).to(p_reps.dtype.element_ty)
-        tl.store(p_reps + (i_bh.to(tl.int64) * UNITS + unit) * D + o_d, b_mean, mask=o_d < D)
-        add_members(p_members + i_bh.to(tl.int64) * TOKENS, first, tokens, moved, T)
-        tl.store(p_offsets + i_bh.to(tl.int64) * (UNITS + 1) + unit + 1, (tokens + moved).to(tl.int32))
+        tl.store(p_reps + unit * D + o_d, b_mean, mask=o_d < D)
+        add_members(p_members, first, tokens, moved, T)
+        tl.store(p_offsets + unit + 1, (tokens + moved).to(tl.int32))
         tl.debug_barrier()
         tl.store(p_plan, unit + 1)
         tl.store(p_plan + 1, tokens + moved)

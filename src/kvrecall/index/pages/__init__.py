@@ -158,7 +158,7 @@ class PageIndex(UnitIndex):
         return self._units[sequence]
 
     def move(self, sequence: int, units: Units) -> None:
-        """Refers to the same units at another place; what lies there behind the last whole page may change."""
+        """Refers to the same units at another place."""
         self._units[sequence] = units
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:

@@ -6,20 +6,20 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
-from kvrecall.index.unit_kernels.grow import add_members
+from kvrecall.index.unit_kernels.grow import add_members, table_of
 
 
 @triton.jit
 def page_kernel(
-    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_reps, p_members, p_offsets, p_tails, p_resident, p_log,
-    p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL, INTERVAL, UNITS, TOKENS, WINDOW,
+    p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_tails, p_resident, p_log, p_log_lse, HEADS, TABLE, CAPACITY,
+    FRONT, LOCAL, INTERVAL, WINDOW,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     SPREAD: tl.constexpr, POINTS: tl.constexpr, FIELDS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): the buffer of a full window becomes pages of PAGE <= T tokens, from the partial one on.
 
-    tails `[bh, PAGE, D]`: keys of the last page if it is partial. reps `[bh, UNITS, POINTS * D]`: mean key, or mean ± mean
-    deviation (SPREAD), or extremes; see `index.pages.volumes`. The rest as in `segment_kernel`.
+    tails `[bh, PAGE, D]`: keys of the last page if it is partial. A representation has POINTS * D numbers: mean key, or
+    mean ± mean deviation (SPREAD), or extremes; see `index.pages.volumes`. The rest as in `segment_kernel`.
     """
     i_bh = tl.program_id(0)
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
@@ -35,7 +35,7 @@ def page_kernel(
         page, rest = tokens // PAGE, tokens % PAGE
         o_d, o_t = tl.arange(0, BD), tl.arange(0, T)
         p_tail = p_tails + i_bh.to(tl.int64) * PAGE * D
-        p_offset = p_offsets + i_bh.to(tl.int64) * (UNITS + 1)
+        p_reps, p_members, p_offsets = table_of(p_plan, p_rows)
         i = 0
         while i < rest + moved:
             o_x = i + o_t
@@ -49,7 +49,7 @@ def page_kernel(
             b_key = tl.where(m_old, b_old, b_new)
             b_k = b_key.to(tl.float32)
             size = tl.minimum(rest + moved - i, PAGE)
-            p_rep = p_reps + (i_bh.to(tl.int64) * UNITS + page) * (POINTS * D) + o_d
+            p_rep = p_reps + page.to(tl.int64) * (POINTS * D) + o_d
             if POINTS == 1 or SPREAD:
                 b_centre = tl.sum(b_k, 0) / size
                 b_high, b_low = b_centre, b_centre
@@ -67,8 +67,8 @@ def page_kernel(
                 tl.store(p_tail + o_t[:, None] * D + o_d[None, :], b_key, mask=m_row)
             page += 1
             i += PAGE
-            tl.store(p_offset + page, tokens - rest + tl.minimum(i, rest + moved))
-        add_members(p_members + i_bh.to(tl.int64) * TOKENS, first, tokens, moved, T)
+            tl.store(p_offsets + page, tokens - rest + tl.minimum(i, rest + moved))
+        add_members(p_members, first, tokens, moved, T)
         tl.debug_barrier()
         tl.store(p_plan, page.to(tl.int64))
         tl.store(p_plan + 1, (tokens + moved).to(tl.int64))

@@ -17,6 +17,7 @@ from kvrecall.index.pages.kernels import page_kernel
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.unit_kernels.search import FIELDS
 from kvrecall.index.unit_kernels.step import UnitStep
+from kvrecall.index.units import GrowingUnits, Units
 
 if TYPE_CHECKING:
     from kvrecall.index.pages import PageIndex
@@ -36,10 +37,19 @@ class PageStep(UnitStep):
         tail = cast("PageIndex", index).tails[sequence]
         self._tails[slot, :, : tail.shape[1]] = tail
 
+    def most_units(self, units: Units, tokens: int, steps: int) -> int:
+        return cdiv(units.members.shape[1] + tokens, self._page)
+
+    def lent(self, units: Units, table: Units) -> Units:
+        if units.members.shape[1] % self._page == 0:
+            return table
+        # The last page grows in its place, and so does its end; pages have offsets that are small.
+        return GrowingUnits(table.reps, table.members, units.offsets, units.reps[:, -1:].clone())
+
     def end(self, asked: SlotStep) -> None:
         args, sizes = end_arguments(self.spec, asked)
         page_kernel[(len(self.plan),)](
-            *args.begin, *self.tables, self._tails, *args.logs, *args.numbers, self.room, self.spec.tokens, args.window,
-            PAGE=self._page, T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
+            *args.begin, self.plan, self._tails, *args.logs, *args.numbers, args.window, PAGE=self._page,
+            T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
             POINTS=self._config.points, FIELDS=FIELDS, **sizes,
         )  # fmt: skip

@@ -34,7 +34,8 @@ class NearestCentroids:
         self._each = torch.arange(number + 1, **ints)  # members and offsets of units of one token
         kind = UnitKind(volume=False, ordered=True, per_query_head=True)
         self._search = GpuUnitSearch(1, kv_heads, heads // kv_heads, dim, "max", kind, count, number, centroids)
-        row = plan_row(centroids, self._each[:number].expand(heads, -1), self._each.expand(heads, -1))
+        each = self._each.expand(heads, -1)
+        row = plan_row(centroids, each[:, :number], each, self._search.scores[0])
         self._plan = torch.tensor([row], dtype=torch.int64, device=centroids.device)
         self._fire = torch.ones(1, **ints)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.index.unit_kernels.score import unit_sizes
+from kvrecall.index.unit_kernels.score import scores_of, unit_sizes
 from kvrecall.select.kernels import LOWEST, lse_of, ordered, shares
 
 
@@ -62,15 +62,15 @@ def budget_range(b_key, b_size, m_u, wanted, total):
 
 @triton.jit
 def fill_kernel(
-    p_scores, p_peak, p_mass, p_plan, p_fire, p_units, p_keys, p_kept, p_firsts, p_starts, p_counts, scaling, BUDGET, HEADS,
-    ROOM, CHUNKS, PARTS, SLOTS,
+    p_peak, p_mass, p_plan, p_fire, p_units, p_keys, p_kept, p_firsts, p_starts, p_counts, scaling, BUDGET, HEADS, CHUNKS,
+    PARTS, SLOTS,
     LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
     BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Program (BC of the units, sequence and KV head): the best of its units that fill BUDGET, or what the plan allows.
 
-    First level: scores `[bh, LANES, ROOM]`, ranked by their softmax shares (peak, mass: see `score_kernel`, for parts of R
-    units) or by the largest lane. Writes unit numbers, ascending, and keys `[bh, CHUNKS, SLOTS]`, and how many to kept
+    First level: scores of LANES lanes, ranked by their softmax shares (peak, mass: see `score_kernel`, for parts of R units)
+    or by the largest lane. Writes unit numbers, ascending, and keys `[bh, CHUNKS, SLOTS]`, and how many to kept
     `[bh, CHUNKS + 1]`. LAST level: one program, CHUNKED if it reads what the first level left, else scores. Writes, per unit
     taken, its first member and the place of its first token in the result, `[bh, SLOTS]`; their number to kept[bh, CHUNKS];
     the tokens taken to counts[bh].
@@ -92,15 +92,15 @@ def fill_kernel(
         else:
             m_c = o_c < units
             b_unit = o_c
-            p_own = p_scores + i_bh.to(tl.int64) * ROOM * LANES
+            p_own, width = scores_of(p_row, i_kv, units, LANES)
             if SOFTMAX:
                 o_lse = i_bh * LANES * PARTS
                 b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(units, R), PARTS, LANES, BL, BT)
-                b_s = shares(p_own, b_lse, o_c, m_c, scaling, ROOM, LANES, BL, MEAN)
+                b_s = shares(p_own, b_lse, o_c, m_c, scaling, width, LANES, BL, MEAN)
             else:
                 b_s = tl.load(p_own + o_c, mask=m_c, other=0.0)
                 for lane in tl.static_range(1, LANES):
-                    b_s = tl.maximum(b_s, tl.load(p_own + lane * ROOM + o_c, mask=m_c, other=0.0))
+                    b_s = tl.maximum(b_s, tl.load(p_own + lane * width + o_c, mask=m_c, other=0.0))
             b_key = ordered(b_s)
         b_first, b_size = unit_sizes(p_row, i_kv, b_unit, m_c)
         m_u = b_size > 0

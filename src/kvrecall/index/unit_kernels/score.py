@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.index.unit_kernels import SCORE_STEP
+
+_STEP = tl.constexpr(SCORE_STEP)
+
 
 @triton.jit
 def unit_sizes(p_row, i_kv, o_u, m_u):
@@ -17,6 +21,14 @@ def unit_sizes(p_row, i_kv, o_u, m_u):
     p_offsets = tl.load(p_row + 6).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 7)
     b_first = tl.load(p_offsets + o_u, mask=m_u, other=0)
     return b_first, tl.load(p_offsets + o_u + 1, mask=m_u, other=0) - b_first
+
+
+@triton.jit
+def scores_of(p_row, i_kv, units, LANES: tl.constexpr):
+    """Scores fp32 `[LANES, width]` of one KV head, and their width. p_row: the plan's row."""
+    width = tl.multiple_of(tl.cdiv(units, _STEP) * _STEP, _STEP)
+    p_scores = tl.multiple_of(tl.load(p_row + 9).to(tl.pointer_type(tl.float32)), 16)
+    return p_scores + i_kv.to(tl.int64) * LANES * width, width
 
 
 @triton.jit
@@ -62,12 +74,12 @@ def sum_scores(p_queries, p_reps, m_u, R: tl.constexpr, D: tl.constexpr, BD: tl.
 
 @triton.jit
 def score_kernel(
-    p_queries, p_like, p_plan, p_fire, p_scores, p_peak, p_mass, scaling, HEADS, ROOM, PARTS,
+    p_queries, p_like, p_plan, p_fire, p_peak, p_mass, scaling, HEADS, PARTS,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, DOT: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SIZED: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (R units, sequence and KV head): scores fp32 `[bh, lane, ROOM]` of queries `[bh, G, D]`; empty units -inf.
+    """Program (R units, sequence and KV head): scores fp32 of queries `[bh, G, D]`, see `scores_of`; empty units -inf.
 
     p_like: any pointer of the representations' dtype. LARGEST: keeps the group's largest score only, in lane 0. SOFTMAX: also
     peak and mass `[bh, lane, PARTS]` of each lane's softmax over these units. SIZED: adds log(tokens) to a unit's logit.
@@ -94,9 +106,11 @@ def score_kernel(
         m_l = o_l < LANES
         b_s = tl.where(m_u[:, None] & m_l[None, :], b_s, float("-inf"))
         if LARGEST:
-            tl.store(p_scores + i_bh.to(tl.int64) * ROOM + o_u, tl.max(b_s, 1), mask=m_real)
+            p_scores, _ = scores_of(p_row, i_kv, units, 1)
+            tl.store(p_scores + o_u, tl.max(b_s, 1), mask=m_real)
         else:
-            p_lanes = p_scores + (i_bh * LANES + o_l).to(tl.int64)[None, :] * ROOM
+            p_scores, width = scores_of(p_row, i_kv, units, LANES)
+            p_lanes = p_scores + o_l[None, :] * width
             tl.store(p_lanes + o_u[:, None], b_s, mask=m_real[:, None] & m_l[None, :])
         if SOFTMAX:
             b_x = b_s * scaling

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv, next_power_of_2
-from kvrecall.index.unit_kernels import UNIT_FIELDS
+from kvrecall.index.unit_kernels import SCORE_STEP, UNIT_FIELDS
 from kvrecall.index.unit_kernels.fill import ascend_kernel, expand_kernel, fill_kernel
 from kvrecall.index.unit_kernels.score import score_kernel
 
@@ -30,9 +30,9 @@ _TOKENS, _COMPARED = 64, 128
 _UNBOUNDED = 2**31 - 1
 
 
-def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, budget: int = _UNBOUNDED) -> list[int]:
-    """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`, and the most
-    tokens that a search may find in them.
+def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, scores: Tensor, budget: int = _UNBOUNDED) -> list[int]:
+    """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`, memory for
+    scores (see `GpuUnitSearch.scores_for`), and the most tokens that a search may find in them.
 
     The tensors must stay where they are while the plan is in use; only their distance between KV heads is free.
     """
@@ -41,7 +41,7 @@ def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, budget: int = _UNBO
     row = [reps.shape[1], members.shape[1]]
     for tensor in (reps, members, offsets):
         row += [tensor.data_ptr(), tensor.stride(0)]
-    return [*row, budget]
+    return [*row, budget, scores.data_ptr()]
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,17 @@ class UnitKind:
 
 
 class GpuUnitSearch:
-    """Scratch and launches for up to `units` units per sequence and budgets of up to `top_k` tokens."""
+    """Scratch and launches for up to `units` units per sequence and budgets of up to `top_k` tokens.
+
+    scores: fp32 `[B, H_kv, lanes, U]`, memory for the scores of each sequence. Slots have memory of their own sequences
+    instead, see `scores_for`.
+    """
 
     def __init__(
-        self, sequences: int, heads: int, group: int, dim: int, mode: str, kind: UnitKind, top_k: int, units: int, like: Tensor
-    ) -> None:
-        """like: any tensor of the representations' dtype on the device."""
+        self, sequences: int, heads: int, group: int, dim: int, mode: str, kind: UnitKind, top_k: int, units: int, like: Tensor,
+        own_scores: bool = False,
+    ) -> None:  # fmt: skip
+        """like: any tensor of the representations' dtype on the device. own_scores: the sequences have memory of their own."""
         self.sequences, self.mode, self.kind, self.top_k, self.units = sequences, mode, kind, top_k, units
         self._heads, self._group, self._dim = heads, group, dim
         self._lanes = 1 if mode == "mean_q" else group
@@ -81,7 +86,7 @@ class GpuUnitSearch:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self._parts = cdiv(units, _SUM_UNITS)
-        self._scores = scratch(pairs, self._stored, units, dtype=torch.float32)
+        self.scores = self.scores_for(0 if own_scores else sequences * heads, units).unflatten(0, (-1, heads))
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
         self._left, self._keys = (scratch(pairs, max(1, self._chunks) * self._slots) for _ in range(2))
         self._kept = scratch(pairs, self._chunks + 1)
@@ -91,6 +96,11 @@ class GpuUnitSearch:
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
         self.counts = scratch(sequences, heads)
         """How many of each are real."""
+
+    def scores_for(self, heads: int, units: int) -> Tensor:
+        """Memory for the scores of so many KV heads, of up to `units` units each: fp32 `[heads, lanes, U]`."""
+        width = SCORE_STEP * cdiv(units, SCORE_STEP)
+        return torch.empty(heads, self._stored, width, dtype=torch.float32, device=self._like.device)
 
     def serves(self, sequences: int, top_k: int, units: int) -> bool:
         """Whether it is large enough."""
@@ -114,7 +124,7 @@ class GpuUnitSearch:
         if self.kind.per_query_head:
             heads, group, lanes = heads * group, 1, 1
         score_kernel[(cdiv(self.units, rows), plan.shape[0] * heads)](
-            queries, self._like, plan, fire, self._scores, self._peak, self._mass, scaling, heads, self.units, self._parts,
+            queries, self._like, plan, fire, self._peak, self._mass, scaling, heads, self._parts,
             D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
             BL=max(_DOT_LANES if dot else 1, next_power_of_2(lanes)), R=rows,
             WIDTH=self._dim * (2 if self.kind.volume else 1), DOT=dot, LARGEST=self.mode == "max",
@@ -127,8 +137,8 @@ class GpuUnitSearch:
 
         def level(grid: int, block: int, last: bool) -> None:
             fill_kernel[(grid, self._pairs(plan))](
-                self._scores, self._peak, self._mass, plan, fire, self._left, self._keys, self._kept, self._firsts,
-                self._starts, self.counts, scaling, top_k, self._heads, self.units, self._chunks, self._parts, self._slots,
+                self._peak, self._mass, plan, fire, self._left, self._keys, self._kept, self._firsts, self._starts,
+                self.counts, scaling, top_k, self._heads, self._chunks, self._parts, self._slots,
                 LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
                 BL=next_power_of_2(self._stored), BT=next_power_of_2(cdiv(self.units, rows)), R=rows, BC=block, LAST=last,
                 CHUNKED=last and self._chunks > 0, FIELDS=FIELDS, num_warps=max(4, min(32, block // 256)),
