@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import gcd, prod
 from pathlib import Path
@@ -93,6 +94,10 @@ class Region:
                     self._pages.madvise(mmap.MADV_DONTNEED, start, count)  # nothing is in them yet
 
 
+_TOUCHED_BYTES, _MOST_THREADS = 8 << 20, 16
+"""What one thread asks the system for at a time, and how many do: more would wait for its locks."""
+
+
 def _flags() -> dict[str, int]:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return {}
@@ -101,11 +106,19 @@ def _flags() -> dict[str, int]:
 
 
 def _fault_in(slab: Tensor) -> None:
-    """Has the system give the pages now, for all cores at a time; registering them would ask for one after another.
+    """Has the system give the pages now, to as many threads as there are cores; registering them would ask for one after
+    another. Threads of our own: some servers leave torch one."""
+    parts = slab.split(_TOUCHED_BYTES)
+    if len(parts) == 1:
+        _touch(slab)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(_MOST_THREADS, cores, len(parts))) as threads:
+        list(threads.map(_touch, parts))
 
-    torch divides work among cores by its elements, so that each page has several.
-    """
-    slab[:: mmap.PAGESIZE // 8].zero_()
+
+def _touch(part: Tensor) -> None:
+    part[:: mmap.PAGESIZE].zero_()
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,8 @@ from kvrecall.index.base import LayerShape
 
 _SHARE = 0.8
 """Of the host memory that is free when an engine starts, unless it is told another number."""
-_SLAB_BYTES = 2 << 30
-"""Host memory of all layers that is page-locked at a time, about 0.15 s."""
+_SLAB_BYTES = 4 << 30
+"""Host memory of all layers that is page-locked at a time."""
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
