@@ -134,6 +134,7 @@ CONFIG = SimpleNamespace(
     additional_config={"kvrecall": {"method": "exact"}}, kv_transfer_config=None,
     parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     cache_config=SimpleNamespace(cache_dtype="auto", mamba_cache_mode="none"),
+    speculative_config=None, device_config=SimpleNamespace(device_type="cuda"),
     model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
 )  # fmt: skip
 
@@ -143,6 +144,8 @@ CONFIG = SimpleNamespace(
     [
         ("kv_transfer_config", object(), "a KV connector"),
         ("parallel_config", SimpleNamespace(decode_context_parallel_size=2), "decode context parallelism"),
+        ("parallel_config", SimpleNamespace(enable_dbo=True), "dual-batch overlap"),
+        ("speculative_config", object(), "speculative decoding on a GPU"),
         ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
         ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),

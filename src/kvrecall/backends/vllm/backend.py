@@ -119,10 +119,11 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     """Made once per pass, for all layers."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1
+    """Who decodes comes first."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)  # who decodes comes first
         self._plan: PassPlan | None = None
         if device.type == "cuda":
             served = Served.of(vllm_config)

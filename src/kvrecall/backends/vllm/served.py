@@ -118,6 +118,11 @@ def _check(config: Any) -> None:
         "prefill context parallelism": (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1, "a sequence's window cannot be shared out"
         ),
+        "dual-batch overlap": (getattr(parallel, "enable_dbo", False), "both halves of a batch would search at once"),
+        "speculative decoding on a GPU": (
+            getattr(config, "speculative_config", None) is not None and config.device_config.device_type != "cpu",
+            "a step there decodes one token of a sequence",
+        ),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
             cache.cache_dtype != "auto", "rows are stored in the model's dtype"

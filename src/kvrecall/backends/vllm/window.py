@@ -35,10 +35,11 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     """Hands on what vLLM says."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1
+    """Who decodes comes first."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
         return WindowMetadata(common_attn_metadata.block_table_tensor, common_attn_metadata.slot_mapping)
