@@ -149,6 +149,13 @@ def test_script_runs_as_a_process() -> None:
     assert done.returncode == 0 and done.stdout.startswith("{") and done.stdout.count("\n") == 1
 
 
+@pytest.mark.parametrize("call", [("--help",), ("calibrate-maps", "--help"), ("eval", "--tasks", "list")], ids=" ".join)
+def test_what_computes_nothing_does_not_wait_for_torch(call: tuple[str, ...]) -> None:
+    code = "import sys; sys.modules['torch'] = None; from kvrecall.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *call], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout and not done.stderr
+
+
 def test_sizes_and_times() -> None:
     assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40, None)] == [
         "0 B",

@@ -7,6 +7,8 @@
 4. The numpy type of a Triton type is looked up in a table that is built anew each time. Here it is remembered.
 5. Every tensor checks its shape and wraps each number of it anew. Here tensors of one shape share what was made of it.
 6. Two operands are compared size by size before they are broadcast. Here those that share their shape are not.
+7. Both operands of a binary operation are checked, cast and filled to the full size. Here those of one type are neither checked
+   nor cast, and numpy broadcasts the smaller one, so that nothing is filled.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def take() -> None:
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce_in_pairs
     share_shapes()
+    TritonSemantic.binary_op_type_checking_impl = operands_of(TritonSemantic.binary_op_type_checking_impl)
 
 
 def remembered(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -74,6 +77,71 @@ def share_shapes() -> None:
 
     tl.block_type.__init__, tl.tensor.__init__ = type_of, tensor_of
     TritonSemantic.broadcast_impl_value = broadcast_of
+
+
+PLAIN = {kind.name: kind for kind in (tl.float32, tl.float64, tl.int32, tl.int64, tl.uint8, tl.uint32, tl.uint64)}
+"""Types that two operands of them keep in every operation, and so does one beside a number of Python's of the same kind."""
+OFFSETS = {"int32", "int64"}
+"""Types of what is added to pointers."""
+
+
+def operands_of(check: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Operands of one type; any other pair goes through `check`, and so do shapes that do not fit.
+
+    An operand has the type of the whole result, and as many numbers as it came with: those of both together fill the result.
+    """
+    tensor, constants = tl.tensor, dict[Any, Any]()
+    joined: dict[tuple[int, int], list[int] | None] = {}  # by the ids of two shapes, which `share_shapes` keeps
+    blocks: dict[tuple[tuple[int, int], tuple[str, str]], tuple[Any, Any]] = {}
+
+    def constant(semantic: Any, value: Any, kind: Any) -> Any:
+        """A number as a tensor. It is remembered unless it is 0.0, which equals -0.0, or NaN, which equals nothing."""
+        if isinstance(value, float) and (value == 0.0 or value != value):
+            return semantic._cast_to_computation_type(value, kind)
+        key = value, kind.name
+        if key not in constants:
+            constants[key] = semantic._cast_to_computation_type(value, kind)
+        return constants[key]
+
+    def sizes_of(shape: Any) -> tuple[int, ...]:
+        return tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+
+    def block(key: tuple[int, int], kind: Any, shape: Any) -> Any:
+        """The type of the result of shapes `key`, of elements `kind`; None where `shape` is that of the result."""
+        sizes = joined[key]
+        return None if sizes is None or list(sizes_of(shape)) == sizes else tl.block_type(kind, sizes)
+
+    def operands(semantic: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
+        if isinstance(lhs, tensor) and isinstance(rhs, tensor):
+            left, right = lhs.dtype.name, rhs.dtype.name
+            alike = left == right and (left in PLAIN or left == "int1")
+            if not alike and not (right in OFFSETS and flags[:1] == (True,) and isinstance(lhs.dtype, tl.pointer_type)):
+                return check(semantic, lhs, rhs, *flags, **named)
+        else:
+            kind, number = (lhs.dtype, rhs) if isinstance(lhs, tensor) else (getattr(rhs, "dtype", None), lhs)
+            name = getattr(kind, "name", None)
+            fits = type(number) is int or (type(number) is float and name in ("fp32", "fp64"))
+            if not fits or name not in PLAIN or (type(number) is float and semantic.to_tensor_type(number) is not tl.float32):
+                return check(semantic, lhs, rhs, *flags, **named)
+            made = constant(semantic, number, kind)
+            lhs, rhs = (lhs, made) if number is rhs else (made, rhs)
+        one, other = lhs.shape, rhs.shape
+        if one is other:
+            return lhs, rhs
+        key = id(one), id(other)
+        names = lhs.dtype.name, rhs.dtype.name
+        if (key, names) not in blocks:
+            try:
+                joined[key] = list(np.broadcast_shapes(sizes_of(one), sizes_of(other)))
+            except ValueError:
+                joined[key] = None
+            blocks[key, names] = block(key, lhs.dtype, one), block(key, rhs.dtype, other)
+        if joined[key] is None:
+            return check(semantic, lhs, rhs, *flags, **named)
+        wide, tall = blocks[key, names]
+        return lhs if wide is None else tensor(lhs.handle, wide), rhs if tall is None else tensor(rhs.handle, tall)
+
+    return operands
 
 
 def reduce_in_pairs(self: Any, inputs: tuple[Any, ...]) -> list[Any]:

@@ -11,7 +11,7 @@ from scripts.tables.common import ROOT, markdown
 from scripts.tables.evaluation.cases import FULL, Column, Comparison, Line, Mean, comparisons, pool
 from scripts.tables.evaluation.rows import FULL_NAME, Answer, Plan, Rows
 
-from kvrecall.evaluate import drift
+from kvrecall.evaluate import drift_task
 from kvrecall.evaluate.summary import attended_text
 from kvrecall.evaluate.tasks.registry import generated
 
@@ -284,7 +284,8 @@ def _samples_told(comparison: Comparison) -> str:
 
 def _samples(plan: Any) -> int:
     """Samples of a run's plan under one condition."""
-    each = (1 if drift.is_drift(t) else plan.samples * (len(plan.depths) if generated(t).depths else 1) for t in plan.tasks)
+    asked = plan.samples
+    each = (1 if drift_task.is_drift(t) else asked * (len(plan.depths) if generated(t).depths else 1) for t in plan.tasks)
     return len(plan.contexts) * sum(each)
 
 

@@ -12,7 +12,7 @@ from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.textfile import read_text, writable
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
-from kvrecall.index.calibration import ENOUGH_TOKENS
+from kvrecall.index.enough import ENOUGH_TOKENS
 
 
 @verb

@@ -165,7 +165,7 @@ def _bar(quiet: bool) -> Iterator[Any]:
 
 
 def _list(as_json: bool) -> Result:
-    from kvrecall.evaluate.drift import NAME
+    from kvrecall.evaluate.drift_task import NAME
     from kvrecall.evaluate.problems import FORMATS
     from kvrecall.evaluate.tasks.registry import KNOWN
 

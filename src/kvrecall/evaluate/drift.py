@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +18,15 @@ from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.cache.transfer import bring_keys
-from kvrecall.core.errors import InputFileError, ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.evaluate.asking import Asker, costs
 from kvrecall.evaluate.conditions import FULL, Condition
+from kvrecall.evaluate.drift_task import given_text
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.tasks.text import haystack
 from kvrecall.methods.full import Full
 
-NAME = "drift"
 TRUTH_K = 100
 _AHEAD = 64
 """Tokens of a given text that full attention reads at a time."""
@@ -66,22 +65,6 @@ class Drift:
         score = sum(w.agreement * w.steps for w in self.windows) / steps
         own = {"score": score, "windows": [asdict(w) for w in self.windows], "layers": self.layers}
         return own | {"prompt_tokens": self.prompt_tokens, "new_tokens": steps} | self.costs
-
-
-def is_drift(spec: str) -> bool:
-    """Whether a task's spec is this one."""
-    return spec.partition(":")[0] == NAME
-
-
-def given_text(spec: str) -> str:
-    """The file of a spec; raises InputFileError."""
-    file = spec.partition(":")[2]
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputFileError(file, f"cannot be read ({error.strerror})", f"{NAME}:FILE takes a text file in UTF-8.") from None
-    except UnicodeDecodeError as error:
-        raise InputFileError(file, f"is not UTF-8 text (byte {error.start:,})", f"{NAME}:FILE takes a text file.") from None
 
 
 def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.Random) -> tuple[list[int], list[int] | None]:

@@ -36,7 +36,7 @@ def gather(
     chunk_tokens: int = 1024,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelCalibration:
-    """Settled statistics of the keys and queries of a text `[1, T]`; at most `index.calibration.ENOUGH_TOKENS` tokens count."""
+    """Settled statistics of the keys and queries of a text `[1, T]`; at most `index.enough.ENOUGH_TOKENS` tokens count."""
     cache = RetrievalCache(model.config, Full())
     cache.calibration = fresh(model)
     tokens = input_ids.shape[1]

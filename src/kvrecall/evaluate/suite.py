@@ -12,7 +12,7 @@ from itertools import islice
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
-from kvrecall.evaluate import drift
+from kvrecall.evaluate import drift, drift_task
 from kvrecall.evaluate.asking import Asker, Conversation, costs
 from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.plan import Job, Plan, Work, portions, share
@@ -47,7 +47,7 @@ class Suite:
         for spec in self.plan.tasks:
             if spec.partition(":")[0] in KNOWN:
                 self._check_room(generated(spec))
-            elif drift.is_drift(spec):
+            elif drift_task.is_drift(spec):
                 self._check_drift(spec)
         limit = self.asker.limit_tokens
         if limit is None:
@@ -59,7 +59,7 @@ class Suite:
                     if tokens > limit:
                         raise ContextLengthError(f"{spec}, problem {number}, with --max-new-tokens", limit, tokens)
                 continue
-            steps = self.plan.steps if drift.is_drift(spec) else 0
+            steps = self.plan.steps if drift_task.is_drift(spec) else 0
             if max(self.plan.contexts) + steps > limit:
                 raise ContextLengthError(f"--context for {spec}", limit, max(self.plan.contexts) + steps)
 
@@ -82,7 +82,7 @@ class Suite:
         for row in rows:
             if row.context is None or not row.whole:
                 continue
-            longest = row.context + (self.plan.steps if drift.is_drift(row.task) else 0)
+            longest = row.context + (self.plan.steps if drift_task.is_drift(row.task) else 0)
             if longest > most.get(row.condition, longest):
                 found.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
         return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in found.items()]
@@ -100,7 +100,7 @@ class Suite:
     def _covered(self, most: int) -> Iterator[str]:
         """What a condition that attends to texts of `most` tokens whole has of the plan whole."""
         plan = self.plan
-        drifts = [spec for spec in plan.tasks if drift.is_drift(spec)]
+        drifts = [spec for spec in plan.tasks if drift_task.is_drift(spec)]
         contexts = [f"{c:,}" for c in plan.contexts if c <= most]
         if contexts and len(drifts) + len(self.problems) < len(plan.tasks):
             yield f"contexts of {', '.join(contexts)} tokens"
@@ -120,7 +120,7 @@ class Suite:
             if spec in self.problems:
                 for number in range(len(self.problems[spec])):
                     yield from (Job(spec, None, number, attempt) for attempt in range(plan.attempts))
-            elif drift.is_drift(spec):
+            elif drift_task.is_drift(spec):
                 texts = 1 if ":" in spec else plan.samples  # a given text is one sample
                 yield from (Job(spec, context, number, 0) for context in plan.contexts for number in range(texts))
             else:
@@ -200,7 +200,7 @@ class Suite:
     def _steps(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
         """What gives the records, by condition; what they share is done before the first."""
         job = jobs[0]
-        if drift.is_drift(job.task):
+        if drift_task.is_drift(job.task):
             yield "all conditions", partial(self._drift, job, missing)
             return
         answer = (

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENOUGH_TOKENS = 4096
-"""Tokens that statistics are gathered from; more of them change no map by more than its noise."""
+from kvrecall.index.enough import ENOUGH_TOKENS
 
 
 class Rotary(ABC):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.index.calibration import ENOUGH_TOKENS, KeyStatistics, LayerCalibration, NoRotary, turn
+from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary, turn
+from kvrecall.index.enough import ENOUGH_TOKENS
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.closed_form import Products, balanced
 from kvrecall.index.sphere.maps import Maps
