@@ -8,6 +8,9 @@ whole calls of `LLM.generate` are timed, and a prompt is in the cache of prefixe
 token takes is taken off. The statistics of the keys are those of the random weights: no direction matters more than another.
 """
 
+# vLLM is installed where this is run.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse
@@ -73,8 +76,8 @@ def write_maps(model: Path, path: Path) -> None:
     write(path, CalibrationFile(fingerprint_of_config(config), "random", 4096, "none", layers))
 
 
-def engine(args: argparse.Namespace, folder: Path) -> Any:
-    """A vLLM of either kind."""
+def engine(args: argparse.Namespace, folder: Path) -> tuple[Any, list[int]]:
+    """A vLLM of either kind, and the lengths to measure."""
     from vllm import LLM
 
     contexts = [int(n) for n in args.contexts.split(",")]

@@ -1,6 +1,7 @@
 """One engine of vLLM in a process of its own: python engine.py JOB.json, which says what to make and where to write answers.
 
-A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}.
+A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}; or with "requests" in
+place of rounds and tokens: so many, which come, end and are aborted at random.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 
@@ -17,6 +19,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     llm: Any = LLM(model=job["model"], skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, **job["settings"])
+    if "requests" in job:
+        return soak(llm, job["requests"])
     asked = SamplingParams(
         max_tokens=job["tokens"], ignore_eos=True, detokenize=False, **job.get("sampling", {"temperature": 0})
     )
@@ -32,6 +36,39 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "rounds": rounds, "preemptions": counts.get("vllm:num_preemptions", 0),
         "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
     }  # fmt: skip
+
+
+def soak(llm: Any, requests: int) -> dict[str, Any]:
+    """Answers of the requests that end by themselves, and what the engine has lost. All choices follow from a seed."""
+    from vllm import SamplingParams
+
+    draw, engine = Random(5), llm.llm_engine
+    free = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    before, first = free(), [draw.randrange(3, 512) for _ in range(300)]
+    coming = list(range(requests))
+    going: set[str] = set()
+    ended: dict[str, list[int]] = {}
+    files = 0
+    while coming or going:
+        while coming and (not going or draw.random() < 0.4):
+            name = str(coming.pop(0))
+            own = [draw.randrange(3, 512) for _ in range(draw.choice([1, 9, 70, 260]))]
+            asked = SamplingParams(max_tokens=draw.randrange(1, 24), temperature=0, ignore_eos=True, detokenize=False)
+            engine.add_request(name, {"prompt_token_ids": first * draw.randrange(2) + own}, asked)
+            going.add(name)
+        if going and draw.random() < 0.1:
+            gone = draw.choice(sorted(going))
+            engine.abort_request([gone])
+            going.discard(gone)
+        for made in engine.step():
+            if made.finished and made.request_id in going:
+                ended[made.request_id] = list(made.outputs[0].token_ids)
+                going.discard(made.request_id)
+        if len(coming) == requests // 2:
+            files = len(os.listdir("/proc/self/fd"))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {"ended": ended, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files}
 
 
 if __name__ == "__main__":

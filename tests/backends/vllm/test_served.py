@@ -125,6 +125,14 @@ def test_small_budgets_retrieve_and_go_on(home: Path) -> None:
         assert tokens(made)[0] == tokens(made)[1]
 
 
+def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> None:
+    """KVRECALL_VLLM_REQUESTS=1000 for a longer one."""
+    job, few = {"requests": int(os.environ.get("KVRECALL_VLLM_REQUESTS", "150"))}, {"max_num_seqs": 8, "max_model_len": 1024}
+    made, expected = (answers(home, job, own, **few) for own in (METHODS["balanced"], None))
+    assert made["ended"] == expected["ended"] and len(made["ended"]) > job["requests"] // 2
+    assert made["lost"] == 0 and made["files"] <= 0
+
+
 def test_two_ranks_share_the_heads(home: Path, stock: dict[str, Any]) -> None:
     made = answers(home, TWICE, METHODS["balanced"], tensor_parallel_size=2)
     assert tokens(made) == tokens(stock)
