@@ -34,6 +34,18 @@ def tiny_tokenizer(chat_template: str | None = CHAT) -> Any:
     return tokenizer
 
 
+def word_tokenizer(count: int) -> Any:
+    """The words w0, w1, … with their numbers as ids, for models with other vocabularies than `WORDS`; no chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="w0", eos_token="w1", pad_token="w2")
+
+
 def save_tiny_model(folder: Path, *, max_tokens: int = 16384, chat_template: str | None = CHAT) -> Path:
     """Writes model and tokenizer as `save_pretrained` does; one layer, 2 query heads and 1 KV head of 64."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from tests.backends.models import tiny
+from tests.tiny import word_tokenizer
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
 METHODS = {
@@ -23,6 +24,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "beam-samples": {"num_beams": 2, "num_return_sequences": 2},
     "several-answers": {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7},
     "chunked-prefill": {"prefill_chunk_size": 37},
+    "tokenizer": {"tokenizer": word_tokenizer(320)},  # for stop strings; models pass it on to every attention
 }
 
 

@@ -20,7 +20,7 @@ from kvrecall.core.structs import AttentionParams
 
 _CHANGE_NOTHING = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
-    "logits_to_keep", "num_items_in_batch", "labels", "deterministic",
+    "logits_to_keep", "num_items_in_batch", "labels", "deterministic", "tokenizer",
 })  # fmt: skip
 """Arguments that models pass on to their attention function and that no attention function reads."""
 
