@@ -69,7 +69,7 @@ VLLM ?= 0.32.0
 VLLM_ENV := .venv-vllm-$(VLLM)
 
 test-vllm: $(VLLM_ENV)/.installed ## Run the tests of vLLM's backend, in an environment with vLLM's CPU build (VLLM=0.32.0)
-	$(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q tests/backends/vllm $(ARGS)
+	$(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q tests/backends/vllm tests/engine/test_serving.py $(ARGS)
 
 $(VLLM_ENV)/.installed: pyproject.toml scripts/install_vllm.sh
 	@PYTHON="$(PYTHON)" bash scripts/install_vllm.sh $(VLLM_ENV) $(VLLM)

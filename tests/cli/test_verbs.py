@@ -18,6 +18,7 @@ from tests.cli.conftest import Cli
 VERBS = [
     "ask",
     "generate",
+    "serve",
     "demo",
     "eval",
     "report",
@@ -149,7 +150,9 @@ def test_script_runs_as_a_process() -> None:
     assert done.returncode == 0 and done.stdout.startswith("{") and done.stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("call", [("--help",), ("calibrate-maps", "--help"), ("eval", "--tasks", "list")], ids=" ".join)
+@pytest.mark.parametrize(
+    "call", [("--help",), ("calibrate-maps", "--help"), ("serve", "--help"), ("eval", "--tasks", "list")], ids=" ".join
+)
 def test_what_computes_nothing_does_not_wait_for_torch(call: tuple[str, ...]) -> None:
     code = "import sys; sys.modules['torch'] = None; from kvrecall.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, *call], capture_output=True, text=True, timeout=120)

@@ -16,6 +16,7 @@ from kvrecall.cli.models import models
 from kvrecall.cli.plan import plan
 from kvrecall.cli.recall import recall
 from kvrecall.cli.report_page import report
+from kvrecall.cli.serve import serve
 from kvrecall.cli.trace import trace
 from kvrecall.cli.tune import tune
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (ask, generate, demo, plan, info, trace, recall, calibrate, tune, report):
+for verb in (ask, generate, serve, demo, plan, info, trace, recall, calibrate, tune, report):
     app.command()(verb)
 app.command("calibrate-maps")(calibrate_maps)
 app.command("eval")(evaluate)

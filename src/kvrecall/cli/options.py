@@ -37,7 +37,7 @@ def method_of(name: str, settings: list[str] | None) -> Any:
     from kvrecall import methods
     from kvrecall.methods.settings import UNFORESEEN
 
-    given = dict(_setting(text) for text in settings or [])
+    given = settings_of(settings)
     try:
         return methods.get(name, **given)
     except KVRecallError:
@@ -47,6 +47,11 @@ def method_of(name: str, settings: list[str] | None) -> Any:
         defaults = methods.describe(name)["parameters"]
         expected = ", ".join(f"{key}={defaults[key]!r}" for key in given)
         raise ParameterError("--set", f"values of the types in {expected}", given, "Values are read as JSON.") from error
+
+
+def settings_of(settings: list[str] | None) -> dict[str, Any]:
+    """What `--set` said, by name; raises `ParameterError` for what is no KEY=VALUE."""
+    return dict(_setting(text) for text in settings or [])
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -11,6 +11,9 @@ from kvrecall.core.errors import MissingPackageError
 TRANSFORMERS = ((5, 16, 1), (6,))
 """The oldest release of transformers that works, and the first that is not tried; as in pyproject.toml."""
 
+SERVER = ("fastapi", "uvicorn", "openai")
+"""What transformers' server imports beside transformers; the extra `serve` brings it."""
+
 
 def require_transformers() -> None:
     """Raises MissingPackageError if transformers is missing or of a release that the extra `transformers` does not allow."""
@@ -21,3 +24,11 @@ def require_transformers() -> None:
     if not oldest <= tuple(map(int, re.findall(r"\d+", version)[:3])) < end:
         expected = f"{'.'.join(map(str, oldest))} or newer, but before {'.'.join(map(str, end))}"
         raise MissingPackageError("transformers", "transformers", expected=expected, got=version)
+
+
+def require_server() -> None:
+    """Raises MissingPackageError if transformers' server cannot run, for transformers or for what it needs besides."""
+    require_transformers()
+    for name in SERVER:
+        if find_spec(name) is None:
+            raise MissingPackageError("transformers' server", "serve", name)

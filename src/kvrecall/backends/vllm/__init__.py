@@ -11,6 +11,7 @@ the life of a block is the life of its rows: prefix caching, preemption, abort a
 4. `stream.py`: rows in host memory, and how a GPU gets those of a sequence back.
 5. On a CPU: `paged.py`, one layer over these blocks; `summaries.py`, what pages hold and how they are searched.
 6. On a GPU: `plan.py`, what the layers of a pass are told; `device.py`, one layer; `kernels.py`.
+7. `command.py`: how `kvrecall serve` starts vLLM's own server.
 
 `plugin`, `served`, `window`, `worker` and `backend` import vLLM; the others do not.
 """

