@@ -105,7 +105,7 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home
 
 def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
     job = {"rounds": [prompts([60] * 6, shared=0, seed=2)], "tokens": 600}
-    few = answers(home, job, METHODS["products"], num_gpu_blocks_override=44, max_num_seqs=6, max_model_len=1024)
+    few = answers(home, job, METHODS["products"], num_gpu_blocks_override=64, max_num_seqs=6, max_model_len=1024)
     assert few["preemptions"] > 0
     assert tokens(few) == tokens(answers(home, job, None, max_num_seqs=6))
 
