@@ -190,3 +190,5 @@ def test_host_memory_bounds_the_blocks(home: Path) -> None:
     assert tokens(made) == tokens(answers(home, job, None))
     with pytest.raises(AssertionError, match=r"host memory: 2,048 tokens need"):
         answers(home, job, METHODS["exact"] | {"host_memory": 3 * block})
+    with pytest.raises(AssertionError, match=r"num_gpu_blocks_override: expected at most 130"):
+        answers(home, job, METHODS["exact"] | {"host_memory": 130 * block}, num_gpu_blocks_override=131)

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.served import Served
-from kvrecall.core.errors import HostMemoryError
+from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
 
 _log = logging.getLogger("vllm.kvrecall")
@@ -47,6 +47,11 @@ class Worker(StockWorker):
         needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
         if plan.blocks < needed:
             raise HostMemoryError(needed * plan.block_bytes, plan.limit, served.longest)
+        asked = config.cache_config.num_gpu_blocks_override
+        if asked is not None and asked > plan.blocks:  # vLLM takes it as it is
+            raise ParameterError(
+                "num_gpu_blocks_override", f"at most {plan.blocks:,}, the host has no more", asked, "Lower it."
+            )
         allowed = min(available, plan.blocks * per_block)
         _log.info(
             "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d)", allowed // per_block, size,
