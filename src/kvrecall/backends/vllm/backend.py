@@ -1,4 +1,4 @@
-"""The classes that vLLM asks of an attention backend, over `PagedLayer`.
+"""The classes that vLLM asks of an attention backend, over `PagedLayer` on CPUs and `DeviceLayer` on GPUs.
 
 Pages hold summaries. Keys and values lie in host memory, at the same physical block ids, so prefix caching, preemption, abort,
 parallel sampling and tensor parallelism are vLLM's own.
@@ -32,6 +32,7 @@ from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.paged import Batch, PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.served import Served
+from kvrecall.backends.vllm.settings import BLOCK_TOKENS
 from kvrecall.backends.vllm.summaries import LEAST_BLOCK, block_bytes, check_block_size, check_device, summaries_of
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer
 from kvrecall.core.errors import CompositionError
@@ -39,9 +40,6 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import HEAD_DIMS
-
-_PREFERRED_BLOCK = 1024
-"""Tokens: what one program of the scan reads lies in one block or two."""
 
 
 class RetrievalBackend(AttentionBackend):
@@ -69,7 +67,7 @@ class RetrievalBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return default_block_size if cls.supports_block_size(default_block_size) else _PREFERRED_BLOCK
+        return default_block_size if cls.supports_block_size(default_block_size) else BLOCK_TOKENS
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -219,7 +217,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`, all of a pass and then padding."""
         if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
             if isinstance(self._layer, DeviceLayer):
-                self._layer.rehearse(query, key, value, output)
+                self._layer.rehearse(query, key, value)
             return output.fill_(0)
         asked, near = attn_metadata.asked, get_forward_context().attn_metadata[self._near.name]
         self._bind(kv_cache, attn_metadata.block_size)

@@ -15,13 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvrecall.backends.vllm.settings import Settings
+from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import parse_json
 from kvrecall.index.sphere.config import SphereConfig
-
-BLOCK_TOKENS = 1024
-"""Of a page: what one program of a search reads then lies in one or two."""
 
 _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
 _CONFIG_CHANGES = {"--hf-overrides", "--hf-config-path", "--hf-token", "--revision", "--config-format", "--trust-remote-code"}

@@ -200,8 +200,7 @@ class DeviceLayer:
             G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
             CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, PARTS=scratch.parts, SEARCH=SEARCH_FIELDS,
             STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred, NORMS=measured,
-            REUSE=own.start < self._kept_rows, num_warps=4,
-            **overlapping(shape.device),
+            REUSE=own.start < self._kept_rows, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
     def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:
@@ -233,13 +232,11 @@ class DeviceLayer:
                 whole = merge_in_turn([own], (self._past(q, rows, among) for rows in pieces))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
-    def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Allocates what a pass of prompts does, for vLLM to see: a chunk that comes after one other piece."""
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
         own = attend_causal(q, k, v, self._params.scaling, self._params.softcap)
-        rows = torch.stack([k, v], 2)
-        whole = merge_in_turn([own], (self._past(q, x, 2 * q.shape[1]) for x in (rows,)))
-        out.copy_(whole.out[0].transpose(0, 1))
+        merge_in_turn([own], [self._past(q, torch.stack([k, v], 2), 2 * q.shape[1])])
 
     def _past(self, q: Tensor, rows: Tensor, among: int) -> Partial:
         return attend_block(q, rows, self._params.scaling, self._params.softcap, among)

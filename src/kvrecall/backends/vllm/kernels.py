@@ -15,10 +15,6 @@ from kvrecall.core.overlap import begin, end
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
-OWN_FIELDS = 3
-"""int32 numbers of a plan row behind those of the search: length of the sequence (0: the row decodes nothing) · which half of
-the kept rows this step fills · which half holds those of the step before, 2: none."""
-
 
 @triton.jit
 def plan_kernel(
@@ -28,7 +24,8 @@ def plan_kernel(
     """Program (row of the batch): its plan row, and whether it searches.
 
     begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: as vLLM has them; a row decodes if it brings one
-    token. candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then OWN_FIELDS.
+    token. candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then
+    those of `plan.OWN_FIELDS`.
 
     A row of the batch is another sequence's from one step to the next, without a word. Its tag int32 `[b, 3]` says whose step
     was the last one here: the block of its newest token, that token's position, and the generation of the block. Generations

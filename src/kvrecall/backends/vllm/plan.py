@@ -15,8 +15,11 @@ from kvrecall.index.sphere.plan import SEARCH_FIELDS
 from kvrecall.index.sphere.schedule import as_steps
 from kvrecall.methods.base import Method
 
-ROW = SEARCH_FIELDS + 3
-"""Numbers per row: those of the search, then those of `kernels.plan_kernel`."""
+OWN_FIELDS = 3
+"""int32 numbers of a row behind those of the search: length of the sequence (0: the row decodes nothing) · which half of the
+kept rows this step fills · which half holds those of the step before, 2: none."""
+ROW = SEARCH_FIELDS + OWN_FIELDS
+"""Numbers per row."""
 _GENERATIONS = 1 << 16
 """Counts of blocks that were begun; blocks whose ids differ by a multiple share one, which costs a few rows read again."""
 

@@ -18,6 +18,8 @@ from kvrecall.methods.settings import from_settings
 METHODS = ("pariskv-balanced", "pariskv", "exact")
 """What can be served: methods whose summary of a key depends on the key and its position alone: blocks can be shared."""
 
+BLOCK_TOKENS = 1024
+"""Of a block, unless something else is asked for: what one program of a search reads lies in one or two."""
 LOCAL_TOKENS = 1024
 """Of the window, unless something else is asked for: most questions and answers are attended in full, on the device."""
 

@@ -1,4 +1,4 @@
-"""What vLLM's pages hold, and how it is searched. The one place that knows which device computes.
+"""What vLLM's pages hold, and how a CPU writes and searches it. On a GPU kernels do (`device.py`), over the same layout.
 
 A page of a layer is uint8 `[block_bytes]`: for all KV heads what `block_size` tokens are summarised by. Positions are those of
 the sequence, counted from 0, sinks included; a search excludes the sinks by their ids.
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from kvrecall.backends.vllm.settings import BLOCK_TOKENS
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection
@@ -67,7 +68,9 @@ def check_maps(index: SphereConfig | ExactConfig, calibration: LayerCalibration 
 def check_block_size(tokens: int) -> None:
     """Raises ParameterError for a block size that pages of summaries cannot have."""
     if tokens < LEAST_BLOCK or tokens.bit_count() != 1:
-        raise ParameterError("block_size", f"a power of two from {LEAST_BLOCK} on", tokens, "Give --block-size 1024.")
+        raise ParameterError(
+            "block_size", f"a power of two from {LEAST_BLOCK} on", tokens, f"Give --block-size {BLOCK_TOKENS}."
+        )
 
 
 def block_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> int:
