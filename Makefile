@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm lint format bench-cpu bench-gpu clean
+.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm lint docs format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,10 +37,13 @@ test-faults: $(STAMP) ## Memory refused at every allocation, exceptions at 1,000
 	$(PARALLEL) KVRECALL_REFUSALS=all KVRECALL_INTERRUPTS=$(or $(MOMENTS),1000) $(BIN)/python -m pytest -q -rP $(WORKERS) \
 	  tests/test_refused_memory.py tests/backends/test_random_interrupts.py $(ARGS)
 
-lint: $(STAMP) ## Check style, formatting and types
+lint: $(STAMP) docs ## Check style, formatting, types and the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: $(STAMP) ## Build the documentation into build/site; a broken link or example name is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: $(STAMP) ## Fix style and formatting
 	$(BIN)/ruff check --fix .

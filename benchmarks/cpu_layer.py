@@ -43,7 +43,7 @@ TOKENS = (4096, 16384, 65536, 131072, 262144)
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; times in ms, bytes per step as the step must read them (see docs/performance.md)."""
+    """One comparison; times in ms, bytes per step as the step must read them (see notebook/performance.md)."""
 
     shape: str
     dtype: str

@@ -43,7 +43,7 @@ SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8
 _CACHE_BYTES = 50 << 20
 COSINE = 0.93
 """Between a layer's queries in a step and in the one before; median layers of real models have 0.94, the mean is 0.90
-(docs/methods/ctkvr.md)."""
+(notebook/methods/ctkvr.md)."""
 STAGES = ("tables_us", "scan_us", "compact_us", "rerank_us", "top_us", "attend_us", "merge_us")
 
 

@@ -1,7 +1,7 @@
-"""Prints the file list of docs/architecture.md: each module with the first sentence of its docstring.
+"""Prints the file list of notebook/architecture.md: each module with the first sentence of its docstring.
 
 python scripts/architecture.py            # print
-python scripts/architecture.py --write    # replace the list in docs/architecture.md
+python scripts/architecture.py --write    # replace the list in notebook/architecture.md
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "notebook" / "architecture.md"
 HEADING = "## Every file\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Draws the committed rows of the benchmarks: latency against context, for docs/performance.md.
+"""Draws the committed rows of the benchmarks: latency against context, for notebook/performance.md.
 
 python -m scripts.bench_plot [gpu_layer gpu_decode gpu_methods]          (needs `pip install "kvrecall[plot]"`)
 """
@@ -25,7 +25,7 @@ from benchmarks.gpu_layer import SHAPES as LAYER_SHAPES
 from benchmarks.models import COMPILED, FULL, SHAPES
 from benchmarks.moved import Heads, Moved
 
-FIGURES = ROOT / "docs" / "figures"
+FIGURES = ROOT / "notebook" / "figures"
 SHEET = Bandwidths(device=4.8e6, bus=63e3, by="data sheet")
 """Peaks of an H200's memory and of PCIe 5.0 with 16 lanes, for rows without a roofline of their own."""
 

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/performance.md from the committed rows of the benchmarks.
+"""Makes the tables of notebook/performance.md from the committed rows of the benchmarks.
 
 python -m scripts.bench_table [--write]
 
@@ -14,7 +14,7 @@ from scripts.tables.bench import decode, layers, prefill
 from scripts.tables.bench.rows import FOLDER, Row, Table
 from scripts.tables.common import ROOT, filled
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "notebook" / "performance.md"
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "stages": ("gpu_layer", layers.stages),
     "systems": ("gpu_methods", layers.systems),
@@ -33,7 +33,7 @@ def tables() -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/performance.md with its tables made anew."""
+    """notebook/performance.md with its tables made anew."""
     text = PAGE.read_text(encoding="utf-8")
     for name, table in tables().items():
         text = filled(text, name, table)

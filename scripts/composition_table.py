@@ -1,4 +1,4 @@
-"""Prints what combines with what, by trying it; `--write` puts it into docs/composition.md between its markers.
+"""Prints what combines with what, by trying it; `--write` puts it into docs/methods/composition.md between its markers.
 
 python scripts/composition_table.py [--write]
 """
@@ -14,7 +14,7 @@ from kvrecall.core.errors import KVRecallError
 from kvrecall.methods.compose import PLACES
 from kvrecall.select.gqa import GQA_MODES
 
-PAGE = Path(__file__).parent.parent / "docs" / "composition.md"
+PAGE = Path(__file__).parent.parent / "docs" / "methods" / "composition.md"
 BEGIN, END = "<!-- made by scripts/composition_table.py -->", "<!-- end -->"
 CHOICES: dict[str, tuple[str, ...]] = {
     "trigger": tuple(parts.names("trigger")),

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/methods/{prkv,ctkvr,louiskv,comparison}.md from the traces of scripts/traces.sh.
+"""Writes the tables of notebook/methods/{prkv,ctkvr,louiskv,comparison}.md from the traces of scripts/traces.sh.
 
 python -m scripts.method_tables FOLDER [NAME ...]     (all tables if no name is given)
 """
@@ -51,7 +51,7 @@ def main() -> None:
     for name, (page, make) in tables.items():
         if not wanted or name in wanted:
             print(name, flush=True)
-            fill(ROOT / "docs" / "methods" / f"{page}.md", name, make())
+            fill(ROOT / "notebook" / "methods" / f"{page}.md", name, make())
 
 
 if __name__ == "__main__":

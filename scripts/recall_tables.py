@@ -1,4 +1,4 @@
-"""Prints the tables of docs/methods/pariskv.md from traces (`kvrecall trace`).
+"""Prints the tables of notebook/methods/pariskv.md from traces (`kvrecall trace`).
 
 python scripts/recall_tables.py 8k.safetensors 16k.safetensors
 """

@@ -1,4 +1,4 @@
-"""Runs the evaluations of docs/results.md, as scripts/results.toml lists them, in several processes with a limit of time.
+"""Runs the evaluations of notebook/results.md, as scripts/results.toml lists them, in several processes with a limit of time.
 
 python scripts/results.py run FOLDER --workers 10 --seconds 540 [--stages NAME,…] [--lane NAME:COUNT …]
 python scripts/results.py pack FOLDER FILE.jsonl.gz         (what is there so far, while it runs or afterwards)

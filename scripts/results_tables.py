@@ -1,4 +1,4 @@
-"""Writes the tables and figures of docs/results.md from committed rows, and takes new samples into those rows.
+"""Writes the tables and figures of notebook/results.md from committed rows, and takes new samples into those rows.
 
 python -m scripts.results_tables [--drop RUN …] [--add PACKED.jsonl.gz …] [--write]
 
@@ -18,11 +18,11 @@ from scripts.tables.evaluation import figures
 from scripts.tables.evaluation.pages import TABLES
 from scripts.tables.evaluation.rows import Rows
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "notebook" / "results.md"
 
 
 def page(rows: Rows) -> str:
-    """docs/results.md with its tables made anew."""
+    """notebook/results.md with its tables made anew."""
     text = PAGE.read_text(encoding="utf-8")
     for name, make in TABLES.items():
         text = filled(text, name, make(rows))
@@ -45,7 +45,7 @@ def main() -> None:
         rows.write()
     if args.write:
         PAGE.write_text(page(rows), encoding="utf-8")
-        print(*figures.draw(rows, ROOT / "docs" / "figures"), sep="\n")
+        print(*figures.draw(rows, ROOT / "notebook" / "figures"), sep="\n")
     elif not (args.add or args.drop):
         print(page(rows))
 

@@ -261,7 +261,7 @@ def test_the_median_file_is_short() -> None:
 
 
 def test_architecture_page_names_every_file_with_one_line() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text().split("## Every file")[1]
+    page = (ROOT / "notebook" / "architecture.md").read_text().split("## Every file")[1]
     listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("* `")]
     assert sorted(listed) == sorted(
         [str(p.relative_to(PACKAGE)) for p in FILES] + [str(p.relative_to(ROOT)) for p in BENCHMARKS]
@@ -287,4 +287,4 @@ def test_composition_page_is_what_the_code_says() -> None:
     run = subprocess.run(
         [sys.executable, ROOT / "scripts" / "composition_table.py"], capture_output=True, text=True, check=True
     )
-    assert run.stdout.strip() in (ROOT / "docs" / "composition.md").read_text()
+    assert run.stdout.strip() in (ROOT / "docs" / "methods" / "composition.md").read_text()

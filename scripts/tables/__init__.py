@@ -1,1 +1,1 @@
-"""The tables of docs/methods, one module per page."""
+"""The tables of notebook/methods, one module per page."""

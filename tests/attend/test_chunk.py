@@ -15,7 +15,7 @@ from tests.attend.dense import dense
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 2e-3}
-"""Two roundings of an output of magnitude up to about 3 in the kernel's dtype; fp32 as in docs/tolerances.md."""
+"""Two roundings of an output of magnitude up to about 3 in the kernel's dtype; fp32 as in docs/design/tolerances.md."""
 counts = st.sampled_from([1, 2, 63, 111, 300])
 
 

@@ -65,7 +65,7 @@ def test_against_float64(
     seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, counts: list[int], softcap: float, scale: float,
     cores: int,
 ) -> None:  # fmt: skip
-    """docs/tolerances.md: 1e-5 absolute and relative, whatever the number of blocks and of pieces they are split into."""
+    """docs/design/tolerances.md: 1e-5 absolute and relative, whatever the number of blocks and of pieces."""
     kv_heads = len(counts)
     rows = gaussian(seed, kv_heads, tokens, 2, dim).to(DTYPES[dtype])
     queries = (scale * gaussian(seed + 1, kv_heads * group, dim)).to(DTYPES[dtype])

@@ -57,7 +57,7 @@ def expected(queries: torch.Tensor, rows: Rows, scaling: float, softcap: float) 
 def test_against_float64(
     attend, seed: int, dim: int, dtype: str, group: int, lengths: list[list[int]], softcap: float, scale: float
 ) -> None:
-    """docs/tolerances.md: 1e-5 absolute and relative; NaN behind the lengths must not show."""
+    """docs/design/tolerances.md: 1e-5 absolute and relative; NaN behind the lengths must not show."""
     rows = ragged_rows(seed, lengths, dim, DTYPES[dtype])
     queries = (scale * gaussian(seed + 1, len(lengths), 2 * group, 1, dim)).to(DTYPES[dtype])
     part = attend(queries, rows, dim**-0.5, softcap)

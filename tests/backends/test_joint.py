@@ -45,7 +45,7 @@ def call(model: Any, cache: Any, ids: Tensor, places: Tensor) -> Tensor:
 
 
 def test_logits_and_counters_are_those_of_separate_calls() -> None:
-    """fp32, one matrix product for all rows instead of one for each: rounding only (docs/tolerances.md)."""
+    """fp32, one matrix product for all rows instead of one for each: rounding only (docs/design/tolerances.md)."""
     model = tiny("llama")
     apart, together = prefilled(model), prefilled(model)
     joint = JointCache(together)

@@ -1,4 +1,4 @@
-"""docs/performance.md: its tables and figures are those of the committed rows; new rows join them; projections say so."""
+"""notebook/performance.md: its tables and figures are those of the committed rows; new rows join them; projections say so."""
 
 from __future__ import annotations
 

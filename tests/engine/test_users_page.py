@@ -1,4 +1,4 @@
-"""docs/several_users.md: its examples run, one after another."""
+"""docs/guide/several_users.md: its examples run, one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.backends.models import tiny
 from tests.tiny import WORDS, tiny_tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "several_users.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "several_users.md"
 
 
 def test_the_examples_of_the_page_run() -> None:

@@ -1,4 +1,4 @@
-"""docs/results.md: its tables are those of the committed rows, and only equal samples are compared."""
+"""notebook/results.md: its tables are those of the committed rows, and only equal samples are compared."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_page_and_its_figures_are_those_of_the_rows() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert page(rows) == text, "run `python -m scripts.results_tables --write`"
     shown = {part.partition(")")[0] for part in text.split("(figures/")[1:]}
-    assert shown == {file.name for file in (ROOT / "docs" / "figures").glob("results_*.svg")}
+    assert shown == {file.name for file in (ROOT / "notebook" / "figures").glob("results_*.svg")}
     assert sum(file.stat().st_size for file in FOLDER.glob("evaluation_*")) < 2_000_000
 
 

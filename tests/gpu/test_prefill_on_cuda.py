@@ -23,7 +23,7 @@ from tests.strategies import DTYPES, gaussian
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 TOLERANCE = {"bf16": 1.6e-2, "fp16": 2e-3, "fp32": 1e-5}
-"""As on the CPU (tests/attend/test_chunk.py): two roundings of an output of magnitude 3; fp32 as in docs/tolerances.md."""
+"""As on the CPU (tests/attend/test_chunk.py): two roundings of an output of magnitude 3; fp32 as in tolerances.md."""
 ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8}
 kernels = pytest.mark.parametrize("asked", [False, True], ids=["flash", "cudnn"])
 

@@ -27,7 +27,7 @@ from kvrecall.index.sphere.kernels.encode import count_signs
 
 
 def check(made: Codes, expected: Codes, step: float = 1e-5) -> None:
-    """A coordinate within one rounding of 0 or of a threshold may fall on the other side: docs/tolerances.md, codes."""
+    """A coordinate within one rounding of 0 or of a threshold may fall on the other side: docs/design/tolerances.md, codes."""
     for ours, theirs in zip(made.parts, expected.parts, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         wrong = ours != theirs if ours.dtype == torch.uint8 else (ours.float() - theirs.float()).abs() > step * theirs.float()

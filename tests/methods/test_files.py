@@ -80,7 +80,7 @@ def test_a_mistake_in_a_file_has_one_remedy(tmp_path: Path) -> None:
         with pytest.raises(InputFileError) as error:
             load_method(path)
         said = str(error.value)
-        assert said.endswith(end) and said.count("docs/evaluation.md") == (end[0] == "`") and ".." not in said
+        assert said.endswith(end) and said.count("docs/guide/evaluate.md") == (end[0] == "`") and ".." not in said
         assert error.value.problem in said and not error.value.problem.endswith(".")
 
 

@@ -1,1 +1,1 @@
-"""Tables and figures of docs/performance.md, from the rows of the benchmarks."""
+"""Tables and figures of notebook/performance.md, from the rows of the benchmarks."""

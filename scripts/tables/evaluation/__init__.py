@@ -1,1 +1,1 @@
-"""Tables and figures of docs/results.md."""
+"""Tables and figures of notebook/results.md."""

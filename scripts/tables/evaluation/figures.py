@@ -1,4 +1,4 @@
-"""The figures of docs/results.md; the same rows give the same bytes."""
+"""The figures of notebook/results.md; the same rows give the same bytes."""
 
 from __future__ import annotations
 

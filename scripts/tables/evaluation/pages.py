@@ -1,4 +1,4 @@
-"""The tables of docs/results.md as Markdown, by name; scores in percent, 95% intervals in brackets."""
+"""The tables of notebook/results.md as Markdown, by name; scores in percent, 95% intervals in brackets."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ TABLES = {
 
 
 def figure_name(what: str, model: str, context: int) -> str:
-    """File of a figure below docs/figures."""
+    """File of a figure below notebook/figures."""
     return f"results_{what}_{model}_{_length(context).lower()}.svg"
 
 

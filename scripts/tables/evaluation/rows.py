@@ -1,4 +1,4 @@
-"""What docs/results.md is made of: a line per answer and per window of a long generation, from packed samples, kept as CSV.
+"""What notebook/results.md is made of: a line per answer and per window of a long generation, from packed samples, kept as CSV.
 
 Methods have their names of scripts/results.toml here, so the rows stay readable when a method's settings become another's.
 """

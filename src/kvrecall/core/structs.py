@@ -1,4 +1,4 @@
-"""What the stages hand to each other. Shapes use the letters of `docs/glossary.md`.
+"""What the stages hand to each other. Shapes use the letters of `docs/reference/glossary.md`.
 
 B sequences · H_q, H_kv heads · G = H_q / H_kv · D head dim · N retrieval-zone tokens · K selected tokens.
 """

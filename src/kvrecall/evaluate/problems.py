@@ -82,7 +82,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
         except ValueError as error:
             # A parser of one line counts lines, too, and always says 1.
             said = f"{error.msg} (column {error.colno:,})" if isinstance(error, json.JSONDecodeError) else error
-            remedy = f"docs/evaluation.md shows a line of {name}."
+            remedy = f"docs/guide/evaluate.md shows a line of {name}."
             raise InputFileError(file, f"line {number:,}: {said}", remedy) from None
     if not found:
         raise InputFileError(file, "holds no problem", "Give one JSON object per line.")

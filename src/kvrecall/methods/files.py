@@ -18,7 +18,7 @@ from kvrecall.methods.registry import name_of
 from kvrecall.methods.settings import first_mistake, from_settings, settings_of
 
 _SUFFIXES = (".json", ".toml")
-_REMEDY = "docs/evaluation.md shows the form; `kvrecall tune` writes such files."
+_REMEDY = "docs/guide/evaluate.md shows the form; `kvrecall tune` writes such files."
 
 
 class MethodFile(BaseModel):

@@ -133,7 +133,7 @@ def test_estimates_are_accurate_and_unbiased(dim: int) -> None:
 def test_compiled_encoder_against_the_reference(
     seed: int, dim: int, weight: str, key: str, shape: tuple[int, int], scale: float
 ) -> None:
-    """docs/tolerances.md: 1 code in 10,000 may differ; where none does, weights agree to 1e-6, or one step of their dtype, and
+    """tolerances.md: 1 code in 10,000 may differ; where none does, weights agree to 1e-6, or one step of their dtype, and
     to the rounding of the key's coordinates, which its norm sets and not the block's."""
     keys = (gaussian(seed, *shape, dim) * scale).to(DTYPES[key])
     rotation = rotation_matrix(dim, 42)

@@ -20,7 +20,7 @@ from kvrecall.layer.pipeline import decode_step
 from kvrecall.layer.state import LayerState
 
 TOLERANCE = 0.02
-"""Largest relative L2 difference of one attention, see docs/tolerances.md."""
+"""Largest relative L2 difference of one attention, see docs/design/tolerances.md."""
 LOGITS_TOLERANCE = 0.25
 """The same of the logits of the warm-up and of the replay, which are made by the same kernels."""
 _REMEDY = "Decode uncaptured (capture=None), and report it with the model, the method and the GPU."
