@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaForCausalLM
 
-from benchmarks.first_step import agree, check_compiled
 from benchmarks.gpu_time import Times, percentiles
 from benchmarks.models import attention_of, let_go, model_of
+from benchmarks.verify import agree, check_compiled
 from kvrecall.backends.transformers.capture.compiled import compiled_modules
 from kvrecall.cache.device_memory import free_device_bytes
 

@@ -33,12 +33,12 @@ from math import isnan, nan
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import moved
+from benchmarks import byte_counts
 from benchmarks.bandwidth import bandwidths
-from benchmarks.first_step import check_compiled, check_step
 from benchmarks.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
-from benchmarks.given import Gaussian, Traced, Turning
+from benchmarks.inputs import Gaussian, Traced, Turning
 from benchmarks.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
+from benchmarks.verify import check_compiled, check_step
 from kvrecall.backends.memory import layer_bytes
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer
@@ -90,7 +90,7 @@ class Row:
     reused_share: float
     """Of the selected rows, those that were not read again; nan where every row is."""
     device_bytes: float
-    """Weights, and what search and attention must read and write (`moved`); nan for methods that it does not know."""
+    """Weights, and what search and attention must read and write (`byte_counts`); nan for methods that it does not know."""
     bus_bytes: float
     """Rows that were read from the host."""
     roofline_ms: float
@@ -146,10 +146,10 @@ def measure(
     del model
     let_go()
     sizes = SHAPES[shape] | {"num_hidden_layers": count}
-    ours = moved.NOT_COUNTED
+    ours = byte_counts.NOT_COUNTED
     if not isnan(p50):
-        ours = moved.step_of_model(sizes, context, batch, CONFIGS[config](context)).reading(found.bus_bytes)
-    theirs = nan if isnan(full.p50_ms) else moved.step_of_model(sizes, context, batch, None).device
+        ours = byte_counts.step_of_model(sizes, context, batch, CONFIGS[config](context)).reading(found.bus_bytes)
+    theirs = nan if isnan(full.p50_ms) else byte_counts.step_of_model(sizes, context, batch, None).device
     band = bandwidths()
     row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
     if trace is not None:

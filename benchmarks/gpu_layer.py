@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.bandwidth import bandwidths
+from benchmarks.byte_counts import Heads, Moved, stages, total
 from benchmarks.checks import require
 from benchmarks.gpu_time import Times, timed
-from benchmarks.moved import Heads, Moved, stages, total
 from kvrecall.attend.reference import attend_rows
 from kvrecall.cache.blocks import BlockTable, block_tables
 from kvrecall.core.structs import AttentionParams, Budget, Rows
@@ -171,7 +171,7 @@ class Bench:
         self.parity.copy_(1 - self.parity)
 
     def moved(self) -> dict[str, Moved]:
-        """Bytes per layer of each stage that `benchmarks.moved` knows, every selected row read from the host."""
+        """Bytes per layer of each stage that `benchmarks.byte_counts` knows, every selected row read from the host."""
         return stages(self.method, Heads(self.query_heads, self.heads, self.dim), self.plan.zones[0])
 
     def rows_read(self) -> float:

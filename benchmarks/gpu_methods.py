@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bandwidth import bandwidths
+from benchmarks.byte_counts import NOT_COUNTED, Heads, Moved
 from benchmarks.checks import require
 from benchmarks.gpu_layer import COSINE, SHAPES, full_attention, turn
 from benchmarks.gpu_ops import layers_for
 from benchmarks.gpu_time import Times, timed
 from benchmarks.gpu_unit_step import UnitStep
-from benchmarks.moved import NOT_COUNTED, Heads, Moved
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import AttentionParams, Budget, HostTable, Rows

@@ -18,12 +18,12 @@ from scripts.tables.bench import decode, layers
 from scripts.tables.bench.rows import FOLDER, Row, Table, number, tokens
 from scripts.tables.common import ROOT
 
-from benchmarks import moved
+from benchmarks import byte_counts
 from benchmarks.bandwidth import Bandwidths
+from benchmarks.byte_counts import Heads, Moved
 from benchmarks.gpu_layer import CONFIGS as LAYER_CONFIGS
 from benchmarks.gpu_layer import SHAPES as LAYER_SHAPES
 from benchmarks.models import COMPILED, FULL, SHAPES
-from benchmarks.moved import Heads, Moved
 
 FIGURES = ROOT / "notebook" / "figures"
 SHEET = Bandwidths(device=4.8e6, bus=63e3, by="data sheet")
@@ -41,7 +41,7 @@ def gpu_layer(axes: Any, rows: list[Row]) -> None:
     axes.plot(counts, [float(row["full_p50_us"]) for row in own], "s-", color="black", label="full attention (cuDNN)")
     full = [Moved(_heads(row).cache_bytes(n)) for n, row in zip(counts, own, strict=True)]
     _bound(axes, counts, [number(row, "full_roofline_us") for row in own], full, 1, "full attention", "black")
-    ours = [moved.step(LAYER_CONFIGS[row["config"]](n), _heads(row), n) for n, row in zip(counts, own, strict=True)]
+    ours = [byte_counts.step(LAYER_CONFIGS[row["config"]](n), _heads(row), n) for n, row in zip(counts, own, strict=True)]
     _bound(axes, counts, [number(row, "roofline_us") for row in own], ours, 1, f"ParisKV, {own[0]['config']}", "C0")
     axes.set(yscale="log", ylabel="µs per layer and step")
     _contexts(axes, counts)
@@ -64,7 +64,7 @@ def gpu_decode(axes: Any, rows: list[Row]) -> None:
     plain = [step for step in full if step.config == FULL]
     for shape in models:
         own = [step for step in plain if step.shape == shape]
-        every = [moved.step_of_model(SHAPES[shape], step.context, step.batch, None) for step in own]
+        every = [byte_counts.step_of_model(SHAPES[shape], step.context, step.batch, None) for step in own]
         counts, said = [step.context for step in own], f"{shape}, full attention" if len(models) > 1 else "full attention"
         _bound(axes, counts, [step.roofline_ms for step in own], every, 1e3, said, "black")
     if any(step.layers for step in [*ours, *full]):

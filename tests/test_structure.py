@@ -34,7 +34,7 @@ DRIVERS = {"layer", "methods", "baselines", "engine", "backends", "models", "cli
 """What may see several stages."""
 DRIVER_FILES = {"static/sets.py"}
 """A static set is judged by an index, read from the cache and fetched ahead."""
-HOST_ROWS = {"rows_ahead", "host_keys", "host_keys_kernel"}
+HOST_ROWS = {"prefetch", "host_keys", "host_keys_kernel"}
 """Readers of host rows, which know no zones: every stage may import them from the cache."""
 BLOCKS = {"blocks", "block_bytes"}
 """Blocks, and a device's memory of them: an index may keep its summaries there."""
@@ -199,14 +199,14 @@ except kvrecall.errors.MissingPackageError as error:
 
 
 @pytest.mark.parametrize("version, works", [
-    ("4.57.6", False), ("5.16.0", False), ("5.16.1", True), ("5.17.0.dev0", True), ("5.30", True), ("6.0.0", False),
+    ("4.57.6", False), ("5.16.1", True), ("5.17.0.dev0", True), ("5.23.9", True), ("5.24.0", False), ("6.0", False),
 ])  # fmt: skip
 def test_other_releases_of_transformers_are_refused(version: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.metadata, "version", lambda _: version)
     if works:
         extras.require_transformers()
         return
-    expected = f"transformers: expected 5.16.1 or newer, but before 6, got {version}. Run"
+    expected = f"transformers: expected 5.16.1 or newer, but before 5.24, got {version}. Run"
     with pytest.raises(MissingPackageError, match=re.escape(expected)):
         extras.require_transformers()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.baselines.h2o.index import AccumulatedIndex
-from kvrecall.index.around import IndexAround
+from kvrecall.index.wrapper import IndexWrapper
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Full
@@ -80,7 +80,7 @@ def test_h2o_counts_what_was_attended_and_nothing_else(changes: dict[str, str]) 
         course.step()
         index = course.state.index
         while not isinstance(index, AccumulatedIndex):
-            assert isinstance(index, IndexAround)
+            assert isinstance(index, IndexWrapper)
             index = index.base
         before = index._sums.view(0).sum(1)
         torch.testing.assert_close(before, torch.full((2, 3), float(course.keys.shape[1])), atol=1e-3, rtol=1e-5)

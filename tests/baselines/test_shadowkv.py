@@ -13,7 +13,7 @@ from kvrecall.baselines.shadowkv.outliers import OutlierPages
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.pages import volumes
 from kvrecall.methods import ShadowKV
-from kvrecall.static.choice import Sight
+from kvrecall.static.choice import Observation
 from tests.baselines.course import Course, best, shared, taken
 from tests.baselines.paged import pages, scores
 from tests.baselines.small import small
@@ -56,9 +56,9 @@ def test_landmarks_are_means_in_the_caches_dtype(dim: int) -> None:
 
 def test_equal_pages_are_outliers_from_the_lowest() -> None:
     keys = normal(2, 2, 64, seed=4).repeat(1, 6, 1)
-    assert OutlierPages(3, 2).choose(keys, Sight(None, [], 0, 100, 0.1)).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    assert OutlierPages(3, 5).choose(keys, Sight(None, [], 0, 100, 0.1)).shape == (2, 10)  # two whole pages of five
-    assert OutlierPages(3, 2).choose(keys, Sight(None, [], 0, 5, 0.1)).shape == (2, 4)  # what fits into the budget
+    assert OutlierPages(3, 2).choose(keys, Observation(None, [], 0, 100, 0.1)).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert OutlierPages(3, 5).choose(keys, Observation(None, [], 0, 100, 0.1)).shape == (2, 10)  # two whole pages of five
+    assert OutlierPages(3, 2).choose(keys, Observation(None, [], 0, 5, 0.1)).shape == (2, 4)  # what fits into the budget
 
 
 def test_defaults() -> None:

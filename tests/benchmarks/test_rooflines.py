@@ -13,12 +13,12 @@ import pytest
 import torch
 from scripts.tables.bench.rows import FOLDER, Table
 
-from benchmarks import gpu_layer, gpu_methods, gpu_ops, moved, rows
+from benchmarks import byte_counts, gpu_layer, gpu_methods, gpu_ops, rows
 from benchmarks.bandwidth import Bandwidths, Traffic, best, bus_traffic, device_traffic
+from benchmarks.byte_counts import Heads, Moved
 from benchmarks.checks import CheckError, require
 from benchmarks.gpu_time import percentiles
 from benchmarks.models import CONFIGS, SHAPES
-from benchmarks.moved import Heads, Moved
 
 EIGHT_B = Heads(32, 8, 128)
 
@@ -58,14 +58,14 @@ def test_percentiles_of_few_times() -> None:
 def test_bytes_of_products_are_those_of_the_committed_rows(op: str) -> None:
     (row,) = [row for row in Table.read(FOLDER / "gpu_ops.csv").rows if (row["op"], row["tokens"]) == (op, "131072")]
     method = CONFIGS["product"](131_072)
-    assert moved.stages(method, EIGHT_B, moved.zones_of(method, 131_072))[op].device == float(row["device_bytes"])
+    assert byte_counts.stages(method, EIGHT_B, byte_counts.zones_of(method, 131_072))[op].device == float(row["device_bytes"])
 
 
 def test_codes_of_balanced_keys_have_norms_maps_and_weights_of_eight_bits() -> None:
     found = {}
     for name in ("product", "balanced", "balanced-plain", "paper"):
         method = CONFIGS[name](131_072)
-        found[name] = moved.stages(method, EIGHT_B, moved.zones_of(method, 131_072))
+        found[name] = byte_counts.stages(method, EIGHT_B, byte_counts.zones_of(method, 131_072))
     zone, candidates = 131_072 - 64 - 256, 6538
     product, balanced = found["product"], found["balanced"]
     spans = zone // 64
@@ -78,17 +78,17 @@ def test_codes_of_balanced_keys_have_norms_maps_and_weights_of_eight_bits() -> N
     assert found["paper"]["tables"].device > product["tables"].device
     assert product["attend+merge"] == Moved(8 * (64 + 256 + 1) * 512, 8 * 100 * 512)
     rest = CONFIGS["balanced-rest"](131_072)
-    more = moved.step(rest, EIGHT_B, 131_072).device - moved.total(balanced.values()).device
+    more = byte_counts.step(rest, EIGHT_B, 131_072).device - byte_counts.total(balanced.values()).device
     assert more == 8 * (zone // 64) * 512
 
 
 def test_steps_of_whole_models_add_up() -> None:
     sizes, method = SHAPES["llama-3.1-8b"], CONFIGS["balanced"](65_536)
-    weights, layer = moved.weight_bytes(sizes), moved.step(method, EIGHT_B, 65_536)
+    weights, layer = byte_counts.weight_bytes(sizes), byte_counts.step(method, EIGHT_B, 65_536)
     assert 14.9e9 < weights < 15.1e9
-    assert moved.step_of_model(sizes, 65_536, 3, None) == Moved(weights + 3 * 32 * 8 * 65_536 * 512)
-    assert moved.step_of_model(sizes, 65_536, 3, method) == Moved(weights + 96 * layer.device, 96 * layer.bus)
-    assert isnan(moved.step_of_model(sizes, 65_536, 1, CONFIGS["prkv"](65_536)).device)
+    assert byte_counts.step_of_model(sizes, 65_536, 3, None) == Moved(weights + 3 * 32 * 8 * 65_536 * 512)
+    assert byte_counts.step_of_model(sizes, 65_536, 3, method) == Moved(weights + 96 * layer.device, 96 * layer.bus)
+    assert isnan(byte_counts.step_of_model(sizes, 65_536, 1, CONFIGS["prkv"](65_536)).device)
     assert Moved(10.0, 6.0).reading(2.0) == Moved(14.0, 2.0)
 
 

@@ -89,15 +89,15 @@ def test_full_attention_is_above_its_own_bytes() -> None:
     pytest.importorskip("matplotlib")
     from scripts.bench_plot import SHEET
 
-    from benchmarks import models, moved
+    from benchmarks import byte_counts, models
     from benchmarks.gpu_layer import SHAPES
 
     for row in Table.read(FOLDER / "gpu_layer.csv").rows:
-        bytes_read = moved.Heads(*SHAPES[row["shape"]]).cache_bytes(int(row["tokens"]))
+        bytes_read = byte_counts.Heads(*SHAPES[row["shape"]]).cache_bytes(int(row["tokens"]))
         assert SHEET.roofline_us(bytes_read) < number(row, "full_p50_us")
     for row in Table.read(FOLDER / "gpu_decode.csv").rows:
         sizes = models.SHAPES[row["shape"]] | {"num_hidden_layers": int(row["layers"])}
-        step = moved.step_of_model(sizes, int(row["context"]), int(row["batch"]), None)
+        step = byte_counts.step_of_model(sizes, int(row["context"]), int(row["batch"]), None)
         assert not number(row, "full_p50_ms") < SHEET.roofline_us(step.device) / 1e3
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import first_step, full_decode, gpu_decode, gpu_generate, gpu_prefill, models
+from benchmarks import full_decode, gpu_decode, gpu_generate, gpu_prefill, models, verify
 from benchmarks.bandwidth import Bandwidths
-from benchmarks.first_step import COMPILED_TOLERANCE, check_compiled
+from benchmarks.byte_counts import weight_bytes
 from benchmarks.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
-from benchmarks.given import Gaussian, Traced, Turning
 from benchmarks.gpu_decode import Retrieval
-from benchmarks.moved import weight_bytes
+from benchmarks.inputs import Gaussian, Traced, Turning
+from benchmarks.verify import COMPILED_TOLERANCE, check_compiled
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 
@@ -207,7 +207,7 @@ def test_compiled_modules_that_compute_something_else_are_refused(monkeypatch: p
         model.model.norm.weight.data.neg_()
         yield
 
-    monkeypatch.setattr(first_step, "compiled_modules", wrong)
+    monkeypatch.setattr(verify, "compiled_modules", wrong)
     with pytest.raises(AssertionError, match="logits with compiled modules"):
         check_compiled(model)
 

@@ -290,7 +290,7 @@ def test_a_captured_generation_leaves_the_codes_of_a_fresh_index() -> None:
     ("name", "compiled"), [(name, False) for name in ("page-means", "early", "prkv")] + [("balanced", True), ("louiskv", True)]
 )
 def test_layers_of_a_replay_answer_as_uncaptured_ones(name: str, compiled: bool) -> None:
-    from benchmarks.first_step import check_step
+    from benchmarks.verify import check_step
 
     model = tiny()
     prompt = torch.randint(5, 500, (2, 700), device="cuda", generator=torch.Generator("cuda").manual_seed(4))

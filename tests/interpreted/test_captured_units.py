@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.cache.rows_ahead import Zone, read_keys
+from kvrecall.cache.prefetch import Zone, read_keys
 from kvrecall.core import pieces
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams

@@ -12,7 +12,7 @@ from kvrecall.cache.block_bytes import BlockBytes
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.zone_rows import ZoneRows
-from kvrecall.core.structs import Held
+from kvrecall.core.structs import HeldSelection
 from kvrecall.index.exact import ExactIndex
 from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.index.sphere import SphereIndex
@@ -94,7 +94,7 @@ def _retrieved(state: LayerState, b: int, h: int, query: Tensor, keys: Tensor, v
     return attention(query, torch.cat(all_keys), torch.cat(all_values), torch.cat(biases, 1).unsqueeze(1))
 
 
-def _estimated(held: Held, h: int) -> tuple[Tensor, Tensor, Tensor]:
+def _estimated(held: HeldSelection, h: int) -> tuple[Tensor, Tensor, Tensor]:
     made = held.estimated
     assert made is not None
     rows = made.gathered()

@@ -15,7 +15,7 @@ from kvrecall.core import pieces
 from kvrecall.core.errors import ParameterError
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.static import choice as static
-from kvrecall.static.choice import ObservationWindow, Sight, first_age, window_shares
+from kvrecall.static.choice import Observation, ObservationWindow, first_age, window_shares
 from tests.strategies import DTYPES, SEEDS, examples, gaussian
 
 DIM, SCALING = 8, 0.5
@@ -62,7 +62,7 @@ def choose(
     config: ObservationWindow, seen: ObservedQueries, zone: Tensor, others: list[tuple[Tensor, int]], offset: int, top_k: int,
     scaling: float,
 ) -> Tensor:  # fmt: skip
-    return config.choose(zone, Sight(seen, others, offset, top_k, scaling))
+    return config.choose(zone, Observation(seen, others, offset, top_k, scaling))
 
 
 @examples(40)
@@ -225,7 +225,7 @@ def test_pieces_choose_what_the_whole_chooses(
     seed: int, zone: int, window: int, piece: int, radius: int, ratio: float | str
 ) -> None:
     keys, queries = gaussian(seed, 2, zone + 5, DIM), gaussian(seed + 1, 6, window, DIM)
-    sight = Sight(observed(queries, zone + 5 - window), others_of(keys, 2, zone), 2, 20, SCALING)
+    sight = Observation(observed(queries, zone + 5 - window), others_of(keys, 2, zone), 2, 20, SCALING)
     whole = config(ratio, pool_radius=radius).choose(keys[:, 2 : 2 + zone], sight)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE_TOKENS", piece)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.cache import rows_ahead
+from kvrecall.cache import prefetch
 from kvrecall.core import pieces
 from kvrecall.index import pages
 from kvrecall.layer.pipeline import decode_step, prefill_layer
@@ -70,9 +70,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys of the zone are read from now on, by read."""
     read: list[int] = []
 
-    def spy(source: rows_ahead.Zone, start: int, keys: Tensor) -> None:
+    def spy(source: prefetch.Zone, start: int, keys: Tensor) -> None:
         read.append(keys.shape[1])
-        rows_ahead.read_keys(source, start, keys)
+        prefetch.read_keys(source, start, keys)
 
     for module in (static_sets, pages):
         monkeypatch.setattr(module, "read_keys", spy)
@@ -173,7 +173,7 @@ def test_what_was_under_way_is_dropped_with_what_it_saw(name: str, change: Calla
     assert static is not None and layer.static[0] is not None and layer.static[0].age == 0
     keys = torch.cat(list(layer.store.blocks(0)), 1)[:, :, 0]
     others = [(keys[:, :3], 0), (keys[:, 3 + zone :], 3 + zone)]
-    sight = static_sets.Sight(seen, others, 3, layer.top_k, layer.scaling, layer.statics.count(0))
+    sight = static_sets.Observation(seen, others, 3, layer.top_k, layer.scaling, layer.statics.count(0))
     assert torch.equal(static.choose(keys[:, 3 : 3 + zone], sight), ids(layer))
     go(layer, 51, INTERVAL)
     assert layer.static[0].age == 0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.core.overlap import begin, end
+from kvrecall.core.pdl import begin, end
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.merge.cuda import merge_step
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.attend.kernels import flag_odd
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.core.overlap import begin, end
+from kvrecall.core.pdl import begin, end
 from kvrecall.core.softcap import capped
 from kvrecall.core.structs import AttentionParams
 from kvrecall.merge.cuda import merge_step

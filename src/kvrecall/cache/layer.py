@@ -20,7 +20,7 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, stacked_blocks
 from kvrecall.cache.device_pool import DevicePool
 from kvrecall.cache.host_memory import sent_integers
-from kvrecall.cache.rows_ahead import Taken, pieces_ahead
+from kvrecall.cache.prefetch import Taken, prefetch_pieces
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
@@ -289,7 +289,7 @@ class LayerStore:
         if near.device.type != "cuda" or not host.length:
             yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
             return
-        with pieces_ahead(host, 0, host.length, tokens, near.device, take) as pieces:
+        with prefetch_pieces(host, 0, host.length, tokens, near.device, take) as pieces:
             yield chain(first, pieces)
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:

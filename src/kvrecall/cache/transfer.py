@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
-from kvrecall.cache.rows_ahead import fill_keys
+from kvrecall.cache.prefetch import fill_keys
 
 
 class Pending:
@@ -68,18 +68,18 @@ def bring_keys(block: Tensor, device: torch.device) -> Tensor:
     return near
 
 
-class Question:
-    """A small tensor of a GPU, asked for now; the answer is looked at when it has come, so the host waits for nothing."""
+class AsyncRead:
+    """A copy of a small GPU tensor to the host. It starts at once; the host looks for the result later and never waits."""
 
-    def __init__(self, asked: Tensor) -> None:
-        self._near = staging(tuple(asked.shape), asked.dtype)
-        self._near.copy_(asked, non_blocking=True)
-        self._come = torch.cuda.Event()
-        self._come.record(torch.cuda.current_stream(asked.device))
+    def __init__(self, source: Tensor) -> None:
+        self._copy = staging(tuple(source.shape), source.dtype)
+        self._copy.copy_(source, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(source.device))
 
-    def answer(self) -> Tensor | None:
-        """The tensor as it was, on the CPU; None while it has not come."""
-        return self._near if self._come.query() else None
+    def result(self) -> Tensor | None:
+        """The tensor as it was, on the CPU; None until the copy is done."""
+        return self._copy if self._done.query() else None
 
 
 @cache

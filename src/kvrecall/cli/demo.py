@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvrecall.cli import options
 from kvrecall.cli.answer import answer, printable, summary, to_stdout
-from kvrecall.cli.harbour import Question, excerpt, harbour_log
+from kvrecall.cli.demo_document import Question, excerpt, harbour_log
 from kvrecall.cli.report import seconds, stats_table
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import Session, download_bar, open_session, token_bar

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from kvrecall.core.errors import MissingPackageError
 
-TRANSFORMERS = ((5, 16, 1), (6,))
+TRANSFORMERS = ((5, 16, 1), (5, 24))
 """The oldest release of transformers that works, and the first that is not tried; as in pyproject.toml."""
 
 SERVER = ("fastapi", "uvicorn", "openai")

@@ -39,7 +39,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def overlapping(device: torch.device) -> dict[str, Any]:
-    """Launch options of kernels that call `overlap.begin` and `end`."""
+    """Launch options of kernels that call `pdl.begin` and `end`."""
     if not INTERPRETED and capability(device) >= _OVERLAPPING:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

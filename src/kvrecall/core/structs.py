@@ -64,13 +64,15 @@ class Selection:
     bias: Tensor | None = None
     estimated: Estimated | None = None
 
-    def of(self, sequence: int, zone: int) -> Held:
+    def of(self, sequence: int, zone: int) -> HeldSelection:
         """What was found for one sequence, in a retrieval zone of `zone` tokens."""
         bias = None if self.bias is None else self.bias[sequence]
-        return Held(self.ids[sequence], self.counts[sequence], zone, bias, self.estimated and self.estimated.at(sequence))
+        return HeldSelection(
+            self.ids[sequence], self.counts[sequence], zone, bias, self.estimated and self.estimated.at(sequence)
+        )
 
 
-class Held(NamedTuple):
+class HeldSelection(NamedTuple):
     """What the last search of a sequence found.
 
     ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
@@ -83,7 +85,7 @@ class Held(NamedTuple):
     bias: Tensor | None = None
     estimated: Estimated | None = None
 
-    def own(self) -> Held:
+    def own(self) -> HeldSelection:
         """The same for a copy of the sequence. Estimated rows may lie in blocks of this one, which goes on to write there."""
         if self.estimated is None:
             return self

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.blocks import BlockTable
-from kvrecall.cache.rows_ahead import Zone
+from kvrecall.cache.prefetch import Zone
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import ParameterError

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.cache.prefetch import zone_rows
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex

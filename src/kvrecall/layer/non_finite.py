@@ -1,4 +1,4 @@
-"""NaN and infinity in keys and values: noticed at once on a CPU; on a GPU flagged without waiting, and told at a later look."""
+"""NaN and infinity in keys and values. A CPU raises at once. A GPU sets a flag without waiting; a later check raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvrecall.cache.transfer import Question
+from kvrecall.cache.transfer import AsyncRead
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.structs import lasting_tensors
 
@@ -20,7 +20,7 @@ class NonFinite:
         self._layer = layer
         with lasting_tensors():
             self._flags = torch.zeros(sequences, dtype=torch.bool, device=device)
-        self._asked: Question | None = None
+        self._read: AsyncRead | None = None
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
         """Checks `[B, H_kv, T, D]`: raises NonFiniteError on a CPU, sets flags on a GPU."""
@@ -36,26 +36,26 @@ class NonFinite:
         self._flags |= flags
         return self
 
-    def tell(self) -> None:
-        """Raises NonFiniteError if a flag is set; synchronises."""
+    def check(self) -> None:
+        """Raises NonFiniteError if a flag is set. Synchronises."""
         bad = self._flags.nonzero()
         if bad.numel():
             raise NonFiniteError(self._layer, int(bad[0, 0]))
 
-    def tell_later(self) -> None:
-        """As `tell`, of the flags that the last call asked the GPU for: the host does not wait, and hears one call later."""
+    def poll(self) -> None:
+        """Checks the flags of an earlier call and starts the next read. The host never waits: errors come one call late."""
         if self._flags.device.type == "cpu":
             return
-        answer = None if self._asked is None else self._asked.answer()
-        if answer is not None and answer.any():
-            self.tell()
-        if self._asked is None or answer is not None:
-            self._asked = Question(self._flags)
+        flags = None if self._read is None else self._read.result()
+        if flags is not None and flags.any():
+            self.check()
+        if self._read is None or flags is not None:
+            self._read = AsyncRead(self._flags)
 
     def select(self, sequences: list[int]) -> NonFinite:
         """Flags whose sequence i is this one's `sequences[i]`."""
         chosen = copy(self)
         with lasting_tensors():
             chosen._flags = self._flags[torch.tensor(sequences, device=self._flags.device)]
-        chosen._asked = None
+        chosen._read = None
         return chosen

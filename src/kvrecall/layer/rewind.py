@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvrecall.cache.layer import StoreMark
-    from kvrecall.core.structs import Held
+    from kvrecall.core.structs import HeldSelection
     from kvrecall.layer.state import LayerState
     from kvrecall.select.queries import ObservedQueries
 
@@ -29,7 +29,7 @@ class Before:
     static: Any
     segments: Any
     seen: ObservedQueries | None
-    held: Held | None
+    held: HeldSelection | None
 
 
 class LastSteps:

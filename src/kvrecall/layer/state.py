@@ -15,7 +15,7 @@ from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.transfer import bring_keys
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.structs import Budget, Held, HostRows, HostTable, Rows, Selection, StepStats, join_rows, stack_rows
+from kvrecall.core.structs import Budget, HeldSelection, HostRows, HostTable, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import RowTables
 from kvrecall.index.base import LayerShape, stack_selections
@@ -25,7 +25,7 @@ from kvrecall.layer.rewind import LastSteps
 from kvrecall.layer.undo import Mark, all_of_it, mend
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries, QueryLog
-from kvrecall.static.choice import Sight, StaticSet
+from kvrecall.static.choice import Observation, StaticSet
 from kvrecall.static.sets import StaticRefresh, StaticSets
 from kvrecall.trigger.segments import SegmentLog
 
@@ -84,7 +84,7 @@ class LayerState:
         self._tables = RowTables()
         self.static_config = None if self.index is None else method.static_config()
         self.statics = StaticSets(self.static_config, sequences)
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldSelection] = {}
         self.fetched: dict[int, Fetched] = {}
         self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing was read yet
         config = None if self.index is None else method.index_config()
@@ -256,7 +256,7 @@ class LayerState:
             return
         if not self.store.on_device:
             self.counters.offloaded(moved)
-        self.non_finite.tell_later()
+        self.non_finite.poll()
         if self.index is not None:
             with self.clock("encode"), self.building_index():
                 self.index.take_rows(sequence, moved)
@@ -278,7 +278,7 @@ class LayerState:
 
     def raise_non_finite(self) -> None:
         """Host check of what `guard` saw on a GPU (synchronises)."""
-        self.non_finite.tell()
+        self.non_finite.check()
 
     def flagged_as(self, other: LayerState) -> None:
         """Takes over what another state of the same sequences has not told yet."""
@@ -435,5 +435,5 @@ class LayerState:
         if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
             return None
         offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
-        sight = Sight(seen, others, offset, self.top_k, self.scaling, count).kept()
+        sight = Observation(seen, others, offset, self.top_k, self.scaling, count).kept()
         return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)

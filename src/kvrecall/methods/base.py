@@ -9,10 +9,10 @@ from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
-from kvrecall.index.around import Pruning
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.page_means import PageMeans, PageMeansIndex
 from kvrecall.index.table import in_whole_blocks
+from kvrecall.index.wrapper import Pruning
 from kvrecall.methods.compose import check
 from kvrecall.static.choice import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger

@@ -30,7 +30,7 @@ of the time on a GPU with 50 GB/s to the host."""
 
 
 @dataclass(frozen=True)
-class Sight:
+class Observation:
     """What the keys of a retrieval zone are judged by, as it was at one moment.
 
     observed: the last queries; None if nobody looked at them. others: keys `[H_kv, n, D]` outside the zone with the position of
@@ -45,7 +45,7 @@ class Sight:
     scaling: float
     count: int | None = None
 
-    def kept(self) -> Sight:
+    def kept(self) -> Observation:
         """The same for later: a copy of the keys, less those that no query has seen, and nothing that remembers gradients."""
         seen = self.observed
         if seen is None:
@@ -73,11 +73,11 @@ class StaticChoice(Part):
     def observed_queries(self) -> int: ...
 
     @abstractmethod
-    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+    def choosing(self, sight: Observation, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
         """Ids int32 `[H_kv, m]` of the static tokens, ascending. zone: keys `[H_kv, n, D]`; arrivals: all of it in order, in
         pieces that are there from the moment at which they are asked for."""
 
-    def choose(self, zone: Tensor, sight: Sight) -> Tensor:
+    def choose(self, zone: Tensor, sight: Observation) -> Tensor:
         """As `choosing`, at once."""
         return finished(self.choosing(sight, zone, stretches(zone.shape[1])))
 
@@ -124,7 +124,7 @@ class ObservationWindow(StaticChoice):
     def observed_queries(self) -> int:
         return self.window_tokens
 
-    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+    def choosing(self, sight: Observation, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
         """Algorithm 1, lines 6-9: scores are per query head, causal, then averaged over window and group."""
         assert sight.observed is not None
         observed, offset, scaling = sight.observed.last(self.window_tokens), sight.offset, sight.scaling
@@ -194,7 +194,7 @@ def pooled(scores: Tensor, radius: int) -> Tensor:
 def window_shares(
     observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, scaling: float
 ) -> Tensor:
-    """Attention shares fp32 `[H_kv, G, W, n]` of the keys of a short zone for the observed queries; arguments as in `Sight`."""
+    """Attention shares fp32 `[H_kv, G, W, n]` of a short zone's keys for the observed queries; arguments: see `Observation`."""
     total = _total([_mass(observed, zone, offset, scaling)], observed, others, scaling)
     return _shares(observed, zone, offset, scaling, total)
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import read_keys
+from kvrecall.cache.prefetch import read_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.pieces import Work, stretches
 from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
 from kvrecall.fetch import rows_at
 from kvrecall.index.base import Index, LayerShape
-from kvrecall.static.choice import LOOKED, WEIGHED, Sight, StaticChoice, StaticSet, first_age
+from kvrecall.static.choice import LOOKED, WEIGHED, Observation, StaticChoice, StaticSet, first_age
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StaticRefresh:
     """
 
     def __init__(
-        self, config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: ZoneRows, index: Index
+        self, config: StaticChoice, sight: Observation, tokens: int, shape: LayerShape, source: ZoneRows, index: Index
     ) -> None:
         """tokens: length of the zone now. source: its rows; more may come. Nothing of `sight` may be written to."""
         self._config, self._sight, self._tokens, self._shape = config, sight, tokens, shape
@@ -88,9 +88,9 @@ class StaticRefresh:
 
 
 def _choosing(
-    config: StaticChoice, sight: Sight, tokens: int, shape: LayerShape, source: ZoneRows, index: Index
+    config: StaticChoice, sight: Observation, tokens: int, shape: LayerShape, source: ZoneRows, index: Index
 ) -> Work[Chosen]:
-    """All of a refresh; no method of it, so that one that is dropped gives its memory back at once, for want of a circle."""
+    """All of a refresh. A free function, so that dropping the object frees its memory at once (no reference cycle)."""
     with lasting_tensors():  # steps in between may write to it in another mode
         zone = torch.empty(shape.kv_heads, tokens, shape.head_dim, dtype=shape.dtype, device=shape.device)
     ids = yield from config.choosing(sight, zone, _arrivals(source, zone))

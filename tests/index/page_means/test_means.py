@@ -79,14 +79,14 @@ def assert_means(state: LayerState, sequence: int = 0) -> None:
 def host_reads() -> Iterator[list[tuple[int, int]]]:
     """What is read from the host inside, as (first token, token behind the last)."""
     found: list[tuple[int, int]] = []
-    read = page_means.pieces_ahead
+    read = page_means.prefetch_pieces
 
     def watched(source: Any, start: int, stop: int, *rest: Any) -> Any:
         found.append((start, stop))
         return read(source, start, stop, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_means, "pieces_ahead", watched)
+        patch.setattr(page_means, "prefetch_pieces", watched)
         yield found
 
 

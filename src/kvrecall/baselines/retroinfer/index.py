@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.cache.prefetch import zone_rows
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.base import Captured, LayerShape

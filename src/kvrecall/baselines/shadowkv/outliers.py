@@ -12,7 +12,7 @@ from torch import Tensor
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.pieces import Work
 from kvrecall.select.topk import top_k_positions
-from kvrecall.static.choice import LOOKED, Sight, StaticChoice
+from kvrecall.static.choice import LOOKED, Observation, StaticChoice
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OutlierPages(StaticChoice):
     def observed_queries(self) -> int:
         return 0
 
-    def choosing(self, sight: Sight, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
+    def choosing(self, sight: Observation, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
         """Equal pages: the lower one."""
         for part in arrivals:
             yield LOOKED * (part.stop - part.start)

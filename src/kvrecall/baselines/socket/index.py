@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.cache.prefetch import zone_rows
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes, patterns

@@ -12,9 +12,9 @@ from kvrecall.baselines.twilight.quantised import Quantised, code_bytes, quantis
 from kvrecall.baselines.twilight.top_p import prune
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.around import IndexAround, Pruning
 from kvrecall.index.base import Index, LayerShape, stack_selections
 from kvrecall.index.table import TokenTable
+from kvrecall.index.wrapper import IndexWrapper, Pruning
 from kvrecall.select.gqa import search_queries
 
 
@@ -43,7 +43,7 @@ class TopP(Pruning):
         return shape.kv_heads * tokens * (code_bytes(shape.head_dim, self.bits) + 8)
 
 
-class PrunedIndex(IndexAround):
+class PrunedIndex(IndexWrapper):
     """Searches in `base` and keeps of each selection what `TopP` leaves, judged as `gqa` says."""
 
     def __init__(self, base: Index, shape: LayerShape, config: TopP, gqa: str) -> None:

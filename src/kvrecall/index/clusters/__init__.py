@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import zone_rows
+from kvrecall.cache.prefetch import zone_rows
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.clusters.kmeans import cluster

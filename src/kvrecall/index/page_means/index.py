@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import pieces_ahead
+from kvrecall.cache.prefetch import prefetch_pieces
 from kvrecall.core.structs import Budget, Rows, Selection, stack_rows
-from kvrecall.index.around import IndexAround
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.page_means.config import PageMeans
 from kvrecall.index.table import StoredRows, TokenTable
+from kvrecall.index.wrapper import IndexWrapper
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class MeanRows:
         return stack_rows(list(zip(rows, self.lengths, strict=True)), list(self.biases))
 
 
-class PageMeansIndex(IndexAround):
+class PageMeansIndex(IndexWrapper):
     """Searches in `base` and adds the means of whole pages, `[H_kv, pages, 2 D]` in the cache's dtype, in the blocks of the
     sequences.
 
@@ -166,7 +166,7 @@ class PageMeansIndex(IndexAround):
         taken = self._taken(sequence)
         if not self._sources or taken >= tokens:
             return
-        with pieces_ahead(self._sources[sequence], taken, tokens, _PIECE_TOKENS, self._shape.device, torch.clone) as pieces:
+        with prefetch_pieces(self._sources[sequence], taken, tokens, _PIECE_TOKENS, self._shape.device, torch.clone) as pieces:
             for rows in pieces:
                 self._take(sequence, rows)
 

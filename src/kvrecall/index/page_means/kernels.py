@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.overlap import begin, end
+from kvrecall.core.pdl import begin, end
 from kvrecall.core.softcap import capped
 
 

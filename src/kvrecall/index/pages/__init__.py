@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvrecall.cache.rows_ahead import read_keys
+from kvrecall.cache.prefetch import read_keys
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.pieces import Work, finished, stretches
 from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource

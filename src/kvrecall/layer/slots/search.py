@@ -16,7 +16,7 @@ from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.rings import places
-from kvrecall.core.structs import AttentionParams, Held
+from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
 from kvrecall.layer.slots.base import Group, SlotLayer, count_steps, keeps_rows
 from kvrecall.layer.state import LayerState
@@ -220,7 +220,7 @@ class SearchSlots(SlotLayer):
             pool.extend(tokens)
             self.part.leave(slot, index, b, tokens, partial(self._keys, pool, start))
             state.store.resident.replace(b, 0, torch.cat([kept[:, : zones.sink], kept[:, self._window(zones)]], 1))
-            state.held[b] = Held(self.part.ids[slot].clone(), self.part.counts[slot].clone(), tokens)
+            state.held[b] = HeldSelection(self.part.ids[slot].clone(), self.part.counts[slot].clone(), tokens)
             coming = zones.total - zones.sink
             if isinstance(self.zones, DeviceZones) and state.segments is not None and state.marks_segments:
                 for number in self.zones.marked(slot, coming - group.steps, coming):

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.core.host_rows import row_offset
-from kvrecall.core.overlap import begin, end
+from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.overlap import begin, end
+from kvrecall.core.pdl import begin, end
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.cache import rows_ahead
-from kvrecall.cache.rows_ahead import pieces_ahead, read_keys
+from kvrecall.cache import prefetch
+from kvrecall.cache.prefetch import prefetch_pieces, read_keys
 from kvrecall.cache.transfer import bring_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from tests.blocks import fork, zone_of
@@ -32,10 +32,10 @@ def pool_of(rows: torch.Tensor, pin: bool) -> ZoneRows:
 def test_all_rows_in_order(
     start: int, stop: int, size: int, dtype: torch.dtype, places_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_ahead, "_PLACES_BYTES", places_bytes)
+    monkeypatch.setattr(prefetch, "_PLACES_BYTES", places_bytes)
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).to(dtype)
     pool = pool_of(rows, device == "cuda")
-    with pieces_ahead(pool, start, stop, size, torch.device(device), torch.clone) as pieces:
+    with prefetch_pieces(pool, start, stop, size, torch.device(device), torch.clone) as pieces:
         found = list(pieces)
     assert [piece.shape[1] for piece in found[:-1]] == [size] * (len(found) - 1)
     assert torch.equal(torch.cat(found, 1).cpu(), rows[:, start:stop])
@@ -55,7 +55,7 @@ def test_keys_into_a_place_among_others(start: int, stop: int, pinned: bool, dev
 @devices
 def test_who_stops_early_leaves_nothing_on_its_way(device: str) -> None:
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
-    with pieces_ahead(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device), torch.clone) as pieces:
+    with prefetch_pieces(pool_of(rows, device == "cuda"), 0, 170, 20, torch.device(device), torch.clone) as pieces:
         first = next(pieces)
     assert torch.equal(first.cpu(), rows[:, :20])
 

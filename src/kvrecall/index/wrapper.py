@@ -33,7 +33,7 @@ class Pruning(Part, ABC):
         """Device bytes that pruning adds for one sequence with `tokens` tokens in its retrieval zone."""
 
 
-class IndexAround(Index):
+class IndexWrapper(Index):
     """Hands everything on to `base`; a subclass keeps tables of its own beside it."""
 
     def __init__(self, base: Index, *tables: TokenTable) -> None:

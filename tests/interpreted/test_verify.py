@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from benchmarks import first_step
-from benchmarks.first_step import TOLERANCE, Watched, WatchedStep, agree, check_step
-from benchmarks.given import AskingStep, Turning
+from benchmarks import verify
 from benchmarks.gpu_layer import COSINE
+from benchmarks.inputs import AskingStep, Turning
+from benchmarks.verify import TOLERANCE, Watched, WatchedStep, agree, check_step
 from kvrecall import engine
 from tests.backends.models import tiny
 
@@ -43,7 +43,7 @@ class OnCpu(Watched):
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    monkeypatch.setattr(first_step, "let_go", lambda: None)
+    monkeypatch.setattr(verify, "let_go", lambda: None)
 
 
 def prefilled(method: kvrecall.Method) -> tuple[Any, kvrecall.RetrievalCache, Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.given import NOISE, Gaussian, Traced, Turning
+from benchmarks.inputs import NOISE, Gaussian, Traced, Turning
 from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo

@@ -61,7 +61,7 @@ def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Te
 
 
 @contextmanager
-def pieces_ahead(
+def prefetch_pieces(
     source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken]
 ) -> Iterator[Iterator[Taken]]:
     """What `take` makes of the rows `[H_kv, <= size, 2, D]` of a stretch of the zone, in order, on the device; start < stop.
