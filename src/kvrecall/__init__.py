@@ -9,6 +9,8 @@ host memory and attends to them together with a small dense window. Nothing is e
     with kvrecall.attach(model):
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
 
+    answers = kvrecall.ask(model, tokenizer, document, ["Who left?", "When?"])    # reads the document once
+
 Importing this package changes nothing global.
 """
 
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrecall.backends.transformers import RetrievalCache, attach
     from kvrecall.core import errors as errors
+    from kvrecall.engine import ask
     from kvrecall.methods.base import Method
     from kvrecall.methods.ctkvr import CTKVR
     from kvrecall.methods.exact import Exact
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CTKVR", "PRKV", "Exact", "Full", "LouisKV", "Method", "ParisKV", "ParisKVBalanced", "RetrievalCache", "__version__",
-    "attach",
+    "ask", "attach",
 ]  # fmt: skip
 
 _HOMES = {
@@ -44,6 +47,7 @@ _HOMES = {
     "ParisKV": "kvrecall.methods.pariskv",
     "ParisKVBalanced": "kvrecall.methods.pariskv",
     "RetrievalCache": "kvrecall.backends.transformers",
+    "ask": "kvrecall.engine",
     "attach": "kvrecall.backends.transformers",
 }
 _MODULES = {

@@ -14,23 +14,37 @@ def test_ask_prints_the_answer_alone_on_stdout(cli: Cli, tiny: Path, document: P
     result = cli("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5)
     assert result.exit_code == 0, result.output
     told = cli.json("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5)
-    assert result.stdout.strip() == told["answer"].strip()
+    assert result.stdout.strip() == told["answers"][0]["answer"].strip()
     for words in ("tokens per zone", "attended per step", "searches", "held", "moved", "time per stage"):
         assert words in result.stderr
 
 
 def test_ask_json_tells_everything(cli: Cli, tiny: Path, document: Path) -> None:
     told = cli.json("ask", document, "what", "-m", tiny, "--max-new-tokens", 4, "--set", "top_k=50", "--set", "gqa=max")
-    assert told["method"] == "pariskv" and told["model"] == str(tiny) and 1 <= told["new_tokens"] <= 4
-    assert told["prompt_tokens"] > 3000 and told["prefill_seconds"] > 0
-    total = told["stats"]["total"]
-    assert sum(total["tokens"].values()) >= told["prompt_tokens"] and total["searches"] > 0
+    (answer,) = told["answers"]
+    assert told["method"] == "pariskv" and told["model"] == str(tiny) and 1 <= answer["new_tokens"] <= 4
+    assert answer["prompt_tokens"] > told["document_tokens"] > 3000
+    assert told["read_seconds"] > 0 and answer["first_token_seconds"] > 0
+    total = answer["stats"]["total"]
+    assert sum(total["tokens"].values()) >= answer["prompt_tokens"] and total["searches"] > 0
     assert total["attended_per_step"] < 64 + 256 + 512 + 50 + 1
 
 
 def test_methods_differ_in_what_they_attend_to(cli: Cli, tiny: Path, document: Path) -> None:
     told = cli.json("ask", document, "what", "-m", tiny, "--max-new-tokens", 3, "--method", "full")
-    assert told["stats"]["total"]["attended_per_step"] > 3000
+    assert told["answers"][0]["stats"]["total"]["attended_per_step"] > 3000
+
+
+def test_several_questions_get_the_answers_that_each_gets_alone(cli: Cli, tiny: Path, document: Path) -> None:
+    questions = ("what boat", "the red harbour", "text")
+    common = ("-m", tiny, "--max-new-tokens", 5, "--temperature", 1.5, "--seed", 3)
+    told = cli.json("ask", document, *questions, *common)
+    alone = [cli.json("ask", document, question, *common)["answers"][0] for question in questions]
+    assert [row["answer"] for row in told["answers"]] == [row["answer"] for row in alone]
+    shown = cli("ask", document, *questions, *common)
+    texts = [f"{row['question']}\n{row['answer']}" for row in told["answers"]]
+    assert "\n".join(line.rstrip() for line in shown.stdout.strip().splitlines()) == "\n\n".join(t.rstrip() for t in texts)
+    assert "once for all questions" in shown.stderr and "first token" in shown.stderr
 
 
 def test_generate_takes_prompt_or_file_or_stdin(cli: Cli, tiny: Path, tmp_path: Path) -> None:
@@ -51,7 +65,7 @@ def test_sampling_is_repeatable_with_a_seed(cli: Cli, tiny: Path) -> None:
 
 def test_model_without_chat_template(cli: Cli, tmp_path: Path, document: Path) -> None:
     model = save_tiny_model(tmp_path / "plain", chat_template=None)
-    assert cli.json("ask", document, "what", "-m", model, "--max-new-tokens", 2)["new_tokens"] >= 1
+    assert cli.json("ask", document, "what", "-m", model, "--max-new-tokens", 2)["answers"][0]["new_tokens"] >= 1
 
 
 def test_missing_file(cli: Cli, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrecall.core.errors import ContextLengthError, ParameterError
-from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, raw_prompt
+from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_prompt, next_turn, raw_prompt
 from tests.tiny import WORDS, tiny_tokenizer
 
 ID = {word: i for i, word in enumerate(WORDS)}
@@ -23,7 +23,27 @@ def test_all_questions_share_the_document_as_prefix(tokenizer: Any) -> None:
     first, second = prompt.ask("red"), prompt.ask("boat boat")
     assert first[: len(prompt.prefix)] == second[: len(prompt.prefix)] == prompt.prefix
     assert prompt.document_tokens == 3 and [ID["the"], ID["red"], ID["boat"]] == _document_part(prompt)
-    assert first[len(prompt.prefix)] == ID["red"] and first != second
+    behind = first[len(prompt.prefix) :]
+    assert behind == prompt.question("red") == [*prompt.middle, ID["red"], *prompt.tail] and first != second
+
+
+def test_one_more_text_leaves_the_ids_of_those_before_it(tokenizer: Any) -> None:
+    one, two = (DocumentPrompt.of(tokenizer, texts).prefix for texts in (["the red boat"], ["the red boat", "harbour"]))
+    assert two == [*one, ID["harbour"]]
+
+
+def test_behind_a_document_the_prompt_is_the_same_whoever_holds_it(tokenizer: Any) -> None:
+    prompt = DocumentPrompt.of(tokenizer, "the red boat")
+    assert DocumentPrompt.behind(tokenizer, prompt.prefix).ask("boat") == prompt.ask("boat")
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
+def test_behind_an_answer_comes_the_next_turn(tokenizer: Any, ended: bool) -> None:
+    """The model may have written the marker that ends its turn, which is not repeated."""
+    said = [*DocumentPrompt.of(tokenizer, "the red boat").ask("boat"), ID["harbour"]]
+    whole = said + next_turn(tokenizer, "red")
+    held = [*said, next_turn(tokenizer, "red")[0]] if ended else said
+    assert DocumentPrompt.behind(tokenizer, held).ask("red") == next_prompt(tokenizer, held, "red") == whole
 
 
 def _document_part(prompt: DocumentPrompt) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -54,6 +54,39 @@ def answer(
             temperature=temperature,
             seed=seed,
         )
+
+
+class InTurn:
+    """Writes the answers to several questions one after another; what comes for a later one waits for those before it."""
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        """Several questions stand above their answers."""
+        self._questions, self._turn = questions, 0
+        self._pieces: list[list[str]] = [[] for _ in questions]
+        self._ended = [False for _ in questions]
+        self._head()
+
+    def write(self, number: int, text: str) -> None:
+        """A piece of the answer to question `number`."""
+        if number == self._turn:
+            to_stdout(printable(text))
+        else:
+            self._pieces[number].append(text)
+
+    def end(self, number: int, _: object) -> None:
+        """Question `number` is answered."""
+        self._ended[number] = True
+        while self._turn < len(self._ended) and self._ended[self._turn]:
+            to_stdout("\n")
+            self._turn += 1
+            if self._turn < len(self._ended):
+                self._head()
+                to_stdout(printable("".join(self._pieces[self._turn])))
+
+    def _head(self) -> None:
+        if len(self._questions) > 1:
+            gap = "\n" if self._turn else ""
+            to_stdout(f"{gap}{printable(self._questions[self._turn])}\n")
 
 
 def to_stdout(text: str) -> None:

@@ -45,7 +45,7 @@ def _moved(total: dict[str, Any]) -> str:
 
 
 def stats_table(summary: dict[str, Any]) -> Table:
-    """The table under an answer, from what --json would have printed (see `answer.summary`)."""
+    """The table under an answer, from what --json would have printed (see `answer.summary` and `ask.answer_told`)."""
     total = summary["stats"]["total"]
     zones, stages = total["tokens"], total["stage_seconds"]
     held = sum(zones.values())
@@ -54,7 +54,11 @@ def stats_table(summary: dict[str, Any]) -> Table:
     rate = f"{new / decode:.1f} tokens/s" if decode > 0 else "—"
     table.add_row("model, method", f"{summary['model']}, {summary['method']}")
     table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
-    table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
+    if "read_seconds" in summary:
+        times = [summary[name] for name in ("read_seconds", "first_token_seconds", "decode_seconds")]
+        table.add_row("reading, first token, decode", f"{', '.join(map(seconds, times))} ({rate})")
+    else:
+        table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
     table.add_row("tokens per zone", " · ".join(f"{name} {count:,}" for name, count in zones.items()))
     share = f" ({total['attended_per_step'] / held:.1%} of {held:,})" if held else ""
     table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
@@ -63,4 +67,20 @@ def stats_table(summary: dict[str, Any]) -> Table:
     table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
     if stages:
         table.add_row("time per stage", " · ".join(f"{name} {seconds(value)}" for name, value in stages.items()))
+    return table
+
+
+def answers_table(told: dict[str, Any]) -> Table:
+    """The table under several answers, from what --json would have printed."""
+    table = plain_table()
+    answers = told["answers"]
+    table.add_row("model, method", f"{told['model']}, {told['method']}")
+    table.add_row("reading", f"{told['document_tokens']:,} tokens in {seconds(told['read_seconds'])}, once for all questions")
+    first = [answer["first_token_seconds"] for answer in answers]
+    table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")
+    new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)
+    table.add_row("answers", f"{new:,} tokens together, the longest in {seconds(last)}")
+    totals = [answer["stats"]["total"] for answer in answers]
+    attended = sum(total["attended_per_step"] for total in totals) / len(totals)
+    table.add_row("attended per step", f"{attended:,.0f} tokens per KV head")
     return table

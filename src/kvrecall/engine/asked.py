@@ -17,7 +17,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup
-from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
+from kvrecall.engine.prefill import Progress, check_prompt, chunk_size, context_limit
 from kvrecall.methods.base import Method
 
 
@@ -81,13 +81,8 @@ def asked(
     """Checks what `engine.generate` is given. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
-    if max_new_tokens < 1:
-        raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
-    if not 0 <= temperature < float("inf"):  # NaN is none
-        raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
-    if not 0 < top_p <= 1:
-        raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    check_sampling(max_new_tokens, temperature, top_p)
+    limit = context_limit(model)
     if limit and input_ids.shape[1] + max_new_tokens > limit:
         raise ContextLengthError("prompt and answer", limit, input_ids.shape[1] + max_new_tokens)
     made = isinstance(cache, Method)
@@ -109,6 +104,16 @@ def asked(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,
         on_token, seed, capture, compiled, (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )  # fmt: skip
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raises ParameterError for settings of an answer that cannot work."""
+    if max_new_tokens < 1:
+        raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
+    if not 0 <= temperature < float("inf"):  # NaN is none
+        raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
+    if not 0 < top_p <= 1:
+        raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
 
 
 def _check_shards(model: Any) -> None:

@@ -24,6 +24,7 @@ from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import CaptureError, ParameterError
 from kvrecall.engine.decoding import Decoding
+from kvrecall.engine.prefill import context_limit
 
 NAME = "prompt_lookup_num_tokens"
 
@@ -32,7 +33,7 @@ class LookupDecoding(Decoding):
     """A request of one sequence."""
 
     def _take(self, made: Any, ends: list[Tensor]) -> None:
-        self._limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._limit = context_limit(self.model)
         self._guess: list[int] = []
         self._generator_of_guesses = PromptLookupCandidateGenerator(
             eos_token_id=torch.cat(ends) if ends else None, num_output_tokens=made.prompt_lookup_num_tokens,

@@ -81,6 +81,11 @@ def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int)
     return max(_LEAST_CHUNK, _CHUNK_TOKENS.get(model.device.type, 0) // max(1, sequences))
 
 
+def context_limit(model: PreTrainedModel) -> int | None:
+    """Tokens that the model's context holds, prompt and answer together; None if its config does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:
     """Raises for prompts and settings that cannot work, before anything is stored."""
     if input_ids.ndim != 2 or not input_ids.shape[1]:
@@ -89,6 +94,6 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, a
         raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ShapeError("attention_mask", str(list(input_ids.shape)), list(attention_mask.shape), "Pass the tokenizer's mask.")
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = context_limit(model)
     if limit and input_ids.shape[1] > limit:
         raise ContextLengthError("prompt", limit, input_ids.shape[1])

@@ -7,6 +7,7 @@ or a question stays text: only the template's own markers become special tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,37 +22,60 @@ INSTRUCTION = "Answer with one short sentence, from the text above alone."
 class DocumentPrompt:
     """A document, waiting for questions.
 
-    prefix: token ids from the start through the document and the instruction; the same for every question.
-    tail: ids that follow the question.
+    prefix: token ids from the start to the document's end; the same for every question, and what a saved session holds.
+    middle: ids between document and question, with the instruction. tail: ids that follow the question.
     """
 
     tokenizer: Any
     prefix: list[int]
+    middle: list[int]
     tail: list[int]
     document_tokens: int
 
     @staticmethod
-    def of(tokenizer: Any, document: str, instruction: str = INSTRUCTION) -> DocumentPrompt:
+    def of(tokenizer: Any, document: str | Sequence[str], instruction: str = INSTRUCTION) -> DocumentPrompt:
         """Tokenises a document for questions; with the tokenizer's chat template if it has one, as plain text otherwise.
 
-        instruction: how to answer; it stands between document and question.
+        document: one text, or several that follow each other. Each is tokenised by itself, so that one more leaves the ids of
+        those before it as they are. instruction: how to answer; it stands between document and question.
         """
-        head, middle, tail = _template(tokenizer, f"\n\n{instruction}\nQuestion: ")
-        body = plain_ids(tokenizer, document.rstrip())
-        return DocumentPrompt(tokenizer, head + body + middle, tail, len(body))
+        texts = [document] if isinstance(document, str) else list(document)
+        head, middle, tail = _template(tokenizer, _instruction(instruction))
+        body = plain_ids(tokenizer, texts[0].rstrip())
+        for text in texts[1:]:
+            body += plain_ids(tokenizer, "\n\n") + plain_ids(tokenizer, text.rstrip())
+        return DocumentPrompt(tokenizer, head + body, middle, tail, len(body))
+
+    @staticmethod
+    def behind(tokenizer: Any, held: list[int], instruction: str = INSTRUCTION) -> DocumentPrompt:
+        """Questions behind tokens that a cache holds: the end of a document, or of an answer.
+
+        It is an answer if the model was asked to begin one before. The question is the conversation's next turn then, without
+        the instruction.
+        """
+        _, middle, tail = _template(tokenizer, _instruction(instruction))
+        if _contains(held, tail):
+            middle, tail = _turn(tokenizer)
+            if held[-1:] == middle[:1]:  # the model has ended its turn itself
+                middle = middle[1:]
+        return DocumentPrompt(tokenizer, held, middle, tail, len(held))
 
     def ask(self, question: str, *, max_new_tokens: int = 0, limit_tokens: int | None = None) -> list[int]:
         """Ids of the whole prompt for one question.
 
         Raises `ContextLengthError`, naming the document or the question, if prompt and answer exceed `limit_tokens`.
         """
+        return self.prefix + self.question(question, max_new_tokens=max_new_tokens, limit_tokens=limit_tokens)
+
+    def question(self, question: str, *, max_new_tokens: int = 0, limit_tokens: int | None = None) -> list[int]:
+        """Ids of the prompt for one question behind `prefix`. Raises as `ask` does."""
         asked = plain_ids(self.tokenizer, question.strip())
         if limit_tokens is not None:
             self._check(len(asked), max_new_tokens, limit_tokens)
-        return self.prefix + asked + self.tail
+        return self.middle + asked + self.tail
 
     def _check(self, question_tokens: int, max_new_tokens: int, limit_tokens: int) -> None:
-        frame = len(self.prefix) - self.document_tokens + len(self.tail)
+        frame = len(self.prefix) - self.document_tokens + len(self.middle) + len(self.tail)
         room = limit_tokens - max_new_tokens - frame
         if room < 2:
             raise ParameterError(
@@ -75,18 +99,25 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
 
 def next_turn(tokenizer: Any, question: str) -> list[int]:
     """Ids from the end of an answer to where the next one begins: the chat template's turn with a question, or plain text."""
-    if _rendered(tokenizer, _QUESTION) is None:
-        return plain_ids(tokenizer, f"\nQuestion: {question.strip()}\nAnswer:")
-    said = [("user", "a"), ("assistant", _DOCUMENT), ("user", _QUESTION)]
-    messages = [{"role": role, "content": content} for role, content in said]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    join, tail = text.split(_DOCUMENT)[-1].split(_QUESTION)
-    return _marked_ids(tokenizer, join) + plain_ids(tokenizer, question.strip()) + _marked_ids(tokenizer, tail)
+    join, tail = _turn(tokenizer)
+    return join + plain_ids(tokenizer, question.strip()) + tail
+
+
+def next_prompt(tokenizer: Any, said: list[int], question: str) -> list[int]:
+    """Ids of a whole conversation with one more question. said: its ids until the end of the last answer."""
+    join = next_turn(tokenizer, question)
+    if said[-1] == join[0]:  # the model has ended its turn itself
+        said = said[:-1]
+    return said + join
 
 
 def raw_prompt(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text to be continued as it is, with the token that the model expects at its start, if any."""
     return _start_ids(tokenizer) + plain_ids(tokenizer, text)
+
+
+def _instruction(instruction: str) -> str:
+    return f"\n\n{instruction}\nQuestion: "
 
 
 def _template(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
@@ -98,6 +129,23 @@ def _template(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], l
     head, rest = rendered.split(_DOCUMENT)
     middle, tail = rest.split(_QUESTION)
     return _marked_ids(tokenizer, head), _marked_ids(tokenizer, middle), _marked_ids(tokenizer, tail)
+
+
+def _turn(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids between an answer and the next question, and after that question."""
+    if _rendered(tokenizer, _QUESTION) is None:
+        return plain_ids(tokenizer, "\nQuestion: "), plain_ids(tokenizer, "\nAnswer:")
+    said = [("user", "a"), ("assistant", _DOCUMENT), ("user", _QUESTION)]
+    messages = [{"role": role, "content": content} for role, content in said]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    join, tail = text.split(_DOCUMENT)[-1].split(_QUESTION)
+    return _marked_ids(tokenizer, join), _marked_ids(tokenizer, tail)
+
+
+def _contains(ids: list[int], part: list[int]) -> bool:
+    """Whether ids follow each other somewhere."""
+    starts = (i for i, each in enumerate(ids) if part and each == part[0])
+    return any(ids[i : i + len(part)] == part for i in starts)
 
 
 def _rendered(tokenizer: Any, content: str) -> str | None:

@@ -140,8 +140,8 @@ class Request:
     def __iter__(self) -> Iterator[list[int]]:
         seen = 0
         while not self._read(seen):
-            self._loop.wait(self._job, partial(self._news, seen))
-            while seen < len(self._job.steps):
+            self._loop.wait(self._job, partial(self._news, seen))  # which tells of steps that others have driven
+            if seen < len(self._job.steps):
                 seen += 1
                 yield self._job.steps[seen - 1]
         self.result()

@@ -19,7 +19,7 @@ from transformers.cli.serving import model_manager, server
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.core.errors import ContextLengthError, KVRecallError, ParameterError
 from kvrecall.core.extras import require_server
-from kvrecall.engine.prefill import chunk_size
+from kvrecall.engine.prefill import chunk_size, context_limit
 from kvrecall.methods.base import Method
 
 _OWN = "give it before `--`"
@@ -45,7 +45,7 @@ def retrieving(model: PreTrainedModel, method: Method, context: int | None = Non
     context: tokens of prompt and answer at most; the model's own limit if None or lower. An answer ends there; a prompt that
     leaves no room for one raises ContextLengthError.
     """
-    limits = [context, getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)]
+    limits = [context, context_limit(model)]
     limit = min((tokens for tokens in limits if tokens), default=None)
     with attach(model):
         served: Any = model

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvrecall import engine
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.engine.generate import GenerateResult
-from kvrecall.engine.prompts import next_turn, plain_ids
+from kvrecall.engine.prefill import context_limit
+from kvrecall.engine.prompts import next_prompt, plain_ids
 from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.tasks.base import Turn
 from kvrecall.methods.full import Full
@@ -39,7 +40,7 @@ class Asker:
     @property
     def limit_tokens(self) -> int | None:
         """Tokens that the model's context holds; None if its config does not say."""
-        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return context_limit(self.model)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, none of them special."""
@@ -85,10 +86,7 @@ class Asker:
         ids, new, prefill, decode = readings.ids[0].tolist(), 0, 0.0, 0.0
         for number, turn in enumerate(turns):
             if number:
-                join = next_turn(self.tokenizer, turn.question)
-                if ids[-1] == join[0]:  # the model has ended its turn itself
-                    ids = ids[:-1]
-                ids = ids + join + self.ids(turn.opening)
+                ids = next_prompt(self.tokenizer, ids, turn.question) + self.ids(turn.opening)
             result = self._generate(self.tensor(ids), cache, answer_tokens)
             texts += result.texts or []
             ids, new = ids + result.new_tokens[0], new + len(result.new_tokens[0])

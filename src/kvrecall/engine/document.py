@@ -1,0 +1,237 @@
+"""A document that is read once and asked any number of questions, each on a fork of its cache."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvrecall import methods
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import ParameterError
+from kvrecall.engine.asked import check_sampling
+from kvrecall.engine.prefill import Progress, context_limit, prefill
+from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt
+from kvrecall.engine.request import Engine, Request
+from kvrecall.layer.stats import CacheStats
+from kvrecall.methods.base import Method
+
+DEFAULT_METHOD = "pariskv"
+MAX_NEW_TOKENS = 128
+
+OnText = Callable[[int, str], None]
+"""Called with (number of the question from 0, piece of its answer)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer; `str` gives its text. tokens: its ids. prompt_tokens: of document and question.
+
+    first_token_seconds: from when the question began to be read to its first token. decode_seconds: the rest. Questions that
+    are answered together share both. stats: of the question's own cache.
+    """
+
+    question: str
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    first_token_seconds: float
+    decode_seconds: float
+    stats: CacheStats
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Document:
+    """A document and the cache that holds it. `read` fills the cache, `ask` answers on forks of it, and it stays as it is."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: RetrievalCache, prompt: DocumentPrompt
+    ) -> None:
+        """Use `Document.of`."""
+        self.model, self.tokenizer, self.cache, self.prompt = model, tokenizer, cache, prompt
+        self.read_seconds = 0.0
+        """How long reading took."""
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: str | Sequence[str] | RetrievalCache,
+        *, method: Method | str | None = None, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
+    ) -> Document:  # fmt: skip
+        """A document that is given in one of the forms of `ask`, with the same method and instruction. Computes nothing yet.
+
+        Raises ParameterError for a document with nothing in it.
+        """
+        chosen = chosen_method(method, settings)
+        if isinstance(document, RetrievalCache):
+            held = _held(document)
+            cache = document if chosen in (None, document.method) else document.fork(chosen)
+            return cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction))
+        for text in _texts("document", document):
+            _some("document", text)
+        cache = RetrievalCache(model.config, chosen or methods.get(DEFAULT_METHOD))
+        return cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, document, instruction))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to hold before a question can be asked."""
+        return len(self.prompt.prefix)
+
+    def check(self, questions: Sequence[str], max_new_tokens: int = MAX_NEW_TOKENS) -> list[list[int]]:
+        """Ids of each question behind the document; raises ParameterError or ContextLengthError for one that cannot be."""
+        for number, question in enumerate(questions):
+            _some("question" if len(questions) == 1 else f"questions[{number}]", question)
+        limit = context_limit(self.model)
+        return [self.prompt.question(each, max_new_tokens=max_new_tokens, limit_tokens=limit) for each in questions]
+
+    def read(
+        self, *, chunk_tokens: int | None = None, on_progress: Progress | None = None, expect_tokens: int | None = None
+    ) -> None:
+        """Reads what the cache does not hold yet. Parameters as in `engine.prefill`; after an interruption it goes on."""
+        if self.cache.get_seq_length() == self.tokens:
+            return
+        start = time.perf_counter()
+        prefill(
+            self.model, self._ids([]), self.cache, chunk_tokens=chunk_tokens, on_progress=on_progress,
+            expect_tokens=expect_tokens,
+        )  # fmt: skip
+        self.read_seconds += time.perf_counter() - start
+
+    def ask(
+        self,
+        questions: str | Sequence[str],
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        chunk_tokens: int | None = None,
+        on_prefill: Progress | None = None,
+        on_text: OnText | None = None,
+        on_answer: Callable[[int, Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Reads the document if nobody has, and answers; parameters and errors as in `kvrecall.ask`."""
+        questions = _texts("questions", questions)
+        check_sampling(max_new_tokens, temperature, top_p)
+        behind = self.check(questions, max_new_tokens)
+        self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill)
+        most = Engine.of(self.model).max_sequences
+        waiting = deque(enumerate(behind))
+        running: dict[int, tuple[Request, RetrievalCache, Iterator[list[int]]]] = {}
+        answers: dict[int, Answer] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < most:
+                    number, ids = waiting.popleft()
+                    cache = self.cache.fork()
+                    request = Engine.of(self.model).submit(
+                        self.tokenizer, self._ids(ids), cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens,
+                        temperature=temperature, top_p=top_p, seed=seed,
+                        on_text=None if on_text is None else partial(on_text, number),
+                    )  # fmt: skip
+                    running[number] = request, cache, iter(request)
+                for number, (request, cache, steps) in list(running.items()):
+                    # One token of each in turn, so that all are told as they come.
+                    if next(steps, None) is None:
+                        result = request.result()
+                        answers[number] = Answer(
+                            questions[number], (result.texts or [""])[0], result.new_tokens[0],
+                            self.tokens + len(behind[number]), result.prefill_seconds, result.decode_seconds, cache.stats(),
+                        )  # fmt: skip
+                        del running[number]
+                        if on_answer is not None:
+                            on_answer(number, answers[number])
+        finally:
+            for request, *_ in running.values():
+                request.cancel()
+        return [answers[number] for number in range(len(questions))]
+
+    def _ids(self, behind: list[int]) -> Tensor:
+        return torch.tensor([self.prompt.prefix + behind], device=self.model.device)
+
+
+def ask(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str | Sequence[str] | RetrievalCache,
+    questions: str | Sequence[str],
+    *,
+    method: Method | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    instruction: str = INSTRUCTION,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    chunk_tokens: int | None = None,
+    on_prefill: Progress | None = None,
+    on_text: OnText | None = None,
+    on_answer: Callable[[int, Answer], None] | None = None,
+) -> list[Answer]:
+    """Reads a document once and answers questions about it, each on a fork of its cache, all decoded together.
+
+    document: its text, several texts that follow each other, or a cache that holds one sequence; a question goes on from what
+    it holds, and it stays as it is. questions: one or several. An answer is the one that its question would get alone.
+
+    method: a method, or its name (`kvrecall.methods.names()`) with `settings` for its parameters; by default that of the cache
+    or session, else ParisKV. instruction: how to answer; it stands between document and question. The tokenizer's chat template
+    is used if it has one. temperature 0 decodes greedily; seed: makes sampling repeatable, the same for every question.
+    max_new_tokens: per answer. chunk_tokens: of the document per call of the model; None: what suits the device.
+
+    on_prefill is called with (tokens read, tokens of the document); on_text with (number of the question from 0, piece of its
+    answer), as they come; on_answer with (number, answer), when it is complete.
+
+    Raises ParameterError, before anything is computed, for an empty document or question, no questions, and settings that
+    cannot work; ContextLengthError if document, question and answer exceed the model's context.
+    """
+    read = Document.of(model, tokenizer, document, method=method, settings=settings, instruction=instruction)
+    return read.ask(
+        questions, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, chunk_tokens=chunk_tokens,
+        on_prefill=on_prefill, on_text=on_text, on_answer=on_answer,
+    )  # fmt: skip
+
+
+def chosen_method(method: Method | str | None, settings: Mapping[str, Any] | None = None) -> Method | None:
+    """The method that is meant; None if none is. Raises ParameterError or UnknownNameError."""
+    if isinstance(method, str):
+        return methods.get(method, **(settings or {}))
+    if settings:
+        expected, got = "a method's name to go with them", "none" if method is None else type(method).__name__
+        raise ParameterError("settings", expected, got, "Give method=NAME, or set them where the method is made.")
+    if method is not None and not isinstance(method, Method):
+        raise ParameterError("method", "a kvrecall method or its name", method, "For example kvrecall.ParisKV(top_k=100).")
+    return method
+
+
+def _texts(name: str, given: object) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(each, str) for each in texts):
+        raise ParameterError(name, "a text or a list of texts", type(given).__name__, "Read files and decode bytes first.")
+    if not texts:
+        raise ParameterError(name, "at least one text", "none", "Give one.")
+    return list(texts)
+
+
+def _some(name: str, text: str) -> None:
+    if not text.strip():
+        raise ParameterError(name, "some text", text[:40], "Give one that is not empty.")
+
+
+def _held(cache: RetrievalCache) -> list[int]:
+    """Ids of the tokens that a cache holds; raises ParameterError where they are not one known sequence."""
+    ids, sequences = cache.tokens.ids(), cache.sequences
+    if ids is None or sequences != 1 or not cache.tokens.known:
+        got = f"{sequences} sequences" if sequences else "an empty one"
+        got = "tokens that are embeddings or images" if sequences and not cache.tokens.known else got
+        raise ParameterError("document", "a cache that holds one sequence of known tokens", got, "Prefill it with a document.")
+    if cache.valid is not None and not bool(cache.valid.all()):
+        raise ParameterError("document", "a cache without padding", "one with padding", "Prefill it with one document.")
+    return ids[0].tolist()

@@ -1,0 +1,177 @@
+"""`kvrecall.ask`: the document is read once, answers are those that each question gets alone, mistakes are told first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvrecall
+from kvrecall import engine
+from kvrecall.core.errors import ContextLengthError, ParameterError, UnknownNameError
+from kvrecall.engine.prompts import DocumentPrompt
+from tests.backends.models import tiny
+from tests.tiny import WORDS, tiny_tokenizer
+
+TEXT = "the red boat . harbour text " * 25
+QUESTIONS = ["the red boat", "harbour", "text : boat"]
+METHOD = kvrecall.ParisKV(top_k=20, sink_tokens=4, local_tokens=16, update_interval=8, full_attention_threshold=0)
+SAMPLED: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.3, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama", vocab_size=len(WORDS), max_position_embeddings=2048, initializer_range=0.3)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["chat template", "plain text"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return tiny_tokenizer() if request.param else tiny_tokenizer(None)
+
+
+def counted(model: Any) -> tuple[list[int], Callable[[], None]]:
+    """Tokens of each call of the model from here on."""
+    sizes: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return sizes, hook.remove
+
+
+def test_answers_are_those_of_generate_on_the_whole_prompt(model: Any, tokenizer: Any) -> None:
+    sizes, remove = counted(model)
+    answers = kvrecall.ask(model, tokenizer, TEXT, QUESTIONS, method=METHOD, **SAMPLED)
+    remove()
+    assert sum(size for size in sizes if size > 40) == len(DocumentPrompt.of(tokenizer, TEXT).prefix)  # once
+    assert [answer.question for answer in answers] == QUESTIONS and len({tuple(answer.tokens) for answer in answers}) > 1
+    for answer in answers:
+        ids = DocumentPrompt.of(tokenizer, TEXT).ask(answer.question)
+        alone = engine.generate(model, tokenizer, torch.tensor([ids]), METHOD, **SAMPLED)
+        assert answer.tokens == alone.new_tokens[0] and str(answer) == answer.text == (alone.texts or [])[0]
+        assert answer.prompt_tokens == len(ids) and answer.first_token_seconds > 0
+        assert (answer.stats.total.counters.searches > 0) == (len(answer.tokens) > 1)
+
+
+def test_pieces_come_as_they_are_made_and_every_question_s_are_its_answer(model: Any) -> None:
+    pieces: list[tuple[int, str]] = []
+    ended: list[int] = []
+    read: list[tuple[int, int]] = []
+    answers = kvrecall.ask(
+        model, tiny_tokenizer(), TEXT, QUESTIONS, method=METHOD, max_new_tokens=12, temperature=0.5, seed=1, chunk_tokens=50,
+        on_prefill=lambda done, total: read.append((done, total)), on_text=lambda number, text: pieces.append((number, text)),
+        on_answer=lambda number, answer: ended.append(number),
+    )  # fmt: skip
+    for number, answer in enumerate(answers):
+        assert "".join(text for of, text in pieces if of == number) == answer.text
+    first = [next(place for place, (of, _) in enumerate(pieces) if of == number) for number in range(3)]
+    last = [max(place for place, (of, _) in enumerate(pieces) if of == number) for number in range(3)]
+    assert max(first) < min(last)  # side by side
+    assert sorted(ended) == [0, 1, 2] and read[0][0] == 0 and read[-1][0] == read[-1][1] and len(read) > 3
+
+
+def test_more_questions_than_are_decoded_together(model: Any) -> None:
+    tokenizer, questions = tiny_tokenizer(), ["the", "red", "boat", "text", "harbour"]
+    together = kvrecall.ask(model, tokenizer, TEXT, questions, method=METHOD, **SAMPLED)
+    its = engine.Engine.of(model)
+    before, its.max_sequences = its.max_sequences, 2
+    try:
+        few = kvrecall.ask(model, tokenizer, TEXT, questions, method=METHOD, **SAMPLED)
+    finally:
+        its.max_sequences = before
+    assert [answer.tokens for answer in few] == [answer.tokens for answer in together]
+
+
+def test_a_cache_is_asked_and_stays_as_it_is(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    prefix = torch.tensor([DocumentPrompt.of(tokenizer, TEXT).prefix])
+    cache = kvrecall.RetrievalCache(model.config, METHOD)
+    engine.prefill(model, prefix, cache)
+    fresh = kvrecall.ask(model, tokenizer, TEXT, QUESTIONS, method=METHOD, **SAMPLED)
+    for _ in range(2):
+        answers = kvrecall.ask(model, tokenizer, cache, QUESTIONS, **SAMPLED)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in fresh]
+    assert cache.get_seq_length() == prefix.shape[1] and torch.equal(cache.tokens.ids(), prefix)  # type: ignore[arg-type]
+    full = kvrecall.ask(model, tokenizer, cache, "the boat", method="full", max_new_tokens=2)
+    assert full[0].stats.method == "full" and cache.method is METHOD
+
+
+def test_the_method_is_a_name_with_settings_or_a_method(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    named = kvrecall.ask(model, tokenizer, TEXT, "boat", method="pariskv", settings={"top_k": 3}, max_new_tokens=1)
+    assert named[0].stats.method == "pariskv"
+    with pytest.raises(UnknownNameError, match="topk"):
+        kvrecall.ask(model, tokenizer, TEXT, "boat", method="pariskv", settings={"topk": 3})
+    with pytest.raises(ParameterError, match="settings: expected a method's name to go with them, got 'ParisKV'"):
+        kvrecall.ask(model, tokenizer, TEXT, "boat", method=METHOD, settings={"top_k": 3})
+
+
+class Uncalled(torch.nn.Module):
+    """Stands in front of a model's layers, none of which may be called."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("the model was called")
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"document": " \n"}, "document: expected some text"),
+    ({"document": []}, "document: expected at least one text, got 'none'"),
+    ({"document": b"boat"}, "document: expected a text or a list of texts, got 'bytes'"),
+    ({"questions": []}, "questions: expected at least one text"),
+    ({"questions": "  "}, "question: expected some text"),
+    ({"questions": ["boat", ""]}, r"questions\[1\]: expected some text"),
+    ({"questions": [1]}, "questions: expected a text or a list of texts"),
+    ({"method": 3}, "method: expected a kvrecall method or its name, got 3"),
+    ({"method": "pariskb"}, "unknown method 'pariskb'"),
+    ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1"),
+    ({"temperature": float("nan")}, "temperature: expected a finite number"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"max_new_tokens": 4000}, "max_new_tokens: expected less than"),
+    ({"document": "boat " * 3000}, "document: expected at most"),
+    ({"questions": ["boat", "boat " * 3000]}, "question: expected at most"),
+])  # fmt: skip
+def test_mistakes_are_told_before_anything_is_computed(model: Any, wrong: dict[str, Any], message: str) -> None:
+    given = {"document": TEXT, "questions": QUESTIONS, **wrong}
+    remove = model.model.register_forward_pre_hook(Uncalled())
+    try:
+        with pytest.raises((ParameterError, ContextLengthError, UnknownNameError), match=message):
+            kvrecall.ask(model, tiny_tokenizer(), given.pop("document"), given.pop("questions"), **given)
+    finally:
+        remove.remove()
+
+
+def test_a_cache_that_is_no_document_is_refused(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    empty = kvrecall.RetrievalCache(model.config, METHOD)
+    with pytest.raises(ParameterError, match="got 'an empty one'"):
+        kvrecall.ask(model, tokenizer, empty, "boat")
+    two = kvrecall.RetrievalCache(model.config, METHOD)
+    engine.prefill(model, torch.tensor([[5, 6], [7, 8]]), two)
+    with pytest.raises(ParameterError, match="got '2 sequences'"):
+        kvrecall.ask(model, tokenizer, two, "boat")
+    padded = kvrecall.RetrievalCache(model.config, METHOD)
+    engine.prefill(model, torch.tensor([[0, 6, 7]]), padded, attention_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(ParameterError, match="without padding"):
+        kvrecall.ask(model, tokenizer, padded, "boat")
+
+
+def test_one_question_that_fails_ends_the_others_and_the_model_is_as_before(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+
+    def tell(number: int, text: str) -> None:
+        raise KeyError(number)
+
+    document = engine.Document.of(model, tokenizer, TEXT, method=METHOD)
+    with pytest.raises(KeyError):
+        document.ask(QUESTIONS, max_new_tokens=12, temperature=0.5, seed=1, on_text=tell)
+    assert document.cache.get_seq_length() == document.tokens
+    again = document.ask(QUESTIONS[:1], **SAMPLED)
+    assert again[0].tokens == kvrecall.ask(model, tokenizer, TEXT, QUESTIONS[0], method=METHOD, **SAMPLED)[0].tokens
+
+
+@pytest.mark.model
+def test_a_real_model_answers_several_questions(smollm2: tuple[Any, Any]) -> None:
+    text = "The harbour log.\n\nOn Monday the red boat left for Kiel.\n\nOn Tuesday Anna Berg became archivist."
+    first, second = kvrecall.ask(*smollm2, text, ["Where did the red boat go?", "Who became archivist?"], max_new_tokens=24)
+    assert "Kiel" in first.text and "Anna" in second.text
