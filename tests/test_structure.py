@@ -199,7 +199,8 @@ except kvrecall.errors.MissingPackageError as error:
 
 
 @pytest.mark.parametrize("version, works", [
-    ("4.57.6", False), ("5.16.1", True), ("5.17.0.dev0", True), ("5.23.9", True), ("5.24.0", False), ("6.0", False),
+    ("4.57.6", False), ("5.16.0", False), ("5.16.1", True), ("5.17.0.dev0", True),
+    ("5.23.9", True), ("5.24.0", False), ("6.0.0", False),
 ])  # fmt: skip
 def test_other_releases_of_transformers_are_refused(version: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.metadata, "version", lambda _: version)
