@@ -1,4 +1,4 @@
-"""What a layer counts about its steps. On a GPU, numbers that only the device knows are added up there until somebody asks."""
+"""Counters of a layer's steps. Numbers that only the GPU knows are summed there until somebody reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvrecall.core.structs import StepStats
 
 _MOST_SPANS = 1024
-"""Times of a GPU that are kept before some are added up."""
+"""GPU timings kept before the oldest are summed."""
 
 
 class Counters:
@@ -21,33 +21,33 @@ class Counters:
     def __init__(self, device: torch.device, row_bytes: int, timed: bool) -> None:
         self._device, self._row_bytes, self.timed = device, row_bytes, timed
         self._stats = StepStats()
-        self._selected: Tensor | int = 0  # not in the statistics yet
+        self._selected: Tensor | int = 0  # not yet in the statistics
         self._read: Tensor | int = 0
         self._estimated: Tensor | int = 0
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def stats(self) -> StepStats:
-        """The counters so far; synchronises if some are still on a GPU."""
+        """The counters so far. Synchronises if some are still on a GPU."""
         self._settle()
         return self._stats
 
     def fresh(self) -> Counters:
-        """The same at zero."""
+        """The same counters, at zero."""
         return Counters(self._device, self._row_bytes, self.timed)
 
     def step(self, sequences: int, heads: int, resident: int, whole: int) -> None:
-        """One decode step: so many resident tokens, and tokens of zones that were attended whole, over all sequences."""
+        """Counts one decode step: resident tokens, and tokens of zones attended as a whole, summed over all sequences."""
         self._stats.steps += 1
         self._stats.attended_rows += sequences * heads
         self._stats.attended_tokens += heads * (resident + whole)
 
     def searched(self, sequences: int) -> None:
-        """One search for each of so many sequences."""
+        """Counts one search per sequence."""
         self._stats.searches += sequences
 
     def attended(self, static: int, selected: Tensor, in_place: bool) -> None:
-        """One sequence's static tokens, and those of its selection per KV head, int32 `[H_kv]`; were they read in place?"""
+        """Counts one sequence's static tokens, and its selected tokens per KV head, int32 `[H_kv]`. in_place: as they lie."""
         self._stats.static_tokens += static
         self._stats.attended_tokens += static
         count = _total(selected)
@@ -58,31 +58,30 @@ class Counters:
             self._settle()
 
     def estimated(self, units: Tensor) -> None:
-        """Groups of tokens whose attention was estimated, int32 of any shape."""
+        """Counts groups of tokens whose attention was estimated, int32 of any shape."""
         self._estimated = self._estimated + _total(units)
         if not units.is_cuda:
             self._settle()
 
     def fetched(self, read: int, reused: int) -> None:
-        """Rows that were read from the host, and those that were still resident."""
+        """Counts rows read from the host and rows that were still resident."""
         self._stats.reused_rows += reused
         self._stats.bytes_saved += reused * self._row_bytes
         self._fetched(read)
 
     def sent(self, *rows: Tensor) -> None:
-        """Rows that a GPU was given as they lie; those of the host cross the bus."""
+        """Counts rows that the GPU reads in place. Those in host memory cross the bus."""
         if self._device.type != "cpu":
             self._stats.bytes_to_device += sum(block.nbytes for block in rows if block.device.type != self._device.type)
 
     def offloaded(self, rows: Tensor) -> None:
-        """Rows that left a GPU for the host."""
+        """Counts rows copied from the GPU to the host."""
         if self._device.type != "cpu":
             self._stats.bytes_to_host += rows.numel() * rows.element_size()
 
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:
-        """Adds the time of the block to a stage: on the CPU by the wall, on a GPU from when its stream comes to the block's
-        beginning until it has done what was asked of it there, for which nobody waits."""
+        """Adds the time of the block to a stage: wall time on a CPU, time of the stream on a GPU. Nobody waits for the GPU."""
         if not self.timed:
             yield
         elif self._device.type == "cuda":
@@ -94,7 +93,7 @@ class Counters:
                 end.record(torch.cuda.current_stream(self._device))
                 self._spans.append((stage, begin, end))
                 if len(self._spans) > _MOST_SPANS:
-                    self._add_spans(_MOST_SPANS // 2)  # which are long past
+                    self._add_spans(_MOST_SPANS // 2)  # these events are long past
         else:
             start = time.perf_counter()
             try:
@@ -103,7 +102,7 @@ class Counters:
                 self._stats.add_time(stage, time.perf_counter() - start)
 
     def _settle(self) -> None:
-        """Adds what was counted and timed on a GPU to the statistics."""
+        """Adds what the GPU counted and timed to the statistics."""
         self._add_spans(len(self._spans))
         selected, read = int(self._selected), int(self._read)
         self._stats.estimated_units += int(self._estimated)
@@ -113,7 +112,7 @@ class Counters:
         self._fetched(read)
 
     def _add_spans(self, count: int) -> None:
-        """Adds the first `count` times of a GPU to the statistics."""
+        """Adds the oldest `count` GPU timings to the statistics."""
         for stage, begin, end in self._spans[:count]:
             end.synchronize()
             self._stats.add_time(stage, begin.elapsed_time(end) / 1e3)
@@ -126,5 +125,5 @@ class Counters:
 
 
 def _total(counts: Tensor) -> Tensor | int:
-    """The sum, on a GPU for which the host does not wait."""
+    """The sum, computed on the GPU; the host does not wait for it."""
     return counts.sum() if counts.is_cuda else int(counts.sum())

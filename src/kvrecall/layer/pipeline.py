@@ -59,8 +59,8 @@ def decode_step(
 def decode_steps(
     layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """As `decode_step` for each of T tokens per sequence, one after another: each finds what it would find if it were fed
-    alone. Until the layer changes again, `LayerState.crop` takes any number of them back exactly.
+    """`decode_step` for each of T tokens per sequence, in order. Each token finds what it would find if it were fed alone.
+    Until the layer changes again, `LayerState.crop` undoes any number of them exactly.
 
     queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]` on the CPU (None: all valid).
     Returns `[B, H_q, T, D]` in the queries' dtype. Mutates the layer.
@@ -122,7 +122,7 @@ def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionPa
 
 
 def _attend_near(layer: LayerState, whole: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
-    """Attention to all rows of some sequences, which lie on the device, at once."""
+    """Attention of some sequences to all of their rows, which lie on the device."""
     longest = max((layer.store.host[b].length for b in whole), default=0)
     if not longest:
         return []
@@ -132,7 +132,7 @@ def _attend_near(layer: LayerState, whole: list[int], queries: Tensor, params: A
 
 
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
-    """Attention to what retrieval finds: static tokens, and the selection where its rows lie or fetched to the device."""
+    """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device."""
     if not searching:
         return []
     with layer.clock("search"):
@@ -158,12 +158,12 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
 
 
 def _of(sequences: list[int], queries: Tensor) -> Tensor:
-    """Those of some sequences; not by a list of numbers, which a GPU would have to be sent."""
+    """Rows of some sequences, without an index tensor: a GPU would have to be sent one."""
     return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:
-    """Places the results of some sequences into a Partial of all; the others stay empty."""
+    """Puts the results of some sequences into a Partial of all. The others stay empty."""
     if len(sequences) == queries.shape[0]:
         return part
     full = Partial.empty_like(queries)

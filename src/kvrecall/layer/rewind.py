@@ -1,9 +1,10 @@
-"""Undoes decode steps of one call exactly, so that tokens which were only guessed leave nothing behind.
+"""Undoes decode steps of one call exactly, so that rejected guesses leave nothing behind.
 
-1. A call of several decode steps notes before each of them what the step is going to change (`LastSteps.before_step`).
-2. A crop to one of these tokens undoes the steps behind it, the last one first (`LastSteps.rewind`): rows, zones, index,
-   trigger, static set, held selection and logs are what they were before the first of them.
-3. Whatever else changes the layer ends that (`LastSteps.forget`): an earlier crop drops what was concluded instead.
+1. A call of several decode steps records, before each step, what the step will change (`LastSteps.before_step`).
+2. A crop to one of these tokens undoes the steps after it, the last one first (`LastSteps.rewind`): rows, zones, index,
+   trigger, static set, held selection and logs are as they were.
+3. Any other change of the layer drops the records (`LastSteps.forget`). A crop then drops conclusions instead: the trigger
+   fires at the next step and the static set is chosen again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Before:
-    """One sequence before one step."""
+    """State of one sequence before one step."""
 
     tokens: int
     prompt_from: int | None
@@ -33,32 +34,32 @@ class Before:
 
 
 class LastSteps:
-    """The decode steps of the last call, if it made several. Copies of the layer do not take it along."""
+    """Records of the decode steps of the last call, if it made several. Copies of the layer do not get them."""
 
     def __init__(self) -> None:
         self._stores: list[StoreMark] = []
         self._before: list[list[Before]] = []  # per step, per sequence
-        self._undone: list[int] = []  # steps of each sequence that were undone since
-        self._tokens: list[int] = []  # of each sequence, if nothing else has changed it
+        self._undone: list[int] = []  # steps of each sequence that were undone since then
+        self._tokens: list[int] = []  # length of each sequence, if nothing else has changed it
 
     def forget(self) -> None:
-        """No step can be undone any more."""
+        """Drops the records: no step can be undone."""
         self._stores, self._before, self._undone, self._tokens = [], [], [], []
 
     def before_step(self, state: LayerState) -> None:
-        """Another step of the call begins."""
+        """Records the state before another step of the call."""
         self._stores.append(state.store.before_step())
         self._before.append([_before(state, b) for b in range(state.store.sequences)])
 
     def end(self, state: LayerState) -> None:
-        """The call has ended."""
+        """Ends the call."""
         state.store.end_steps()
         sequences = range(state.store.sequences)
         self._undone, self._tokens = [0 for _ in sequences], [state.store.zones(b).total for b in sequences]
 
     def rewind(self, state: LayerState, sequence: int, tokens: int) -> bool:
-        """Undoes the steps of a sequence behind its first `tokens` tokens; False, with nothing changed, where these steps are
-        not its last ones or began with more tokens."""
+        """Undoes the steps of a sequence after its first `tokens` tokens. Returns False and changes nothing if these are not
+        its last steps or began with more tokens."""
         if not self._tokens or state.store.zones(sequence).total != self._tokens[sequence]:
             return False
         left = len(self._before) - self._undone[sequence]
@@ -90,7 +91,7 @@ def _undo(state: LayerState, b: int, store: StoreMark, before: Before) -> None:
     zone = state.store.host[b].length
     state.store.rewind(b, store)
     if state.store.host[b].length < zone:
-        state.fetched.pop(b, None)  # other rows may come to have the ids of those that are gone
+        state.fetched.pop(b, None)  # the ids of removed rows may be given to other rows
     state.prompt_from[b] = before.prompt_from
     if state.index is not None:
         with state.building_index():

@@ -1,4 +1,4 @@
-"""Everything one attention layer remembers between steps: its store, index, trigger, static and held sets, and counters."""
+"""State of one attention layer between steps: store, index, trigger, static sets, held selections and counters."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class LayerState:
         self._adopt(method)
 
     def _belongs_near(self, method: Method) -> bool:
-        """Whether rows that all are read in every step can lie on a device that is not the host."""
+        """Whether rows that every step reads can lie in memory of the device's own."""
         return has_own_memory(self.shape.device) and not method.searches(self.layer)
 
     def _adopt(self, method: Method) -> None:
-        """Takes the parts of a method, all of them empty."""
+        """Builds the parts of a method, all of them empty."""
         sequences = self.shape.sequences
         method = method.at(self.layer)
         self.method = method
@@ -78,7 +78,7 @@ class LayerState:
         fetch = method.fetch_config()
         self._fetch = fetch
         self.keeps_rows = fetch.reuse or method.trigger_config().name != "every-step"
-        # Rows that nobody keeps need not be copied to the device: attention reads them where they lie.
+        # Rows that no step keeps are not copied to the device: attention reads them in place.
         in_place = not fetch.staged and not self.keeps_rows and not method.attends_on_host
         self._in_place = in_place and kernels_available(self.shape.device)
         self._tables = RowTables()
@@ -86,7 +86,7 @@ class LayerState:
         self.statics = StaticSets(self.static_config, sequences)
         self.held: dict[int, HeldSelection] = {}
         self.fetched: dict[int, Fetched] = {}
-        self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing was read yet
+        self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing read yet
         config = None if self.index is None else method.index_config()
         window = self.static_config.observed_queries if self.static_config else 0
         self.decode_window = window
@@ -114,19 +114,19 @@ class LayerState:
 
     @property
     def top_k(self) -> int:
-        """Retrieval budget in tokens per KV head; only asked for when there is an index."""
+        """Retrieval budget in tokens per KV head. Valid only with an index."""
         assert self.method.top_k is not None
         return self.method.top_k
 
     def attends_whole_zone(self, sequence: int) -> bool:
-        """True when attention over the whole retrieval zone is asked for, or cheaper than a search."""
+        """Whether the whole retrieval zone is attended: the method asks for it, or it is cheaper than a search."""
         if self.index is None or self.method.top_k is None:
             return True
         zones = self.store.zones(sequence)
         return zones.retrieval <= self.method.top_k or zones.total < self.method.full_attention_below()
 
     def saw_prompt(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
-        """A chunk of a prompt was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
+        """Notes a prompt chunk that was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.prompt_from[sequence] = start if (begun := self.prompt_from[sequence]) is None else max(0, begun)
         self.statics.drop(sequence)
         self.watch(sequence, ObservedQueries(queries, lse, start))
@@ -134,7 +134,7 @@ class LayerState:
             self.log.add(sequence, queries, lse, start)
 
     def begin_step(self, queries: Tensor, sequences: list[int]) -> None:
-        """Looks at the queries `[len(sequences), H_q, D]` of a decode step; their tokens are the last ones stored.
+        """Prepares a decode step with queries `[len(sequences), H_q, D]`. Their tokens are the last ones stored.
 
         Ends prompts, works on static sets that are soon due, and drops the held selections of sequences whose trigger fires.
         """
@@ -160,7 +160,7 @@ class LayerState:
                 self.log.shrink(b, self.decode_window)
 
     def watch(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
-        """Shows the index who attended to what, if it wants to know. step: in a decode step."""
+        """Passes attention queries to the index if it observes them. step: in a decode step."""
         if self.index is None or not self.index.watches:
             return
         with self.clock("watch"), self.building_index():
@@ -169,7 +169,7 @@ class LayerState:
             self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
 
     def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
-        """Searches for queries `[B, H_q, D]` in those of the sequences that hold no selection, and holds what it finds."""
+        """Searches for queries `[B, H_q, D]` in the sequences without a held selection, and holds the results."""
         assert self.index is not None
         for top_k, due in self._due(sequences).items():
             if top_k:
@@ -188,7 +188,7 @@ class LayerState:
                 self.held[b] = found.of(i, self.store.host[b].length)
 
     def fetch(self, sequences: list[int]) -> Rows | HostRows:
-        """The selected rows of the sequences: to be read where they lie, or resident, for which the missing ones are read."""
+        """The selected rows of the sequences: read in place, or made resident by reading the missing ones."""
         held, table = [self.held[b] for b in sequences], self._addresses(sequences)
         if table is not None:
             return HostRows(stack_selections([(h.ids, h.counts) for h in held]).ids, table)
@@ -202,7 +202,7 @@ class LayerState:
         return stack_rows(fetched, [found.bias for found in held])
 
     def estimated_rows(self, sequences: list[int]) -> list[Rows]:
-        """What stands for tokens that were not selected, as one batch; empty if nothing does."""
+        """Estimates for tokens that were not selected, as one batch; empty if there are none."""
         made = [rows.gathered() for b in sequences if (rows := self.held[b].estimated) is not None]
         for rows in made:
             self.counters.estimated(rows.lengths)
@@ -213,7 +213,7 @@ class LayerState:
         return self.statics.rows(sequences, self.shape)
 
     def learn(self, sequences: list[int]) -> None:
-        """Lets the index take over what the searches of this step found out."""
+        """Lets the index store what the searches of this step learned."""
         if self.index is not None:
             with self.clock("learn"), self.building_index():
                 self.index.learn(sequences)
@@ -224,13 +224,13 @@ class LayerState:
         return self.method.attends_on_host and self.shape.device.type != "cpu"
 
     def _addresses(self, sequences: list[int]) -> HostTable | None:
-        """Where the rows of the sequences lie, if attention is to read their selected ones there: it does not weigh them."""
+        """Where the rows of the sequences lie, if attention reads the selected ones in place (it then applies no weights)."""
         if not self._in_place or any(self.held[b].bias is not None for b in sequences):
             return None
         return self._tables.of([self.store.host[b] for b in sequences], self.shape.device)
 
     def _due(self, sequences: list[int]) -> dict[int, list[int]]:
-        """Sequences without a selection, by the budget that their static sets leave."""
+        """Sequences without a held selection, grouped by the budget that their static sets leave."""
         groups: dict[int, list[int]] = {}
         for b in sequences:
             if b not in self.held:
@@ -239,7 +239,7 @@ class LayerState:
         return groups
 
     def _outgrown(self, sequence: int) -> bool:
-        """Whether the held selection was one of everything, and no longer is: a selection of everything must stay one."""
+        """Whether the held selection covered the whole zone and the zone has grown: full coverage must stay full."""
         held = self.held.get(sequence)
         if held is None or held.zone == self.store.host[sequence].length:
             return False
@@ -263,7 +263,7 @@ class LayerState:
                 (self.index.append_generated if generated else self.index.append)(sequence, moved[:, :, 0])
 
     def evict(self, sequence: int) -> None:
-        """Moves what is due from the window of a decoding sequence to the host, whole segments where there are any."""
+        """Moves the due tokens of a decoding sequence from the window to the host; whole segments if there are any."""
         at_most = None
         if self.segments is not None:
             zones = self.store.zones(sequence)
@@ -273,7 +273,7 @@ class LayerState:
         self.absorb(sequence, moved, generated=True)
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
-        """Notices NaN or infinity in `[B, H_kv, T, D]`: raises at once on the CPU, at a later host check on a GPU."""
+        """Checks `[B, H_kv, T, D]` for NaN and infinity: raises at once on a CPU, at a later host check on a GPU."""
         self.non_finite.guard(keys, values)
 
     def raise_non_finite(self) -> None:
@@ -281,14 +281,14 @@ class LayerState:
         self.non_finite.check()
 
     def flagged_as(self, other: LayerState) -> None:
-        """Takes over what another state of the same sequences has not told yet."""
+        """Takes over the unreported non-finite flags of another state of the same sequences."""
         self.non_finite = other.non_finite.select(list(range(self.store.sequences)))
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forgets all but the first `tokens` tokens of a sequence, and everything concluded from the others.
+        """Removes all but the first `tokens` tokens of a sequence, and everything concluded from the removed ones.
 
-        Steps of the last call are undone exactly, if it made several. A crop of others also forgets what was concluded from the
-        tokens that stay: the trigger fires at the next step, and the static set is chosen anew."""
+        If the last call made several steps, they are undone exactly. Any other crop also drops what was concluded from the
+        tokens that stay: the trigger fires at the next step, and the static set is chosen again."""
         with all_of_it(self):
             if self.last_steps.rewind(self, sequence, tokens):
                 return
@@ -303,7 +303,7 @@ class LayerState:
             self.forget(sequence)
 
     def forget(self, sequence: int) -> None:
-        """What was concluded from tokens that a sequence no longer has; what the index knows is another matter."""
+        """Drops what was concluded from removed tokens. The index is truncated elsewhere."""
         self.statics.forget(sequence)
         self.trigger.forget(sequence)
         for log in (self.log, self.segments):
@@ -314,13 +314,13 @@ class LayerState:
 
     @contextmanager
     def building_index(self) -> Iterator[None]:
-        """Remembers an error inside until it is undone."""
+        """Marks the layer as torn while an error inside is not undone."""
         before, self.half_built = self.half_built, True
         yield
         self.half_built = before
 
     def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
-        """A new state whose sequence i is this one's `sequences[i]`; nothing either may change is shared.
+        """A new state whose sequence i is this one's `sequences[i]`. The two share nothing that either may change.
 
         tables: as in `LayerStore.select`."""
         other = self.copied(sequences, tables)
@@ -336,7 +336,7 @@ class LayerState:
 
         rows_on_device: as in the class, for another method; False for the same one, too. Rows that lie elsewhere are copied."""
         other = self.copied(list(range(self.store.sequences)), tables)
-        other.on_search = None  # who watches this state has not asked for the other one
+        other.on_search = None  # observers of this state did not ask for the other one
         if method.at(self.layer) != self.method:
             other.shape, log = shape or other.shape, other.log
             other.store.place(other._belongs_near(method) if rows_on_device is None else rows_on_device)
@@ -350,7 +350,7 @@ class LayerState:
         return other
 
     def count_step(self, whole: list[int]) -> None:
-        """Counts one decode step of all sequences: resident tokens, and the whole zone where it was attended."""
+        """Counts one decode step of all sequences: resident tokens, and whole zones that were attended."""
         pools, lengths = self.store.host, self.store.resident.lengths
         self.counters.step(len(pools), self.shape.kv_heads, sum(lengths), sum(pools[b].length for b in whole))
 
@@ -362,7 +362,7 @@ class LayerState:
             self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
 
     def reindex(self) -> None:
-        """Fills an empty index from the rows of the retrieval zone, and shows it the queries that are remembered."""
+        """Fills an empty index from the rows of the retrieval zone and the remembered queries."""
         if self.index is None:
             return
         for b, pool in enumerate(self.store.host):
@@ -396,8 +396,8 @@ class LayerState:
         return other
 
     def end_prompts(self, sequences: list[int], coming: int = 0) -> None:
-        """Tells the index of prompts that were read since the last decode step; what was found before them is forgotten.
-        coming: tokens of the step that are not stored yet."""
+        """Ends prompts that were read since the last decode step and drops earlier selections. coming: tokens of the step that
+        are not stored yet."""
         for b in sequences:
             if self.index is not None and (begin := self.prompt_from[b]) not in (None, -1):
                 self._end_prompt(b, begin, self.store.zones(b).total - 1 + coming)
@@ -405,13 +405,13 @@ class LayerState:
     def _end_prompt(self, sequence: int, begin: int, end: int) -> None:
         """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
         assert self.index is not None
-        self.trigger.forget(sequence)  # what was found before this prompt knows nothing of it
+        self.trigger.forget(sequence)  # selections made before this prompt cannot contain it
         self.held.pop(sequence, None)
         zones = self.store.zones(sequence)
         with self.clock("build"), self.building_index():
             self.index.mark_prompt(sequence, begin - zones.sink, end - zones.sink)
             self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
-        self.statics.forget(sequence, count=True)  # chosen anew, by this prompt's last queries
+        self.statics.forget(sequence, count=True)  # chosen again, by this prompt's last queries
         if self.log is not None:
             self.log.shrink(sequence, self.decode_window)
         if self.segments is not None:
@@ -419,7 +419,7 @@ class LayerState:
         self.prompt_from[sequence] = None
 
     def begin_static(self, sequence: int) -> None:
-        """What a step begins with: its share of the work for the next static set, which takes its place when it is due."""
+        """Begins a step: does its share of the work for the next static set, and installs the set when it is due."""
         if self.static_config is None:
             return
         tokens, resident = self.store.zones(sequence).retrieval, self.store.resident_keys(sequence)
@@ -428,8 +428,8 @@ class LayerState:
                 self.held.pop(sequence, None)
 
     def refresh(self, sequence: int, others: list[tuple[Tensor, int]], tokens: int) -> StaticRefresh | None:
-        """A refresh of the static set by the queries that are remembered, over the first `tokens` of the zone; None while
-        nobody can judge, or all is attended. others: keys `[H_kv, n, D]` outside the zone with the position of their first."""
+        """A refresh of the static set over the first `tokens` of the zone, by the remembered queries. None without queries, or
+        if everything is attended. others: keys `[H_kv, n, D]` outside the zone with the position of their first."""
         config, index, seen = self.static_config, self.index, None if self.log is None else self.log.seen(sequence)
         assert config is not None and index is not None
         if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):

@@ -1,12 +1,12 @@
-"""All of a change to a layer, or nothing of it: where an error ends the change, the layer holds what it held before.
+"""Atomic changes of a layer: after an error the layer holds what it held before.
 
-1. The layer is marked before anything is changed (`begin`).
-2. One assignment takes the mark away when everything is done (`commit`).
-3. After an error the layer goes back to the mark (`undo`): rows and lengths exactly, the index as far as it is whole. An index
-   that is not is made anew from the rows.
+1. `begin` marks the layer before anything changes.
+2. `commit` removes the mark, by one assignment, when everything is done.
+3. After an error, `undo` goes back to the mark: rows and lengths exactly. The index is cut back if it is whole, else it is
+   rebuilt from the rows.
 
-An error can strike where nothing catches it: an exception that another thread sets, or a second one while the first is being
-handled. The mark is still there then, and whoever uses the layer next goes back to it first (`mend`).
+An error can strike where no handler catches it: an exception set by another thread, or a second one during handling. The mark
+then stays, and the next user of the layer goes back to it first (`mend`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a layer remembers beside its store. rewind: brings back what the layer's owner counts."""
+    """State of a layer beside its store. rewind: restores the counters of the layer's owner."""
 
     prompt_from: list[int | None]
     seen: list[ObservedQueries | None]
@@ -33,7 +33,7 @@ class Mark:
 
 @contextmanager
 def all_of_it(state: LayerState, rewind: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The changes inside are made as a whole. Within such a block there is nothing more to do."""
+    """Makes the changes inside atomic. A nested block does nothing more."""
     if state.mark is not None:
         yield
         return
@@ -47,7 +47,7 @@ def all_of_it(state: LayerState, rewind: Callable[[], None] = lambda: None) -> I
 
 
 def begin(state: LayerState, rewind: Callable[[], None]) -> None:
-    """Marks the layer as it is, once its index is whole."""
+    """Marks the layer's present state, after making its index whole."""
     if state.half_built:
         _renew_index(state)
     state.store.mark()
@@ -55,13 +55,13 @@ def begin(state: LayerState, rewind: Callable[[], None]) -> None:
 
 
 def commit(state: LayerState) -> None:
-    """Everything is done."""
+    """Ends the change: everything is done."""
     state.mark = None
     state.store.keep()
 
 
 def mend(state: LayerState) -> bool:
-    """Undoes a change that was left in its middle; returns whether there was one."""
+    """Undoes an unfinished change. Returns whether there was one."""
     if state.mark is not None:
         undo(state)
         return True
@@ -71,7 +71,7 @@ def mend(state: LayerState) -> bool:
 
 
 def undo(state: LayerState) -> None:
-    """Goes back to the mark. May be called again after an error in it, memory refused for a new index, say."""
+    """Goes back to the mark. Can be called again after an error inside it, for example refused memory for a new index."""
     mark = state.mark
     assert mark is not None
     state.last_steps.forget()
@@ -87,7 +87,7 @@ def undo(state: LayerState) -> None:
 
 
 def _undo_index(state: LayerState) -> None:
-    """Cuts the index back to the retrieval zone, or makes it anew where it may be torn, or knows less than there is."""
+    """Cuts the index back to the retrieval zone. Rebuilds it if it may be torn or lacks tokens."""
     if state.index is None:
         return
     known, stored = list(state.index.lengths), [pool.length for pool in state.store.host]
@@ -103,8 +103,8 @@ def _undo_index(state: LayerState) -> None:
 
 
 def _renew_index(state: LayerState) -> None:
-    """Nobody knows what its tables hold, but the rows are all there. Static sets, which it left out, are chosen anew, too."""
-    state.half_built = True  # until the new one is whole
+    """Rebuilds the index: its tables may hold anything, but all rows are there. Static sets are chosen again, too."""
+    state.half_built = True  # until the new index is whole
     state.last_steps.forget()
     state.index = index = state.method.build_index(state.shape)
     assert index is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ class RecordedStep:
         """A step that is launched: it compiles the kernels, and opens the ranks' connections. Returns a copy of its logits."""
         self.layers.prepare(trial=True)
         device = self._parity.device
-        aside, self._branch = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        aside, self._branch = _streams(device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             logits = launch().clone()
@@ -299,3 +299,10 @@ class RecordedStep:
             logits_to_keep=1,
         )
         return out.logits[:, -1]
+
+
+@lru_cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """A stream for warm-ups and one for the early search. All recordings of a device share them: cuBLAS keeps a workspace of
+    32 MiB for every stream that has used it."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
