@@ -1,8 +1,8 @@
-"""Selected rows become resident on the compute device, unless they still are.
+"""Makes selected rows resident on the compute device. Rows that are still resident are not read again.
 
-Between two searches a selection stays, and so do its rows. With `reuse` the rows that the next search selects again stay too
-(consecutive steps share about half of them), and only the others are read from the host. Steps of a captured decode do that
-unless they are told not to: there it takes no more launches, and what is attended is the same.
+A selection and its rows stay until the next search. With `reuse`, rows that the next search selects again stay too (consecutive
+steps share about half), and only the others are read from the host. Captured steps do so by default: it costs no launch, and
+the attended rows are the same.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Direct(Part):
-    """The GPU reads each row where it lies in page-locked host memory. reuse: keep rows that are selected again; None: where
-    that is free, in captured steps."""
+    """The GPU reads each row in place, in page-locked host memory. reuse: keep rows that are selected again; None: in captured
+    steps, where it is free."""
 
     role: ClassVar[str] = "fetch"
     name: ClassVar[str] = "direct"
@@ -56,7 +56,7 @@ class Staged(Part):
 
 @dataclass(frozen=True)
 class Fetched:
-    """Rows of one sequence on the device. Never written to, only replaced.
+    """Rows of one sequence on the device. Immutable: a new fetch replaces it.
 
     ids: int32 `[H_kv, K]`, ascending, padded with -1. rows: `[H_kv, K, 2, D]`; padding is undefined but finite.
     """
@@ -78,8 +78,8 @@ def fetch_rows(
 ) -> tuple[Fetched, Moved]:
     """Makes the rows of `ids` (int32 `[H_kv, K]`, padded with -1) resident.
 
-    before: what is resident from the last fetch; the same ids need no reading at all, with `reuse` each known row is kept.
-    On a CPU both policies gather from where the rows lie; so does `Direct` where host memory could not be page-locked.
+    before: result of the last fetch. Unchanged ids need no read; with `reuse`, every known row is kept. On a CPU both policies
+    gather from host memory; so does `Direct` on a GPU if host memory could not be page-locked.
     """
     table = source.table(device) if not policy.staged and device.type == "cuda" else None
     read = _staged if table is None else partial(_direct, table)

@@ -1,4 +1,4 @@
-"""Where the rows of several sequences lie, told to a GPU that reads them in place: no copy of a row is made at all."""
+"""Addresses of the rows of several sequences, for a GPU that reads them in place and copies no row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrecall.fetch import RowSource
 
 
 class RowTables:
-    """The table of one set of sequences at a time; made anew only when blocks have come or gone."""
+    """The block table of one set of sequences at a time, rebuilt only when blocks have come or gone."""
 
     def __init__(self) -> None:
         self._of: list[Tensor] = []

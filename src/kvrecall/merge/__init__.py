@@ -30,8 +30,8 @@ def merge(parts: list[Partial]) -> Partial:
 
 
 def merge_in_turn(parts: list[Partial], coming: Iterable[Partial]) -> Partial:
-    """As `merge`, for parts of one sequence with many queries, `[1, H_q, T, D]`, some of which are still to come. On a GPU each
-    is taken into the first one's memory at once, so that few are there at a time and a merge is one pass over two."""
+    """`merge` for parts `[1, H_q, T, D]` of one sequence that arrive one by one. On a GPU each part is merged into the first
+    one's memory as it arrives, so few parts exist at a time."""
     if not kernels_available(parts[0].out.device):
         return merge([*parts, *coming])
     from kvrecall.merge.cuda import take_in
@@ -43,5 +43,6 @@ def merge_in_turn(parts: list[Partial], coming: Iterable[Partial]) -> Partial:
 
 
 def sink_logits(logits: Tensor, like: Partial) -> Partial:
-    """The part of learned attention sinks (gpt-oss): one logit `[H_q]` per head that takes mass and gives no value."""
+    """The part of learned attention sinks (gpt-oss): one logit `[H_q]` per head, which takes probability mass and adds no
+    value."""
     return Partial(torch.zeros_like(like.out), logits.float().view(1, -1, 1).expand_as(like.lse))

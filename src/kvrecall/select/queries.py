@@ -1,4 +1,4 @@
-"""The last queries of every sequence, remembered for those who judge keys by them (static sets, query centroids)."""
+"""The last queries of every sequence, kept for static sets and query centroids, which score keys by them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class ObservedQueries:
 
 
 class QueryLog:
-    """Keeps the last `window` queries per sequence; what is kept is never written to, only replaced."""
+    """Keeps the last `window` queries per sequence. Kept tensors are immutable: they are replaced."""
 
     def __init__(self, sequences: int, window: int) -> None:
         self.window = window
         self._kept: list[ObservedQueries | None] = [None] * sequences
 
     def add(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
-        """Appends queries `[H_q, T, D]` with lse `[H_q, T]`, the first at position `start`; after a gap it begins anew."""
+        """Appends queries `[H_q, T, D]` with lse `[H_q, T]`, the first at position `start`. A gap in positions clears the log
+        first."""
         start += max(0, queries.shape[1] - self.window)
         queries, lse = queries[:, -self.window :], lse[:, -self.window :]
         before = self._kept[sequence]
@@ -50,34 +51,34 @@ class QueryLog:
         self._kept[sequence] = kept.last(self.window)
 
     def seen(self, sequence: int) -> ObservedQueries | None:
-        """What is remembered of a sequence; None when nothing is."""
+        """The kept queries of a sequence; None if there are none."""
         return self._kept[sequence]
 
     def shrink(self, sequence: int, window: int) -> None:
-        """Forgets all but the last `window` queries of a sequence now."""
+        """Drops all but the last `window` queries of a sequence."""
         kept = self._kept[sequence]
         if kept is not None and kept.queries.shape[1] > window:
             last = kept.last(window)
             self._kept[sequence] = ObservedQueries(last.queries.clone(), last.lse.clone(), last.start) if window else None
 
     def take_over(self, other: QueryLog) -> None:
-        """Knows what another log of the same sequences knows."""
+        """Takes over the queries of another log of the same sequences."""
         self._kept = [None if kept is None else kept.last(self.window) for kept in other._kept]
 
     def kept(self) -> list[ObservedQueries | None]:
-        """What is remembered of every sequence, for `restore`."""
+        """The kept queries of every sequence, for `restore`."""
         return list(self._kept)
 
     def restore(self, kept: list[ObservedQueries | None]) -> None:
-        """Remembers again what it did at an earlier moment."""
+        """Restores kept queries."""
         self._kept = list(kept)
 
     def rewind(self, sequence: int, seen: ObservedQueries | None) -> None:
-        """Remembers of a sequence what `seen` gave before a step."""
+        """Restores the queries that `seen` returned before a step."""
         self._kept[sequence] = seen
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        """Forgets the queries of all tokens behind the first `tokens`."""
+        """Drops the queries of all tokens after the first `tokens`."""
         kept = self._kept[sequence]
         if kept is not None:
             left = max(0, min(kept.queries.shape[1], tokens - kept.start))

@@ -19,8 +19,8 @@ class QueryRing:
         self.lse = torch.zeros(size, dtype=torch.float32, device=like.device)
 
     def give_back(self, log: QueryLog, sequence: int, slot: int, steps: int, coming: int, sink: int) -> None:
-        """Adds those of the last `steps` queries of a slot, the next of which belongs to token number `coming`, to the log of
-        its sequence, unless it knows them."""
+        """Adds the last `steps` queries of a slot to the log of its sequence, except those that it has. coming: token number of
+        the next query."""
         known = log.seen(sequence)
         missing = steps if known is None else sink + coming - (known.start + known.queries.shape[1])
         count = min(missing, steps, self.window)

@@ -1,1 +1,1 @@
-"""Static sets: tokens that stay attended until they are chosen anew, and when that is."""
+"""Static sets: tokens that every step attends to until the next choice, and the schedule of choices."""

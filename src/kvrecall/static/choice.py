@@ -1,9 +1,9 @@
-"""Static sets: tokens that stay attended at every step until they are chosen anew.
+"""Static sets: tokens that every step attends to until the next choice.
 
 The observation window of PRKV (section 4.1, Algorithm 1, Appendix G) and of SnapKV, which pools the scores and may choose once.
 
-All keys of a zone are judged, piece by piece: whoever asks may do some of it before each of several steps. The keys come from
-the host once and are seen twice: first for every query's log-sum-exp, then for the shares.
+All keys of a zone are scored, piece by piece, so the work can be spread over several steps. Keys are copied from the host once
+and read twice: for every query's log-sum-exp, then for the shares.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions
 
 LOOKED, WEIGHED = 5, 2
-"""What a token's work is worth that is read and looked at, and weighed, where its page's volume is worth 1: about their shares
-of the time on a GPU with 50 GB/s to the host."""
+"""Relative cost of reading a token (first) and of scoring it (second); its page's volume costs 1. About the shares of time on a
+GPU with 50 GB/s to the host."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What the keys of a retrieval zone are judged by, as it was at one moment.
+    """Snapshot of what scores the keys of a retrieval zone.
 
-    observed: the last queries; None if nobody looked at them. others: keys `[H_kv, n, D]` outside the zone with the position of
-    their first; they take part in the softmax only. offset: position of the zone's first token. top_k: the whole budget.
+    observed: the last queries; None if none were recorded. others: keys `[H_kv, n, D]` outside the zone, each with the position
+    of its first; they only take part in the softmax. offset: position of the zone's first token. top_k: the whole budget.
     scaling: factor of the logits. count: how many tokens to choose; None takes the configured share.
     """
 
@@ -46,7 +46,7 @@ class Observation:
     count: int | None = None
 
     def kept(self) -> Observation:
-        """The same for later: a copy of the keys, less those that no query has seen, and nothing that remembers gradients."""
+        """A copy that later steps cannot change: keys that some query has seen, detached from gradients."""
         seen = self.observed
         if seen is None:
             return replace(self, others=[])
@@ -56,13 +56,13 @@ class Observation:
 
 
 _LEAD = 8
-"""Steps that share the work for a static set where nothing else is said."""
+"""Default number of steps that share the work for a static set."""
 
 
 class StaticChoice(Part):
-    """What every static set is made with. observed_queries: how many of the last queries judge the keys; 0: none are needed.
-    interval: decode steps between two choices; None: chosen once after a prompt. lead: by how many steps what judges the keys
-    is older than the set that it chooses, but for the first after a prompt; the work is spread over them."""
+    """Parameters of every static set. observed_queries: how many of the last queries score the keys; 0: none. interval: decode
+    steps between two choices; None: one choice after a prompt. lead: the queries that choose a set are this many steps older
+    than the set, except for the first set after a prompt; the work is spread over these steps."""
 
     role: ClassVar[str] = "static"
     interval: int | None = None
@@ -74,11 +74,11 @@ class StaticChoice(Part):
 
     @abstractmethod
     def choosing(self, sight: Observation, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
-        """Ids int32 `[H_kv, m]` of the static tokens, ascending. zone: keys `[H_kv, n, D]`; arrivals: all of it in order, in
-        pieces that are there from the moment at which they are asked for."""
+        """Ids int32 `[H_kv, m]` of the static tokens, ascending. zone: keys `[H_kv, n, D]`. arrivals: slices that cover the
+        zone in order; the keys of a slice are there once it is yielded."""
 
     def choose(self, zone: Tensor, sight: Observation) -> Tensor:
-        """As `choosing`, at once."""
+        """Runs `choosing` to its end."""
         return finished(self.choosing(sight, zone, stretches(zone.shape[1])))
 
 
@@ -86,11 +86,11 @@ class StaticChoice(Part):
 class ObservationWindow(StaticChoice):
     """ratio (S): share of `top_k` that is static, in [0, 1], or "online" for the rule of Appendix G.
 
-    window_tokens: last queries that judge the keys. interval (T): decode steps between two choices, None: chosen once. The
+    window_tokens: last queries that score the keys. interval (T): decode steps between two choices, None: chosen once. The
     static share is rounded down to a multiple of `page_tokens`. pool_radius: neighbours on each side with which the score of a
-    token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone). lead_tokens: queries and keys that decide on a set are
-    those of so many steps before it is due, which share the work; 0: of that very step (the paper), which does all of it;
-    None: 8, or as many as the interval has room for.
+    token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone). lead_tokens: a set is chosen
+    by queries and keys of this many steps before it is due, and these steps share the work. 0: one step chooses and does all
+    of the work (the paper). None: 8, or fewer if the interval is shorter.
     """
 
     name: ClassVar[str] = "observation-window"
@@ -155,7 +155,7 @@ class ObservationWindow(StaticChoice):
 
 @dataclass(frozen=True)
 class StaticSet:
-    """Chosen tokens of one sequence. Never written to, only replaced.
+    """Chosen tokens of one sequence. Immutable: a new set replaces it.
 
     ids: int32 `[H_kv, m]`, ascending positions in the retrieval zone. rows: `[H_kv, m, 2, D]` on the device, contiguous.
     age: decode steps since they were chosen.
@@ -167,7 +167,7 @@ class StaticSet:
 
 
 def check_lead(name: str, lead: int | None, interval: int | None) -> None:
-    """Raises ParameterError for a lead that is no count of steps, or reaches back to the choice before."""
+    """Raises ParameterError if the lead is negative or reaches back to the previous choice."""
     if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
         raise ParameterError(name, "an integer >= 0, or None", lead, "0 is the paper's rule.")
     if lead is not None and interval is not None and lead >= interval:
@@ -176,9 +176,8 @@ def check_lead(name: str, lead: int | None, interval: int | None) -> None:
 
 
 def first_age(layer: int, interval: int | None, lead: int = 0) -> int:
-    """Age that a layer's first set begins with: layers whose sets were chosen at the same step, the end of a prompt, choose
-    anew at different ones, none of them sooner than what judges the next set may be seen. Multiples of the golden ratio lie
-    apart however many layers there are."""
+    """Starting age of a layer's first set. All layers choose their first set at the end of the prompt; different ages spread
+    their next choices over different steps. Multiples of the golden ratio stay apart for any number of layers."""
     return 0 if interval is None else int(layer * 0.6180339887 % 1 * (interval - lead))
 
 
@@ -209,14 +208,14 @@ def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -
 
 
 def _total(sums: list[Tensor], observed: ObservedQueries, others: Iterable[tuple[Tensor, int]], scaling: float) -> Tensor:
-    """Log-sum-exp over everything, given those of the zone's pieces."""
+    """Log-sum-exp over all keys, given those of the zone's pieces."""
     return reduce(torch.logaddexp, [*sums, *(_mass(observed, keys, at, scaling) for keys, at in others if keys.shape[1])])
 
 
 def _logits(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
     grouped = observed.queries.float().unflatten(0, (keys.shape[0], -1))
     logits = torch.einsum("hgwd,hnd->hgwn", grouped, keys.float()).mul_(scaling)
-    if start + keys.shape[1] - 1 <= observed.start:  # everybody sees all of them
+    if start + keys.shape[1] - 1 <= observed.start:  # every query sees all of them
         return logits
     seen_by = torch.arange(observed.start, observed.start + grouped.shape[2], device=keys.device).unsqueeze(1)
     return logits.masked_fill_(torch.arange(start, start + keys.shape[1], device=keys.device) > seen_by, float("-inf"))

@@ -1,8 +1,7 @@
-"""The static sets of one layer: when they are due, and their refresh, a share of which is done before each of several steps.
+"""The static sets of one layer: their schedule, and their refresh, whose work is spread over several steps.
 
-A set that is due at some step is judged by the queries and over the zone that there were `lead` steps before. The share
-of the work that belongs before a step depends on nothing but how far off the set is, so that captured and uncaptured steps, and
-steps of both kinds in turn, come to the same set.
+A set is chosen by the queries and the zone of `lead` steps before it is due. The share of work of a step depends only on the
+number of steps left, so captured steps, uncaptured steps and any mix of them choose the same set.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvrecall.static.choice import LOOKED, WEIGHED, Observation, StaticChoice, S
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a refresh comes to. ids int32 `[H_kv, m]`; rows `[H_kv, m, 2, D]`; pages: what the index made for these ids."""
+    """Result of a refresh. ids int32 `[H_kv, m]`; rows `[H_kv, m, 2, D]`; pages: what the index made for these ids."""
 
     ids: Tensor
     rows: Tensor
@@ -33,7 +32,7 @@ class Chosen:
 
 
 class StaticRefresh:
-    """A static set on its way, chosen by what was to be seen when this was made.
+    """A static set in the making, chosen by the observation that it was created with.
 
     Keys come from the host once, into device memory of their own, `[H_kv, n, D]`, until all is done.
     """
@@ -47,7 +46,7 @@ class StaticRefresh:
         self._begin()
 
     def advance(self, share: float) -> None:
-        """Works until at least this share is done; 1: until `chosen` is there. After an error the work begins anew."""
+        """Works until at least this share is done; 1: until `chosen` is set. After an error the work starts again."""
         while self.chosen is None and (share >= 1 or self._spent < share * self._tokens * (LOOKED + WEIGHED + 1)):
             try:
                 self._spent += next(self._work)
@@ -58,7 +57,7 @@ class StaticRefresh:
                 raise
 
     def put(self, sequence: int) -> Chosen:
-        """Lets the index leave out what was chosen, which is returned."""
+        """Excludes the chosen tokens from the index and returns them."""
         chosen = self.chosen
         assert chosen is not None
         self._index.restructure(sequence, chosen.ids if chosen.ids.shape[1] else None, chosen.pages)
@@ -66,17 +65,17 @@ class StaticRefresh:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device that hold the zone's keys now."""
+        """Device bytes of the zone's keys."""
         shape, held = self._shape, self._tokens if self._spent and self.chosen is None else 0
         return shape.kv_heads * held * shape.head_dim * shape.dtype.itemsize
 
     def pause(self) -> None:
-        """Gives memory back; the work begins anew when it is asked for."""
+        """Frees its memory. The work starts again on the next call."""
         if self.chosen is None:
             self._begin()
 
     def again(self, source: ZoneRows, index: Index) -> StaticRefresh:
-        """The same for a copy of the sequence. Unless all is done, it begins anew: memory that is written to is not shared."""
+        """A refresh for a copy of the sequence. Unfinished work starts again, because memory being written is not shared."""
         other = StaticRefresh(self._config, self._sight, self._tokens, self._shape, source, index)
         other.chosen = self.chosen
         return other
@@ -129,8 +128,8 @@ class StaticSets:
         return self._counts[sequence]
 
     def begin_step(self, sequence: int, layer: int, look: Callable[[], StaticRefresh | None]) -> bool:
-        """Does what belongs before the next step of a sequence: returns whether there is a new set. Otherwise the set that is
-        there ages. layer: its number, which says how old its first set counts as. look: see `work`."""
+        """Does the work due before the next step of a sequence. Returns whether there is a new set; otherwise the present set
+        ages by one step. layer: layer number, which sets the starting age. look: see `work`."""
         left = self.due(sequence)
         if left is not None and self.work(sequence, left, look):
             self._put(sequence, layer)
@@ -140,8 +139,8 @@ class StaticSets:
         return False
 
     def work(self, sequence: int, left: int, look: Callable[[], StaticRefresh | None]) -> bool:
-        """Does what belongs before a step, `left` steps before a set is due; `look` makes a refresh if there is none under way,
-        or says that nobody can judge. Returns whether a set is due and done. Doing it twice changes nothing."""
+        """Does the work due `left` steps before a set is due. `look` starts a refresh if none is running, or returns None
+        without queries. Returns whether a set is due and done. A second call changes nothing."""
         refresh = self._refreshes[sequence] = self._refreshes[sequence] or look()
         if refresh is None:
             return False
@@ -168,32 +167,32 @@ class StaticSets:
         return sets + sum(refresh.nbytes for refresh in self._refreshes if refresh is not None)
 
     def pause(self) -> None:
-        """Nobody decodes for a while: gives memory back for which only a refresh has a use."""
+        """Frees memory that only a running refresh needs."""
         for refresh in self._refreshes:
             if refresh is not None:
                 refresh.pause()
 
     def drop(self, sequence: int) -> None:
-        """The refresh of a sequence comes to nothing: a new prompt has begun."""
+        """Drops the refresh of a sequence: a new prompt has begun."""
         self._refreshes[sequence] = None
 
     def forget(self, sequence: int, count: bool = False) -> None:
-        """The set of a sequence is chosen anew at once. count: its size is measured anew, too."""
+        """Chooses the set of a sequence again at the next step. count: measures its size again, too."""
         self.sets[sequence] = self._refreshes[sequence] = None
         if count:
             self._counts[sequence] = None
 
     def mark(self, sequence: int) -> tuple[StaticSet | None, int | None, StaticRefresh | None]:
-        """What there is of a sequence before a step, for `rewind`."""
+        """State of a sequence before a step, for `rewind`."""
         return self.sets[sequence], self._counts[sequence], self._refreshes[sequence]
 
     def rewind(self, sequence: int, mark: tuple[StaticSet | None, int | None, StaticRefresh | None]) -> None:
-        """Has of a sequence what it had at `mark`; the index is another matter. A refresh that was under way may be further on
-        than it was, which changes nothing of what it comes to."""
+        """Restores a sequence to its state at `mark`, without its index. A running refresh may have progressed; its result is
+        the same."""
         self.sets[sequence], self._counts[sequence], self._refreshes[sequence] = mark
 
     def select(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
-        """Those of copies of some sequences, with their rows and their index; what is under way begins anew there."""
+        """The sets of copies of some sequences, with their rows and their index. Running refreshes start again there."""
         chosen = StaticSets(self.config, len(sequences))
         chosen.sets = [self.sets[b] for b in sequences]
         chosen._counts = [self._counts[b] for b in sequences]

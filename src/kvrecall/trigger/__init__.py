@@ -21,22 +21,22 @@ class Trigger(ABC):
         """queries: `[len(sequences), H_q, D]` post-RoPE -> one flag each. Called once per decode step, in order."""
 
     def asks(self, queries: Tensor, sequences: list[int], kv_heads: int) -> Tensor:
-        """The queries to search with, in the step of the last `fires`: those of the step unless the trigger knows better ones.
+        """The queries to search with in the step of the last `fires`: by default those of the step.
 
         queries: `[len(sequences), H_q, D]`; returns the same shape."""
         return queries
 
     @abstractmethod
     def forget(self, sequence: int) -> None:
-        """The sequence was cropped: what was seen of it no longer holds, so its next step fires."""
+        """Forgets a cropped sequence. Its next step fires."""
 
     @abstractmethod
     def mark(self, sequence: int) -> Any:
-        """What is known of the sequence before a step, for `rewind`. Later steps leave it as it is."""
+        """State of the sequence before a step, for `rewind`. Later steps do not change it."""
 
     @abstractmethod
     def rewind(self, sequence: int, mark: Any) -> None:
-        """Knows of the sequence what it did at `mark`."""
+        """Restores the sequence to its state at `mark`."""
 
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:
@@ -119,7 +119,7 @@ class StrideTrigger(Trigger):
 
     def __init__(self, steps: int, sequences: int) -> None:
         self._steps, self.since = steps, [0] * sequences
-        """since: steps of each sequence since it was last made to forget."""
+        """since: steps of each sequence since its last reset."""
 
     def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
         fired = [self.since[b] % self._steps == 0 for b in sequences]
@@ -170,7 +170,7 @@ class BoundaryTrigger(Trigger):
         self.reference[sequence], self.since[sequence] = None, 0
 
     def mark(self, sequence: int) -> tuple[Tensor | None, int]:
-        return self.reference[sequence], self.since[sequence]  # the reference is never written to, only replaced
+        return self.reference[sequence], self.since[sequence]  # the reference is immutable: it is replaced
 
     def rewind(self, sequence: int, mark: tuple[Tensor | None, int]) -> None:
         self.reference[sequence], self.since[sequence] = mark

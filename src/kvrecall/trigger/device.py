@@ -47,7 +47,8 @@ class DeviceTrigger:
         """fire: int32 `[slots, width]`, whether this step searches. searches: how often each has, if not always."""
         self.every_step = isinstance(config, EveryStep)
         self.early = isinstance(config, Speculative)
-        """Whether a search with the queries of the step before, `before`, comes first, and `fire` says whose is made again."""
+        """Whether an early search runs with the previous step's queries, `before`. `fire[b] != 0` marks the sequences to search
+        again."""
         self.always = torch.ones_like(self.fire)
         self._since, self._fresh = ints(b), ints(b)
         kind = like.dtype if self.early else torch.float32
@@ -63,7 +64,7 @@ class DeviceTrigger:
         """Decides, for queries `[slots, H_q, 1, D]` (contiguous) of a step."""
         config, slots, dim, padded = self._config, len(self._since), self._dim, next_power_of_2(self._dim)
         if isinstance(config, EveryStep):
-            return  # `fire` is never anything but 1
+            return  # `fire` is always 1
         if isinstance(config, Speculative):
             turned_kernel[(slots,)](
                 queries, self.before, self._fresh, self.fire, self.threshold, D=dim, BD=padded,
@@ -82,8 +83,8 @@ class DeviceTrigger:
         )  # fmt: skip
 
     def join(self, trigger: Trigger, slots: list[int], held: Collection[int]) -> None:
-        """Goes on where a trigger of the host has ended, whose sequences are in these slots, with nothing counted. held: the
-        sequences that have a selection."""
+        """Takes over the state of a host trigger whose sequences are in these slots; counters start at 0. held: the sequences
+        that have a selection."""
         for b, slot in enumerate(slots):
             fresh = 0 if b in held else MISSING.value
             if isinstance(trigger, BoundaryTrigger | SpeculativeTrigger):
@@ -97,7 +98,8 @@ class DeviceTrigger:
             self._fresh[slot], self.searches[slot] = fresh, 0
 
     def give_back(self, trigger: Trigger, slots: list[int], steps: int) -> int:
-        """Leaves the trigger as if it had decided in the `steps` steps; returns how many searches there were."""
+        """Gives the state back to a host trigger, as if that one had decided the `steps` steps. Returns the number of
+        searches."""
         if isinstance(trigger, BoundaryTrigger):
             trigger.reference = list(self.before[slots])
             trigger.since = self._since[slots].tolist()

@@ -9,8 +9,8 @@ from copy import copy
 class SegmentLog:
     """Positions at which segments begin, per sequence.
 
-    usual: tokens per segment where nobody says where it ends: at the end of a prompt, and without a trigger that marks
-    boundaries. longest: tokens after which a segment ends although no boundary has been marked.
+    usual: tokens per segment without marked boundaries: at the end of a prompt, or without a trigger that marks them. longest:
+    tokens after which a segment ends without a boundary.
     """
 
     def __init__(self, sequences: int, usual: int, longest: int, *, marked: bool) -> None:
@@ -26,7 +26,7 @@ class SegmentLog:
             starts.append(position)
 
     def cut(self, sequence: int, start: int, end: int) -> None:
-        """The window start .. end - 1 of a prompt that ends here falls into usual segments; the next token begins another."""
+        """Cuts the window start .. end - 1 of a finished prompt into usual segments. The next token begins another."""
         for position in range(start, end, self._usual):
             self.mark(sequence, position)
         self.mark(sequence, end)
@@ -44,11 +44,11 @@ class SegmentLog:
         del starts[bisect_left(starts, tokens) :]
 
     def begun(self, sequence: int) -> list[int]:
-        """Where the segments of a sequence begin before a step, for `rewind`."""
+        """Starts of a sequence's segments before a step, for `rewind`."""
         return list(self.starts[sequence])
 
     def rewind(self, sequence: int, begun: list[int]) -> None:
-        """Knows the segments of a sequence that there were before a step."""
+        """Restores the segments that a sequence had before a step."""
         self.starts[sequence] = list(begun)
 
     def select(self, sequences: list[int]) -> SegmentLog:
