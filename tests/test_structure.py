@@ -251,7 +251,7 @@ def test_tests_lie_in_the_folder_of_what_they_test() -> None:
     """Folders of tests are folders of the package, of the repository, or kinds of tests that go through many of them."""
     folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
     package = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
-    assert folders <= package | {"benchmarks", "examples", "gpu", "interpreted", "stateful", "zoo"}
+    assert folders <= package | {"benchmarks", "docs", "examples", "gpu", "interpreted", "stateful", "zoo"}
     alone = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
     assert alone <= {path.stem for path in PACKAGE.glob("*.py")} | {"invariants", "refused_memory", "structure"}
 

@@ -1,0 +1,115 @@
+"""Every command and every piece of Python on the pages runs, or a comment above it says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kvrecall import models
+from tests.docs import shell
+from tests.docs.pages import PAGES, ROOT, RUN, SHOWN, Block, blocks, commands
+
+GUIDE = [page for page in PAGES if any(b.language in RUN for b in blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_block_is_of_a_known_kind_and_every_mark_has_a_reason(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in (*RUN, *SHOWN), f"{block.place}: expected a block of {RUN} or {SHOWN}, got {block.language!r}"
+        if block.mark in ("not run", "parsed"):
+            assert len(block.said.split()) > 2, f"{block.place}: expected a reason"
+        if block.language == "python" and not block.mark:
+            compile(block.text, block.place, "exec")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the pages name; what is written to the user's folders goes there, too."""
+    shell.small_report(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("page", GUIDE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_page_runs_on_the_small_model(
+    page: Path, here: Path, smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever model a page names, SmolLM2 135M takes its place; the site may take `model` and `tokenizer` for given."""
+    model, tokenizer = smollm2
+    monkeypatch.setattr(models, "load", lambda *names, **options: smollm2)
+    monkeypatch.setattr(models, "find", lambda name: here)
+    monkeypatch.setattr(models, "load_config", lambda name, *more: model.config)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *names, **options: model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *names, **options: tokenizer)
+    _run(page, {} if page.name == "README.md" else {"model": model, "tokenizer": tokenizer})
+
+
+def _run(page: Path, given: dict[str, Any]) -> None:
+    names = {"__name__": "page", **given}
+    for block in blocks(page):
+        if block.mark == "not run":
+            continue
+        if block.language == "python":
+            exec(compile(block.text, block.place, "exec"), names)
+        elif block.language == "sh":
+            shell.run(block)
+
+
+PAGE = """x
+
+<!-- not run: needs a server -->
+```sh
+curl x
+```
+
+* y
+
+  ```python
+  a = 1
+  ```
+```bash
+ls
+```
+"""
+
+
+def _block(text: str, mark: str = "", said: str = "") -> Block:
+    return Block(ROOT / "README.md", 1, "sh", text, mark, said)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kvrecall aks report.txt x", "kvrecall plan --kontext 1k", "make demonstration", 'pip install ".[demos]"', "frobnicate",
+     "python scripts/none.py", "pip install other"],
+)  # fmt: skip
+def test_a_command_that_is_wrong_or_of_no_known_kind_fails(text: str) -> None:
+    with pytest.raises(AssertionError):
+        shell.run(_block(text))
+    with pytest.raises((AssertionError, Exception)):
+        shell.run(_block(text, "parsed", "needs a GPU to run"))
+
+
+def test_a_block_that_is_not_marked_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    found = list(blocks(page))
+    assert [(b.language, b.mark, b.said) for b in found] == [
+        ("sh", "not run", "needs a server"), ("python", "", ""), ("bash", "", "")
+    ]  # fmt: skip
+    assert found[1].text == "a = 1"
+
+
+def test_commands_are_joined_and_have_no_comments() -> None:
+    assert commands("a b \\\n  c   # why\n# all\n\nd '#e'") == ["a b  c", "d '#e'"]
+
+
+def test_options_of_a_comment_replace_those_of_the_page() -> None:
+    said = ["eval", "--context", "4k,8k", "--out", "x"]
+    short = ["--context", "512", "--samples", "1"]
+    assert shell.replaced(said, short) == ["eval", "--out", "x", *short]
+    assert shell.replaced(["serve", "M", "--", "--x", "1"], []) == ["serve", "M", "--dry-run", "--", "--x", "1"]
