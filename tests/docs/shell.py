@@ -8,9 +8,10 @@ import shlex
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import click
 import typer.main
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from kvrecall import methods
@@ -65,9 +66,9 @@ def _one(block: Block, words: list[str]) -> None:
 
 def parse(arguments: list[str]) -> None:
     """Parses a command line as kvrecall would, down to its verb, and starts nothing; raises click's errors."""
-    command: click.Command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     context = command.make_context("kvrecall", list(arguments))
-    while isinstance(command, click.Group):
+    while isinstance(command, TyperGroup):
         name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
         assert found is not None
         command = found
@@ -99,8 +100,8 @@ def _check_requirements(where: str, requirements: list[str]) -> None:
         assert set(filter(None, extras)) <= set(project["optional-dependencies"]), f"{where}: an extra that is not declared"
 
 
-def small_report(folder: Path) -> None:
+def small_files(folder: Path, characters: int) -> None:
     """The files that the pages speak of: report.txt and README.md, both short."""
     text = (ROOT / "src" / "kvrecall" / "data" / "harbour_log.md").read_text(encoding="utf-8")
-    (folder / "report.txt").write_text(text[:2400], encoding="utf-8")
-    (folder / "README.md").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:2400], encoding="utf-8")
+    (folder / "report.txt").write_text(text[:characters], encoding="utf-8")
+    (folder / "README.md").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:characters], encoding="utf-8")

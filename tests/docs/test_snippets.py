@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from kvrecall import models
 from tests.docs import shell
 from tests.docs.pages import PAGES, ROOT, RUN, SHOWN, Block, blocks, commands
+from tests.tiny import WORDS, tiny_tokenizer
 
-GUIDE = [page for page in PAGES if any(b.language in RUN for b in blocks(page))]
+SITE = [page for page in PAGES if page.name != "README.md" and any(b.language in RUN for b in blocks(page))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -28,25 +31,49 @@ def test_every_block_is_of_a_known_kind_and_every_mark_has_a_reason(page: Path) 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the pages name; what is written to the user's folders goes there, too."""
-    shell.small_report(tmp_path)
+    shell.small_files(tmp_path, 3600)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
+@pytest.fixture
+def take(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
+    """Lets a model and a tokenizer take the place of every model that a page names."""
+
+    def put(model: Any, tokenizer: Any) -> None:
+        monkeypatch.setattr(models, "load", lambda *names, **options: (model, tokenizer))
+        monkeypatch.setattr(models, "find", lambda name: here)
+        monkeypatch.setattr(models, "load_config", lambda *names, **options: model.config)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *names, **options: model)
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *names, **options: tokenizer)
+
+    return put
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_page_runs_on_a_tiny_model(page: Path, take: Callable[[Any, Any], None]) -> None:
+    """A random model of four layers; pages may take `model` and `tokenizer` for given."""
+    model, tokenizer = _tiny(), tiny_tokenizer()
+    take(model, tokenizer)
+    _run(page, {"model": model, "tokenizer": tokenizer})
+
+
 @pytest.mark.model
-@pytest.mark.parametrize("page", GUIDE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_page_runs_on_the_small_model(
-    page: Path, here: Path, smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever model a page names, SmolLM2 135M takes its place; the site may take `model` and `tokenizer` for given."""
-    model, tokenizer = smollm2
-    monkeypatch.setattr(models, "load", lambda *names, **options: smollm2)
-    monkeypatch.setattr(models, "find", lambda name: here)
-    monkeypatch.setattr(models, "load_config", lambda name, *more: model.config)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *names, **options: model)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *names, **options: tokenizer)
-    _run(page, {} if page.name == "README.md" else {"model": model, "tokenizer": tokenizer})
+def test_the_readme_runs_as_it_stands(smollm2: tuple[Any, Any], here: Path, take: Callable[[Any, Any], None]) -> None:
+    """On the smaller of the demo's two models."""
+    shell.small_files(here, 1200)
+    take(*smollm2)
+    _run(ROOT / "README.md", {})
+
+
+def _tiny() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=1 << 20, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def _run(page: Path, given: dict[str, Any]) -> None:
