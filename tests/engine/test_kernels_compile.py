@@ -263,10 +263,12 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
     from kvrecall.backends.vllm.plan import PassPlan
     from kvrecall.backends.vllm.stream import HostBlocks
+    from kvrecall.backends.vllm.summaries import width_of
     from kvrecall.index.sphere import SphereConfig
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
-    asked, ints, here = METHODS[method], {"dtype": torch.int32}, torch.device("cpu")
+    rest = "page-means:page_tokens=4" if method == "balanced" else None
+    asked, ints, here = replace(METHODS[method], rest=rest), {"dtype": torch.int32}, torch.device("cpu")
     index = asked.index_config()
     assert isinstance(index, SphereConfig)
     shape = Model(1, 2, group, dim).layer(2, tokens=20)
@@ -275,7 +277,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
         DeviceLayer(0, shape, asked, index, AttentionParams(0.1), None, 3, 900, None),
         PassPlan(3, 900, asked, index, here),
     )
-    pages = torch.zeros(9, index.layout(shape, 128).block_bytes, dtype=torch.uint8)
+    pages = torch.zeros(9, width_of(index, asked.rest_config(), shape) * 256, dtype=torch.uint8)
     layer.bind(pages, HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 128)
@@ -287,7 +289,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {
         "plan_kernel", "store_kernel", "encode_kernel", "rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel",
-        "top_kernel", "paged_step_kernel", "merge_kernel",
+        "top_kernel", "paged_step_kernel", "merge_kernel", *(["mean_kernel"] if rest else []),
     }  # fmt: skip
     compile_all(launches, capability)
 

@@ -12,7 +12,7 @@ from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.settings import Settings
 from kvrecall.backends.vllm.stream import HostBlocks
-from kvrecall.backends.vllm.summaries import block_bytes
+from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.index.sphere.config import SphereConfig
 from tests.backends.vllm import test_paged as paged
 from tests.backends.vllm.test_paged import BLOCKS, DIM, HEADS, PARAMS, SHAPE, SIZE, method_of
@@ -40,7 +40,8 @@ class Device:
         self.layer = DeviceLayer(3, shape, method, index, PARAMS, calibrated, MOST, LONGEST)
         self.host = HostBlocks(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
-        pages = torch.full((BLOCKS, block_bytes(index, SHAPE, SIZE)), 255, dtype=torch.uint8, device=self.on)
+        width = width_of(index, method.rest_config(), SHAPE)
+        pages = torch.full((BLOCKS, width * SIZE * HEADS), 255, dtype=torch.uint8, device=self.on)
         self.layer.bind(pages, self.host)
         self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on)
         self.plan = PassPlan(MOST, LONGEST, method, index, self.on)

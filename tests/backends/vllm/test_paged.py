@@ -8,16 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrecall import methods
 from kvrecall.attend.reference import attend_rows
+from kvrecall.backends.vllm.means import PagedMeans, means_in
 from kvrecall.backends.vllm.paged import Batch, HostBlocks, PagedLayer
 from kvrecall.backends.vllm.settings import Settings
-from kvrecall.backends.vllm.summaries import block_bytes, check_device, summaries_of
+from kvrecall.backends.vllm.summaries import check_device, summaries_of, summary_bytes, width_of
 from kvrecall.core.errors import NonFiniteError, ParameterError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.exact import ExactConfig
 from kvrecall.index.sphere.maps import own_calibration
+from kvrecall.layer.pipeline import decode_step, prefill_layer
+from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
 from tests.index.sphere.calibrated import Halves
 
@@ -26,11 +30,12 @@ SHAPE = LayerShape(1, HEADS * GROUP, HEADS, DIM, torch.float32, torch.device("cp
 ROTARY = Halves(DIM)
 """Kept, since tables of its turns live as long as it does."""
 PARAMS = AttentionParams(DIM**-0.5)
+MEANS = {"rest": "page-means:page_tokens=16"}
 GIVEN = [
-    {"method": "pariskv-balanced"},
+    {"method": "pariskv-balanced", **MEANS},
     {"method": "pariskv", "stage1": "product"},
     {"method": "pariskv", "stage1": "product", "gqa": "per_head"},
-    {"method": "exact"},
+    {"method": "exact", **MEANS},
 ]
 SMALL = {"sink_tokens": 5, "local_tokens": 33}
 
@@ -40,7 +45,7 @@ def method_of(given: dict, **more: object) -> Method:
 
 
 def short(given: dict) -> str:
-    return "-".join(given.values())
+    return "-".join(value.split(":")[0] for value in given.values())
 
 
 def calibration() -> LayerCalibration:
@@ -79,13 +84,17 @@ class Bench:
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        index = Settings(self.method).index
-        self.summaries = summaries_of(index, self.shape, SIZE, calibration())
-        self.pages = torch.full((BLOCKS, block_bytes(index, self.shape, SIZE)), 255, dtype=torch.uint8)
+        index, means, shape = Settings(self.method).index, self.method.rest_config(), self.shape
+        self.summaries = summaries_of(index, shape, SIZE, calibration())
+        self.pages = torch.full((BLOCKS, width_of(index, means, shape) * SIZE * HEADS), 255, dtype=torch.uint8)
         self.summaries.bind(self.pages)
-        self.host = HostBlocks(BLOCKS, self.shape, SIZE)
+        self.host = HostBlocks(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
-        self.layer = PagedLayer(3, self.shape, self.method, PARAMS, self.summaries, self.host)
+        self.means = None
+        if means is not None:
+            held = means_in(self.pages, summary_bytes(index, shape, SIZE), means, shape, SIZE)
+            self.means = PagedMeans(held, means.page_tokens, self.method.sink_tokens, self.host)
+        self.layer = PagedLayer(3, shape, self.method, PARAMS, self.summaries, self.means, self.host)
         self.window = Ring()
         self.free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(4)).tolist()
 
@@ -159,10 +168,15 @@ def test_a_step_attends_to_sinks_window_and_what_the_search_finds(given: dict) -
         found = ids[head][ids[head] >= 0].tolist()
         at = [*range(method.sink_tokens), *found, *range(end, 700)]
         assert len(set(at)) == len(at) < 400
-        kv = torch.stack([k[at, head], v[at, head]], 1)[None, None]
-        heads = slice(head * GROUP, (head + 1) * GROUP)
-        rows = Rows(kv, torch.tensor([[len(at)]], dtype=torch.int32))
-        close(out[heads], attend_rows(q[None, -1:, heads].transpose(1, 2), rows, PARAMS.scaling).out[0, :, 0])
+        rows, weights = (list(x) for x in (torch.stack([k[at, head], v[at, head]], 1), torch.zeros(len(at))))
+        if bench.means is not None:
+            for first in range(0, end // 16 * 16, 16):  # the mean of a page has no sinks, and counts for what is not attended
+                own = range(max(first, method.sink_tokens), first + 16)
+                rows.append(torch.stack([k[own, head].mean(0), v[own, head].mean(0)]))
+                weights.append(torch.tensor(float(len(set(own) - set(at)))).log())
+        heads, counts = slice(head * GROUP, (head + 1) * GROUP), torch.tensor([[len(rows)]], dtype=torch.int32)
+        whole = Rows(torch.stack(rows)[None, None], counts, torch.stack(weights).expand(1, GROUP, -1))
+        close(out[heads], attend_rows(q[None, -1:, heads].transpose(1, 2), whole, PARAMS.scaling).out[0, :, 0])
     assert (bench.layer.stats.searches, bench.layer.stats.retrieved_tokens) == (1, int((ids >= 0).sum()))
 
 
@@ -183,6 +197,25 @@ def test_a_search_finds_what_the_index_finds(given: dict) -> None:
     wanted = index.search(query, budget, [0])
     assert torch.equal(found.ids, wanted.ids) and torch.equal(found.counts, wanted.counts)
     assert int(found.ids[found.ids >= 0].min()) >= method.sink_tokens and int(found.ids.max()) < end
+
+
+@pytest.mark.parametrize("name", ["pariskv", "exact"])
+def test_a_layer_with_page_means_gives_what_the_core_s_gives(name: str) -> None:
+    """Sinks that are whole pages, and a zone that grows with every token: the same pages in both. They become whole in chunks
+    of a prompt and in steps. Nothing may depend on whether sinks count as searched: all codes are reranked, by the largest
+    score of a group."""
+    own = {"top_k": 24, "sink_tokens": 16, "gqa": "max", **MEANS}
+    own |= {"stage1": "product", "min_candidates_per_k": 20} if name == "pariskv" else {}
+    core = methods.get(name, **own, local_tokens=32, update_interval=1, full_attention_threshold=0)
+    state = LayerState(3, replace(SHAPE, calibration=calibration()), core)
+    bench, text = Bench(method_of({"method": name}, **own, local_tokens=33)), tokens(420, 14)
+    for start, stop in ((0, 130), (130, 263), (263, 300)):
+        prefill_layer(state, *(x.transpose(0, 1).unsqueeze(0) for x in cut(text, start, stop)), None, PARAMS)
+        bench.feed({0: cut(text, start, stop)}, {0: True})
+    for at in range(300, 325):
+        wanted = decode_step(state, *(x.transpose(0, 1).unsqueeze(0) for x in cut(text, at, at + 1)), None, PARAMS)
+        close(bench.feed({0: cut(text, at, at + 1)}, {0: False})[0][0], wanted[0, :, 0])
+    assert bench.layer.stats.estimated_units == sum((at + 1 - 33) // 16 for at in range(300, 325)) * HEADS
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=short)
@@ -259,7 +292,7 @@ def test_nothing_of_a_pass_with_nan_is_stored(which: int) -> None:
 @pytest.mark.parametrize("size", [16, 32, 96])
 def test_block_sizes_that_pages_cannot_have_are_refused(size: int) -> None:
     with pytest.raises(ParameterError, match=r"block_size.*--block-size 1024"):
-        block_bytes(Settings.of(None).index, SHAPE, size)
+        summary_bytes(Settings.of(None).index, SHAPE, size)
 
 
 def test_a_device_without_kernels_is_refused() -> None:

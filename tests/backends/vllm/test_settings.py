@@ -9,6 +9,7 @@ import pytest
 
 from kvrecall.backends.vllm.settings import LOCAL_TOKENS, METHODS, Settings
 from kvrecall.core.errors import KVRecallError
+from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.registry import names
 
 
@@ -16,7 +17,7 @@ def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:
     for given in (None, {}, {"other": 1}, {"kvrecall": {}}):
         settings = Settings.of(given)
         assert settings.method.name == "pariskv-balanced" and settings.method.top_k == 100 and settings.maps is None
-        assert settings.method.local_tokens == LOCAL_TOKENS
+        assert settings.method.local_tokens == LOCAL_TOKENS and settings.method.rest == PageMeans()
 
 
 def test_settings_reach_the_method() -> None:
@@ -26,6 +27,13 @@ def test_settings_reach_the_method() -> None:
     assert settings.maps == Path("m.safetensors")
     assert Settings.of({"kvrecall": given | {"host_memory": "1.5GiB"}}).host_memory == 3 << 29
     assert "method" in given, "what the user gave is left as it was"
+
+
+def test_page_means_can_be_left_out_and_asked_for() -> None:
+    assert Settings.of({"kvrecall": {"rest": None}}).method.rest_config() is None
+    assert Settings.of({"kvrecall": {"method": "exact"}}).method.rest_config() is None
+    asked = {"method": "exact", "rest": "page-means:page_tokens=128"}
+    assert Settings.of({"kvrecall": asked}).method.rest == PageMeans(page_tokens=128)
 
 
 @pytest.mark.parametrize("name", sorted(set(names()) - set(METHODS)))
@@ -45,6 +53,8 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"maps": 3}, "maps"),
         ({"host_memory": "96 gigabytes"}, "host_memory.*96GiB"),
         ({"host_memory": 0}, "host_memory"),
+        ({"rest": "page-means:page_tokens=48"}, "page_tokens.*power of two.*48"),
+        ({"rest": "page-means:page_tokens=2048"}, "page_tokens.*at most 1024.*2048"),
         ({"method": "pariskv"}, 'stage1=collision.*"stage1": "product"'),
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),

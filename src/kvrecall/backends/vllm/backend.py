@@ -29,11 +29,20 @@ from vllm.v1.attention.backend import (
 )
 
 from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
+from kvrecall.backends.vllm.means import PagedMeans, means_in
 from kvrecall.backends.vllm.paged import Batch, PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS
-from kvrecall.backends.vllm.summaries import LEAST_BLOCK, block_bytes, check_block_size, check_device, summaries_of
+from kvrecall.backends.vllm.summaries import (
+    LEAST_BLOCK,
+    check_block_size,
+    check_device,
+    least_block,
+    summaries_of,
+    summary_bytes,
+    width_of,
+)
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer
 from kvrecall.core.errors import CompositionError
 from kvrecall.core.launch import cdiv
@@ -46,8 +55,8 @@ class RetrievalBackend(AttentionBackend):
     """Decode steps retrieve; chunks of prompts are attended densely."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    width = 0
-    """Bytes of summaries per token and KV head; of the classes that `of_width` makes."""
+    width, least = 0, LEAST_BLOCK
+    """Bytes of summaries per token and KV head, and tokens of the smallest block; of the classes that `of_pages` makes."""
 
     @staticmethod
     def get_name() -> str:
@@ -84,7 +93,7 @@ class RetrievalBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Pages of summaries instead of keys and values. Raises ParameterError for a block size that they cannot have."""
-        check_block_size(spec.block_size)
+        check_block_size(spec.block_size, cls.least)
         if "state_content_bytes" in {f.name for f in fields(spec)}:
             return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
         return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)  # before 0.29: K and V apart
@@ -98,9 +107,9 @@ class RetrievalBackend(AttentionBackend):
 
 
 @cache
-def of_width(width: int) -> type[RetrievalBackend]:
-    """The backend of layers whose summaries take so many bytes per token and KV head."""
-    return type(RetrievalBackend.__name__, (RetrievalBackend,), {"width": width})
+def of_pages(width: int, least: int) -> type[RetrievalBackend]:
+    """The backend of layers whose summaries take so many bytes per token and KV head, in blocks of `least` tokens or more."""
+    return type(RetrievalBackend.__name__, (RetrievalBackend,), {"width": width, "least": least})
 
 
 @dataclass(frozen=True)
@@ -200,8 +209,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._number, self._shape = extract_layer_index(name), shape
         self._served.shapes.append(shape)
         self._calibration = self._served.calibration(self._number)
-        width = block_bytes(settings.index, shape, LEAST_BLOCK) // (self.num_kv_heads * LEAST_BLOCK)
-        own.attn_backend = backend = of_width(width)
+        self._means = settings.method.rest_config()
+        width = width_of(settings.index, self._means, shape)
+        own.attn_backend = backend = of_pages(width, least_block(self._means))
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 nobody else asks it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
@@ -250,7 +260,11 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         else:
             summaries = summaries_of(settings.index, shape, size, self._calibration)
             summaries.bind(pages)
-            self._layer = PagedLayer(self._number, shape, settings.method, self._params, summaries, host)
+            means = None
+            if self._means is not None:
+                held = means_in(pages, summary_bytes(settings.index, shape, size), self._means, shape, size)
+                means = PagedMeans(held, self._means.page_tokens, settings.method.sink_tokens, host)
+            self._layer = PagedLayer(self._number, shape, settings.method, self._params, summaries, means, host)
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
+from kvrecall.backends.vllm.means import means_in
 from kvrecall.backends.vllm.plan import ROW, PassPlan, candidates
 from kvrecall.backends.vllm.stream import HostBlocks, Stream
 from kvrecall.core.errors import ParameterError
@@ -42,6 +43,8 @@ _TOGETHER = 32
 """Rows of a batch that are searched at once, whose scratch is used again for the next ones."""
 _KEPT = 2 * _TOGETHER
 """Rows of a batch whose sinks and selected rows stay on the device from step to step; others read theirs anew."""
+_MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
+"""How often a program should attend to `_DENSE_ROWS` means of pages, and programs for them at most per KV head."""
 _MOST_PARTS = 64
 """Parts that one program merges."""
 
@@ -99,14 +102,21 @@ class Scratch:
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
         self.together, self.longest = min(most, _TOGETHER), longest
+        self.means = method.rest_config()
+        self.mean_tokens = 1 if self.means is None else self.means.page_tokens
         self.chosen_rows = _CHOSEN_ROWS
         while cdiv(self.top_k, self.chosen_rows) > _MOST_PARTS // 2:
             self.chosen_rows *= 2
         self.chosen = cdiv(self.top_k, self.chosen_rows)
         self.sink_parts, self.window_parts = cdiv(self.sinks, _DENSE_ROWS), cdiv(self.local, _DENSE_ROWS)
         self.parts = self.chosen + self.sink_parts + self.window_parts
+        self.mean_parts = 0
+        if self.means is not None:
+            wanted = cdiv(longest // self.mean_tokens, _DENSE_ROWS * _MEAN_TILES)
+            self.mean_parts = max(1, min(_MOST_MEAN_PARTS, _MOST_PARTS - self.parts, wanted))
+        self.parts += self.mean_parts
         if self.parts > _MOST_PARTS:
-            room = (_MOST_PARTS - self.chosen - self.sink_parts) * _DENSE_ROWS
+            room = (_MOST_PARTS - self.chosen - self.sink_parts - min(1, self.mean_parts)) * _DENSE_ROWS
             raise ParameterError("local_tokens", f"at most {room} with this top_k and these sinks", self.local, "Take fewer.")
         reranked = int(candidates(index, longest, self.top_k).max())
         group = shape.query_heads // heads
@@ -152,7 +162,9 @@ class DeviceLayer:
 
     def bind(self, pages: Tensor, host: HostBlocks) -> None:
         """Uses these pages, uint8 `[blocks, block_bytes]`, and rows from now on."""
-        self._codes, self._host = self._index.layout(self.shape, host.block_size).codes(pages), host
+        layout, means = self._index.layout(self.shape, host.block_size), self.scratch.means
+        self._codes, self._host = layout.codes(pages), host
+        self._means = None if means is None else means_in(pages, layout.block_bytes, means, self.shape, host.block_size)
 
     def decode(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, window: Window, out: Tensor) -> None:
         """The first rows of a pass, a token each: queries, out `[b, H_q, D]`, keys, values `[b, H_kv, D]`. Stores, searches and
@@ -185,27 +197,28 @@ class DeviceLayer:
             self.scratch, self._maps, self._centring, self._codes, self._params, self.shape
         )  # fmt: skip
         dim, measured, centred = shape.head_dim, codes.norms is not None, maps.means is not None
-        pieces = cdiv(dim, _ENCODED_ROWS) + measured
+        means = codes.signs if self._means is None else self._means
+        pieces = cdiv(dim, _ENCODED_ROWS) + measured + (scratch.means is not None)
         least, most = weight_range(codes.weights.dtype, centred)
         recent, rows = window.blocks[own], self._host.rows
         paged_step_kernel[(len(pairs) * (scratch.parts + pieces),)](
             q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
             self._sinks, self._kept_ids, self._kept, self.read[own], scratch.out, scratch.lse, maps.keys, centring.means,
             centring.cos, centring.sin, scratch.levels, scratch.thresholds, codes.signs, codes.magnitudes, codes.weights,
-            codes.norms if measured else codes.signs, self._zero_norms, params.scaling, params.softcap, q.stride(0),
+            codes.norms if measured else codes.signs, means, self._zero_norms, params.scaling, params.softcap, q.stride(0),
             k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), pairs.start,
             own.start * shape.kv_heads, self._pairs, scratch.top_k, scratch.sinks, scratch.local, *window.places,
-            codes.signs.stride(0), maps.stride, centring.between, most, least, MIN_ALPHA,
+            codes.signs.stride(0), maps.stride, centring.between, means.stride(0), scratch.mean_tokens, most, least, MIN_ALPHA,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
             G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
-            CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, PARTS=scratch.parts, SEARCH=SEARCH_FIELDS,
-            STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred, NORMS=measured,
-            REUSE=own.start < self._kept_rows, num_warps=4, **overlapping(shape.device),
+            CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, MEAN_PARTS=scratch.mean_parts,
+            PARTS=scratch.parts, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
+            NORMS=measured, REUSE=own.start < self._kept_rows, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
     def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
-        from kvrecall.backends.vllm.kernels import store_kernel
+        from kvrecall.backends.vllm.kernels import mean_kernel, store_kernel
 
         if not asked.chunks:
             return
@@ -219,6 +232,14 @@ class DeviceLayer:
         for chunk in asked.chunks:
             own = keys[chunk.tokens].transpose(0, 1)
             encode.encode(own, self._maps, chunk.past, self._codes, asked.blocks[chunk.row], self._zero_norms)
+            page = self.scratch.mean_tokens
+            whole = (chunk.past + own.shape[1]) // page - chunk.past // page
+            if self._means is not None and whole:
+                mean_kernel[(whole, shape.kv_heads)](
+                    keys[chunk.tokens], values[chunk.tokens], self._host.rows, asked.blocks[chunk.row], self._means, chunk.past,
+                    k.stride(0), v.stride(0), shape.kv_heads, self._means.stride(0), page, self.scratch.sinks,
+                    BLOCK=self._host.block_size, D=shape.head_dim, BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
+                )  # fmt: skip
 
     def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, out: Tensor) -> None:
         """Chunks attend to themselves and to everything before them, which is streamed from the host; queries, out

@@ -12,6 +12,7 @@ import triton.language as tl
 from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows
 from kvrecall.core.host_rows import row_offset
 from kvrecall.core.pdl import begin, end
+from kvrecall.index.page_means.kernels import attend_pages
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
@@ -75,24 +76,65 @@ def window_place(p_table, position, i_kv, m_row, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
     return b_block * W_BLOCK + i_kv * W_HEAD + tl.where(m_row, position % PAGE, 0) * W_TOKEN
 
 
+@triton.jit
+def take_mean(
+    p_mean, first, p_keys, p_values, new, near, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, TOKENS,
+    SINKS, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """mean `[2, D]`: of keys and values at the positions first .. first + TOKENS - 1 of one KV head, sinks left out; W rows at
+    a time, fp32 sums. Stores nothing where all are sinks.
+
+    Positions from `new` on are tokens of this pass, whose keys and values begin at keys, values. Those before are in the
+    window's pages from position `near` on, and on the host (`row_offset`); see `paged_step_kernel`.
+    """
+    o_d = tl.arange(0, BD)
+    m_d = (o_d < D)[None, :]
+    b_k, b_v = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    begins = tl.maximum(first, SINKS)
+    for i in range(begins, first + TOKENS, W):
+        o_r = i + tl.arange(0, W)
+        m_r = o_r < first + TOKENS
+        m_new, m_far = m_r & (o_r >= new), m_r & (o_r < new)
+        o_new = tl.where(m_new, o_r - new, 0).to(tl.int64)
+        b_rows_k = tl.load(p_keys + (o_new * K_TOKEN)[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
+        b_rows_v = tl.load(p_values + (o_new * V_TOKEN)[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
+        m_near, m_far = m_far & (o_r >= near), m_far & (o_r < near)
+        o_near = window_place(p_recent, o_r, i_kv, m_near, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+        p_near = p_window + o_near[:, None] + o_d[None, :]
+        b_rows_k = tl.where(m_near[:, None], tl.load(p_near, mask=m_near[:, None] & m_d, other=0.0), b_rows_k)
+        b_rows_v = tl.where(m_near[:, None], tl.load(p_near + D, mask=m_near[:, None] & m_d, other=0.0), b_rows_v)
+        p_far = p_pool + row_offset(p_blocks, o_r, m_far, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+        b_rows_k = tl.where(m_far[:, None], tl.load(p_far, mask=m_far[:, None] & m_d, other=0.0), b_rows_k)
+        b_rows_v = tl.where(m_far[:, None], tl.load(p_far + D, mask=m_far[:, None] & m_d, other=0.0), b_rows_v)
+        b_k += tl.sum(b_rows_k.to(tl.float32), 0)
+        b_v += tl.sum(b_rows_v.to(tl.float32), 0)
+    count = first + TOKENS - begins
+    if count > 0:
+        tl.store(p_mean + o_d, b_k / count, mask=o_d < D)
+        tl.store(p_mean + D + o_d, b_v / count, mask=o_d < D)
+
+
 @triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE"])
 def paged_step_kernel(
     p_queries, p_keys, p_values, p_plan, p_fire, p_bad, p_ids, p_pool, p_table, p_window, p_window_table, p_sinks, p_kept_ids,
     p_kept, p_read, p_out, p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-    p_norms, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE, START, FIRST_PAIR, PAIRS, K,
-    SINKS, LOCAL, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, HIGHEST, LOWEST, MIN_ALPHA,
+    p_norms, p_page_means, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE, START,
+    FIRST_PAIR, PAIRS, K, SINKS, LOCAL, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, MEAN_BLOCK, MEAN_TOKENS, HIGHEST,
+    LOWEST, MIN_ALPHA,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, SPAN: tl.constexpr,
-    CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
+    MEAN_PARTS: tl.constexpr, PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr,
+    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the batch and KV head, part): CHOSEN parts of R selected rows, PIECES that encode the new token, then
-    SINK_PARTS and the window's parts of W rows each.
+    """Program (row of the batch and KV head, part): CHOSEN parts of R selected rows, PIECES that summarise the new token, then
+    SINK_PARTS and the window's parts of W rows each, and MEAN_PARTS of the means of pages.
 
     queries, keys, values: of row b at b * TOKEN numbers, a head's D side by side. plan, fire: of `plan_kernel`. ids `[·, K]`:
     what the search has found, of this launch's rows; out, lse: likewise, PARTS each. FIRST_PAIR: of this launch in what is kept
     for PAIRS rows and heads. pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, table their blocks; window, window_table:
-    the recent ones, PAGE tokens a block (`window_place`). sinks `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids
+    the recent ones, PAGE tokens a block (`window_place`). page_means: of MEAN_TOKENS tokens, `[HEADS, BLOCK / MEAN_TOKENS,
+    2 D]` in blocks MEAN_BLOCK numbers apart; those of whole pages of the zone are attended to, and the last piece takes that of
+    a page whose last token is the new one. sinks `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids
     `[3, PAIRS, K]`, the last third -1: rows of the step before (REUSE; without, nothing is kept). Codes as in `encode_one`,
     blocks BYTES bytes apart.
 
@@ -119,7 +161,7 @@ def paged_step_kernel(
         b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, now, then, p_read + i_b, b_id, o_k, i_kept, i_kv, HEADS,
                                  PAIRS, K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
-    elif i_p < CHOSEN + PIECES:
+    elif i_p < CHOSEN + PIECES - min(1, MEAN_PARTS):  # the last piece takes means
         if length > 0:
             i_piece = i_p - CHOSEN
             b_key = tl.load(p_key + o_d, mask=o_d < D, other=0.0).to(tl.float32)
@@ -135,6 +177,24 @@ def paged_step_kernel(
                                 MIN_ALPHA, D, BD, S, ROWS, CENTRED)  # fmt: skip
             if m_zero:
                 tl.store(p_zero_norms + i_kv, 1)
+    elif i_p < CHOSEN + PIECES:
+        if MEAN_PARTS > 0:  # noqa: SIM102 - one is the compiler's
+            if (length > 0) & (length % MEAN_TOKENS == 0):
+                first = length - MEAN_TOKENS
+                row, block = (i_kv * BLOCK + first % BLOCK) // MEAN_TOKENS, tl.load(p_blocks + newest // BLOCK).to(tl.int64)
+                p_mean = p_page_means + block * MEAN_BLOCK + row * (2 * D)
+                take_mean(p_mean, first, p_key, p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D, newest, ends, p_pool,
+                          p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, PAGE, W_BLOCK,
+                          W_HEAD, W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
+    elif i_p >= PARTS + PIECES - MEAN_PARTS:
+        if MEAN_PARTS > 0:
+            begin(PDL)  # pages of which tokens were found weigh less
+            i_part = i_p - PIECES
+            pages = tl.where(tl.load(p_fire + i_b) != 0, ends // MEAN_TOKENS, 0)
+            p_own_means = p_page_means + i_kv * (BLOCK // MEAN_TOKENS) * (2 * D)
+            attend_pages(p_query, p_own_means, p_blocks, p_ids + i_pair.to(tl.int64) * K, p_part, p_part_lse,
+                         i_part - (PARTS - MEAN_PARTS), i_part, pages, scaling, softcap, MEAN_BLOCK, K, MEAN_TOKENS, SINKS,
+                         BLOCK, D, BD, G, W, BK, MEAN_PARTS, PARTS, CAP)  # fmt: skip
     else:
         i_part = i_p - PIECES
         if i_part < CHOSEN + SINK_PARTS:
@@ -202,3 +262,21 @@ def store_kernel(
     p_near = p_window + o_near[:, None] + o_d[None, :]
     tl.store(p_near, b_k, mask=m_near)
     tl.store(p_near + D, b_v, mask=m_near)
+
+
+@triton.jit(do_not_specialize=["past"])
+def mean_kernel(
+    p_keys, p_values, p_pool, p_table, p_page_means, past, K_TOKEN, V_TOKEN, HEADS, MEAN_BLOCK, MEAN_TOKENS, SINKS,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (page, KV head): the mean of a page that a chunk of a prompt makes whole.
+
+    keys, values: of the chunk, behind `past` tokens of its sequence, whose rows are on the host. table: its blocks. Others as
+    in `paged_step_kernel`. Bytes: 4 D per token read, once.
+    """
+    i_kv = tl.program_id(1)
+    first = (past // MEAN_TOKENS + tl.program_id(0)) * MEAN_TOKENS
+    row = (i_kv * BLOCK + first % BLOCK) // MEAN_TOKENS
+    p_mean = p_page_means + tl.load(p_table + first // BLOCK).to(tl.int64) * MEAN_BLOCK + row * (2 * D)
+    take_mean(p_mean, first, p_keys + i_kv * D, p_values + i_kv * D, past, past, p_pool, p_table, p_keys, p_table, i_kv,
+              K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, 1, 0, 0, 0, BLOCK, D, BD, T)  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected
+from kvrecall.backends.vllm.means import PagedMeans
 from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.summaries import Summaries
 from kvrecall.core.errors import NonFiniteError
@@ -65,10 +66,11 @@ class PagedLayer:
     """Stores and attends for one layer. stats: what its decode steps did, summed over sequences."""
 
     def __init__(
-        self, number: int, shape: LayerShape, method: Method, params: AttentionParams, summaries: Summaries, host: HostBlocks
-    ) -> None:
+        self, number: int, shape: LayerShape, method: Method, params: AttentionParams, summaries: Summaries,
+        means: PagedMeans | None, host: HostBlocks,
+    ) -> None:  # fmt: skip
         self._number, self._shape, self._method, self._params = number, shape, method, params
-        self._summaries, self._host = summaries, host
+        self._summaries, self._means, self._host = summaries, means, host
         self.stats = StepStats()
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, batch: Batch, window: Window) -> None:
@@ -79,11 +81,13 @@ class PagedLayer:
         for row, tokens, _ in batch:
             if not (torch.isfinite(keys[tokens]).all() and torch.isfinite(values[tokens]).all()):
                 raise NonFiniteError(self._number, row)
-        for _, tokens, first in batch:
+        for row, tokens, first in batch:
             k, v, at = keys[tokens], values[tokens], slots[tokens]
             assert int(at.min()) >= 0, "every token of a sequence has a slot"
             self._host.store(k, v, at)
             self._summaries.store(k.transpose(0, 1), first, at)
+            if self._means is not None:
+                self._means.store(batch.table(row, first + len(k)), first, first + len(k))
             window.store(k, v, tokens)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor) -> None:
@@ -135,6 +139,10 @@ class PagedLayer:
             parts = [attend_rows(q[i : i + 1].unsqueeze(2), Rows(dense, counts), params.scaling, params.softcap)]
             ids, held = found.ids[i], found.counts[i]
             parts += attend_selected(q[i], self._host.table(tables[i]), ids, held, params.scaling, params.softcap)
+            if self._means is not None:
+                rows = self._means.rows(tables[i], ends[i], ids, q.shape[1] // heads)
+                parts.append(attend_rows(q[i : i + 1].unsqueeze(2), rows, params.scaling, params.softcap))
+                self.stats.estimated_units += rows.width * heads
             out[tokens] = merge(parts).out[0].transpose(0, 1).to(out.dtype)
         retrieved = int(found.counts.sum())
         stats, dense_tokens = self.stats, len(searched) * (method.sink_tokens + method.local_tokens)

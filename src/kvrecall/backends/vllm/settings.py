@@ -10,6 +10,7 @@ from typing import Any
 from kvrecall.backends.vllm.memory import bytes_of
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.index.exact import ExactConfig
+from kvrecall.index.page_means import PageMeans
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import class_names, method_class
@@ -24,14 +25,13 @@ LOCAL_TOKENS = 1024
 """Of the window, unless something else is asked for: most questions and answers are attended in full, on the device."""
 
 _SAME = (
-    "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "rest", "fetch", "attend",
+    "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "fetch", "attend",
     "full_attention_threshold",
 )  # fmt: skip
 _REASONS = {
     "update_interval": "every key is summarised when it comes, so no buffer waits",
     "trigger": "every step searches",
     "static": "rows that stay between searches belong to a sequence, and vLLM moves sequences between rows of a batch",
-    "rest": "means of pages are not kept in vLLM's pages yet",
     "dense_layers": "all layers share one kind of page",
     "per_layer": "all layers share one kind of page",
     "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
@@ -71,13 +71,18 @@ class Settings:
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps", "host_memory"])
-        method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **params})
+        estimate = {"rest": PageMeans.name} if name == METHODS[0] else {}
+        method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
         if isinstance(index, SphereConfig) and index.stage1 != "product":
             why = "collisions count the keys of a whole sequence, which blocks that requests share cannot hold"
             raise CompositionError(f"vLLM with stage1={index.stage1}", why, 'Set "stage1": "product".')
         if method.local_tokens < 1:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "A token attends to itself at least.")
+        means = method.rest_config()
+        if means is not None and (means.page_tokens.bit_count() != 1 or means.page_tokens > BLOCK_TOKENS):
+            told = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
+            raise ParameterError("page_tokens", told, means.page_tokens, 'Take "rest": "page-means", which has 64.')
         limit = None if memory is None else bytes_of(memory)
         return Settings(method, None if maps is None else Path(maps), limit)
 

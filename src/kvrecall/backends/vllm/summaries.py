@@ -1,7 +1,8 @@
 """What vLLM's pages hold, and how a CPU writes and searches it. On a GPU kernels do (`device.py`), over the same layout.
 
-A page of a layer is uint8 `[block_bytes]`: for all KV heads what `block_size` tokens are summarised by. Positions are those of
-the sequence, counted from 0, sinks included; a search excludes the sinks by their ids.
+A page of a layer is uint8 `[block_bytes]`: for all KV heads what `block_size` tokens are summarised by, and behind that their
+means, where a method has them (`means.py`). Positions are those of the sequence, counted from 0, sinks included; a search
+excludes the sinks by their ids.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from kvrecall.backends.vllm.means import bytes_per_token
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
@@ -18,6 +20,7 @@ from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.exact import ExactConfig, inner_products
+from kvrecall.index.page_means import PageMeans
 from kvrecall.index.sphere import cpu, cpu_encode
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.sphere.maps import Maps, own_calibration
@@ -65,16 +68,26 @@ def check_maps(index: SphereConfig | ExactConfig, calibration: LayerCalibration 
         raise ParameterError("maps", "statistics of the model's keys", "none", remedy)
 
 
-def check_block_size(tokens: int) -> None:
+def least_block(means: PageMeans | None) -> int:
+    """Tokens of the smallest block whose page can hold summaries and these means."""
+    return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
+
+
+def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
     """Raises ParameterError for a block size that pages of summaries cannot have."""
-    if tokens < LEAST_BLOCK or tokens.bit_count() != 1:
-        raise ParameterError(
-            "block_size", f"a power of two from {LEAST_BLOCK} on", tokens, f"Give --block-size {BLOCK_TOKENS}."
-        )
+    if tokens < least or tokens.bit_count() != 1:
+        raise ParameterError("block_size", f"a power of two from {least} on", tokens, f"Give --block-size {BLOCK_TOKENS}.")
 
 
-def block_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> int:
-    """Bytes of a page of one layer, a multiple of its KV heads times its tokens."""
+def width_of(index: SphereConfig | ExactConfig, means: PageMeans | None, shape: LayerShape) -> int:
+    """Bytes of a page of one layer per token and KV head, whatever its block size is."""
+    own = summary_bytes(index, shape, LEAST_BLOCK) // (shape.kv_heads * LEAST_BLOCK)
+    return own if means is None else own + bytes_per_token(means, shape)
+
+
+def summary_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> int:
+    """Bytes of the summaries of a block of one layer, with which its page begins: a multiple of its KV heads times its
+    tokens."""
     check_block_size(block_size)
     if isinstance(index, SphereConfig):
         return index.layout(shape, block_size).block_bytes
@@ -128,11 +141,12 @@ class _Keys(Summaries):
     """A copy of the keys, all of which are scored."""
 
     def __init__(self, index: ExactConfig, shape: LayerShape, block_size: int) -> None:
-        self._gqa, self._shape, self._size = index.gqa, shape, block_size
+        self._index, self._gqa, self._shape, self._size = index, index.gqa, shape, block_size
 
     def bind(self, pages: Tensor) -> None:
         shape = self._shape
-        self._keys = pages.view(shape.dtype).unflatten(1, (shape.kv_heads, self._size, shape.head_dim))
+        keys = pages[:, : self._index.nbytes(shape, self._size)].view(shape.dtype)
+        self._keys = keys.unflatten(1, (shape.kv_heads, self._size, shape.head_dim))
 
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
         self._keys[slots // self._size, :, slots % self._size] = keys.transpose(0, 1)

@@ -155,11 +155,7 @@ class PageMeansIndex(IndexWrapper):
         """Logarithm fp32 `[H_kv, width]` of how many tokens of each page are in none of the sets that are attended."""
         excluded = self._excluded[sequence]
         attended = ids if excluded is None else torch.cat([ids, excluded.to(ids.device)], 1)
-        left = torch.full((ids.shape[0], width + 1), float(self.page_tokens), device=ids.device)
-        page = torch.where(attended < 0, width, attended.long() // self.page_tokens)
-        page = page.clamp_max(width)  # the last place is for none
-        left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=ids.device))
-        return left[:, :width].log()
+        return log_left(attended, width, self.page_tokens)
 
     def catch_up(self, sequence: int, tokens: int) -> None:
         """Takes in, from the host, what is missing of a zone of `tokens` tokens."""
@@ -191,3 +187,13 @@ class PageMeansIndex(IndexWrapper):
     def _mean_rows(self, rows: Tensor) -> Tensor:
         """Means `[H_kv, n, 2 D]` of n whole pages of rows `[H_kv, n * page, 2, D]`."""
         return rows.flatten(2).unflatten(1, (-1, self.page_tokens)).float().mean(2).to(self._shape.dtype)
+
+
+def log_left(attended: Tensor, pages: int, page_tokens: int, sinks: int = 0) -> Tensor:
+    """Logarithm fp32 `[H_kv, pages]` of how many tokens of each page are neither among the first `sinks` tokens nor attended,
+    int32 `[H_kv, K]`, unique (-1: none)."""
+    starts = torch.arange(pages + 1, device=attended.device) * page_tokens  # the last place is for none
+    left = (page_tokens - (sinks - starts).clamp(0, page_tokens)).float().repeat(attended.shape[0], 1)
+    page = torch.where(attended < 0, pages, attended.long() // page_tokens).clamp_max(pages)
+    left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=attended.device))
+    return left[:, :pages].log()

@@ -29,41 +29,35 @@ def blocks_of(p_table, o_p, pages, PAGE, BLOCK: tl.constexpr):
     return tl.load(p_table + ((o_p + 1) * PAGE - 1) // BLOCK, mask=o_p < pages, other=0)
 
 
-@triton.jit(do_not_specialize=["START", "TABLE"])
-def page_means_kernel(
-    p_queries, p_means, p_table, p_pages, p_ids, p_out, p_lse, scaling, softcap, HEADS, START, TABLE, NUMBERS, ROWS, K, PAGE,
-    TILES,
+@triton.jit
+def attend_pages(
+    p_query, p_means, p_table, p_ids, p_out, p_lse, i_share, o_part, pages, scaling, softcap, NUMBERS, K, PAGE, SINKS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    SHARES: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, share): part FIRST + share of PARTS, over TILES tiles of W pages, one in SHARES.
+    """One share in SHARES of attention of G queries to the means of one sequence and KV head, tiles of W pages: part o_part of
+    out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
 
-    means of the cache's dtype in blocks of BLOCK tokens: `[HEADS, ROWS, 2 D]` each, two of them NUMBERS apart; see
-    `index.table.RowLayout`. table int32 `[B, TABLE]`: the blocks of each sequence, of whose pages pages[b] are real. A page of
-    whose PAGE tokens m are not among ids `[BH, K]` is a row with log m on its logit. Softmax and sums as in
-    `attend.kernels.attend_block`, tile after tile. The blocks of a tile are looked up at once, while the one before is read.
+    means of the cache's dtype, of this head in blocks of BLOCK tokens NUMBERS apart; see `index.table.RowLayout`. table: the
+    sequence's blocks, of whose pages the first `pages` are real. A page of whose PAGE tokens m are neither among the first
+    SINKS tokens nor among ids `[K]` is a row with log m on its logit. Softmax and sums as in `attend.kernels.attend_block`,
+    tile after tile. The blocks of a tile are looked up at once, while the one before is read.
     """
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
-    begin(PDL)
-    i_bh, i_share = tl.program_id(0) // SHARES + START, tl.program_id(0) % SHARES
     o_g, o_d, o_w = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, W)
     m_q, m_d = (o_g < G)[:, None] & (o_d < D)[None, :], (o_d < D)[None, :]
-    pages = tl.load(p_pages + i_bh // HEADS)
-    p_query = p_queries + i_bh.to(tl.int64) * G * D + o_g[:, None] * D + o_d[None, :]
-    b_q = tl.load(p_query, mask=m_q, other=0.0).to(p_means.dtype.element_ty)
+    b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(p_means.dtype.element_ty)
     b_peak = tl.full([BG], float("-inf"), tl.float32)
     b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
-    p_table += (i_bh // HEADS) * TABLE
-    p_head = p_means + (i_bh % HEADS) * ROWS * (2 * D)
     b_next = blocks_of(p_table, i_share * W + o_w, pages, PAGE, BLOCK)
-    for i in range(TILES):
+    for i in range(tl.cdiv(pages, SHARES * W)):
         o_p = (i * SHARES + i_share) * W + o_w
         b_block = b_next.to(tl.int64)
         b_next = blocks_of(p_table, o_p + SHARES * W, pages, PAGE, BLOCK)
         o_row = o_p - ((o_p + 1) * PAGE - 1) // BLOCK * BLOCK // PAGE
-        b_left = PAGE - found_in(p_ids + i_bh.to(tl.int64) * K, o_p, K, PAGE, W, BK)
+        b_left = PAGE - tl.minimum(tl.maximum(SINKS - o_p * PAGE, 0), PAGE) - found_in(p_ids, o_p, K, PAGE, W, BK)
         m_p = (o_p < pages) & (b_left > 0)
-        p_row = p_head + (b_block * NUMBERS + o_row * (2 * D))[:, None] + o_d[None, :]
+        p_row = p_means + (b_block * NUMBERS + o_row * (2 * D))[:, None] + o_d[None, :]
         b_k = tl.load(p_row, mask=m_p[:, None] & m_d, other=0.0)
         b_v = tl.load(p_row + D, mask=m_p[:, None] & m_d, other=0.0)
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, W]
@@ -76,9 +70,28 @@ def page_means_kernel(
         b_total = b_total * b_scale + tl.sum(b_p, 1)
         b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
         b_peak = b_higher
-    end(PDL)
-    o_part = i_bh.to(tl.int64) * G * PARTS + o_g * PARTS + FIRST + i_share
     b_out = b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None]
-    tl.store(p_out + o_part[:, None] * D + o_d[None, :], b_out, mask=m_q)
+    tl.store(p_out + (o_g[:, None] * PARTS + o_part) * D + o_d[None, :], b_out, mask=m_q)
     b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
-    tl.store(p_lse + o_part, b_base + tl.log(b_total), mask=o_g < G)
+    tl.store(p_lse + o_g * PARTS + o_part, b_base + tl.log(b_total), mask=o_g < G)
+
+
+@triton.jit(do_not_specialize=["START", "TABLE"])
+def page_means_kernel(
+    p_queries, p_means, p_table, p_pages, p_ids, p_out, p_lse, scaling, softcap, HEADS, START, TABLE, NUMBERS, ROWS, K, PAGE,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    SHARES: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and KV head, share): part FIRST + share of PARTS; see `attend_pages`.
+
+    means in blocks `[HEADS, ROWS, 2 D]`. table int32 `[B, TABLE]`: the blocks of each sequence, of whose pages pages[b] are
+    real. ids `[BH, K]`.
+    """
+    begin(PDL)
+    i_bh, i_share = tl.program_id(0) // SHARES + START, tl.program_id(0) % SHARES
+    i_b, i_kv, o_part = i_bh // HEADS, i_bh % HEADS, i_bh.to(tl.int64) * G * PARTS
+    attend_pages(p_queries + i_bh.to(tl.int64) * G * D, p_means + i_kv * ROWS * (2 * D), p_table + i_b * TABLE,
+                 p_ids + i_bh.to(tl.int64) * K, p_out + o_part * D, p_lse + o_part, i_share, FIRST + i_share,
+                 tl.load(p_pages + i_b), scaling, softcap, NUMBERS, K, PAGE, 0, BLOCK, D, BD, G, W, BK, SHARES, PARTS,
+                 CAP)  # fmt: skip
+    end(PDL)

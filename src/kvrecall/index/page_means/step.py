@@ -35,7 +35,6 @@ class SlotMeans:
         self.memory, self.page_tokens, self._table = like.means.memory, like.page_tokens, spec.host.blocks
         capacity = max(1, spec.tokens // self.page_tokens)
         self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
-        self._tiles = cdiv(capacity, self.parts * _PAGES)
         self.pages = torch.zeros(spec.slots, dtype=torch.int32, device=self._table.device)
         """int32 `[slots]`: whole pages."""
 
@@ -50,8 +49,8 @@ class SlotMeans:
         top_k, heads = ids.shape[-1], layout.heads
         page_means_kernel[(len(pairs) * self.parts,)](
             queries, means, self._table, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start,
-            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, self._tiles, BLOCK=layout.block_size,
-            D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES, BK=next_power_of_2(top_k), SHARES=self.parts,
+            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, BLOCK=layout.block_size, D=dim,
+            BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES, BK=next_power_of_2(top_k), SHARES=self.parts,
             FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
         )  # fmt: skip
 
