@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import RLock
 
 import torch
 from torch import Tensor
 
 from kvrecall.cache.device_memory import region, total_bytes
-from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.cache.host_memory import Region, available_host_bytes
 from kvrecall.core.errors import HostMemoryError
 from kvrecall.core.launch import cdiv
 
@@ -76,6 +77,34 @@ class BlockBytes:
             self._region.give(wanted)
         except (OSError, MemoryError) as error:
             raise HostMemoryError(need, available, tokens) from error
+
+    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
+        """A copy of a block's bytes, uint8 `[block_bytes]` on the CPU, with zeros for what does not belong to the first
+        `tokens` tokens of a sequence whose block number `place` it is."""
+        raise NotImplementedError(type(self).__name__)
+
+    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
+        """Makes the blocks below id `blocks` of an empty memory usable, and has `fill` write to them. mapped: it maps them from
+        a file, so that they take no memory. Raises as `give`."""
+        with self._lock:
+            region = self._region
+            if not isinstance(region, Region):
+                self.give(blocks)
+                fill()
+            elif mapped:
+                fill()
+                region.mapped(blocks)
+            else:
+                need, available = region.missing(blocks), available_host_bytes()
+                if blocks > region.most or need > available:
+                    raise HostMemoryError(need, available, blocks * self._block_size)
+                region.give(blocks, fill)
+            self._blocks = max(self._blocks, blocks)
+
+    @property
+    def region(self) -> Region | None:
+        """Its memory, where that is the host's."""
+        return self._region if isinstance(self._region, Region) else None
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies the bytes of a block; nothing where none of this layer were ever in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from threading import RLock
@@ -41,10 +42,12 @@ class BlockRows:
     """
 
     def __init__(
-        self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False
-    ) -> None:
-        """device: of the layer, which reads the rows. on_device: they lie there, if it gives memory."""
-        self._shape, self._dtype = (heads, block_size, 2, dim), dtype
+        self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False,
+        mapped: int = 0,
+    ) -> None:  # fmt: skip
+        """device: of the layer, which reads the rows. on_device: they lie there, if it gives memory. mapped: blocks of a file
+        that may come, for which there is address space beside that for the memory of the host."""
+        self._shape, self._dtype, self._mapped = (heads, block_size, 2, dim), dtype, mapped
         self.block_size, self.device = block_size, device
         near = self._reserved_near() if on_device else None
         self._place = self._reserved() if near is None else _Place(near, True)
@@ -127,6 +130,41 @@ class BlockRows:
         self._place = far
         say_not_on_device(near.region.missing(blocks), self.device)
 
+    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
+        """A copy `[H_kv, block_size, 2, D]` of a block on the CPU, with zeros for what does not belong to the first `tokens`
+        tokens of a sequence whose block number `place` it is."""
+        self.arrive()
+        rows, held = self.tensor[block], min(self.block_size, tokens - place * self.block_size)
+        if held == self.block_size:
+            return rows.cpu()
+        copy = torch.zeros(self._shape, dtype=self._dtype)
+        copy[:, :held] = rows[:, :held]
+        return copy
+
+    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
+        """Makes the blocks below id `blocks` of an empty memory usable, and has `fill` write to them. mapped: it maps them from
+        a file, so that they take no memory. Raises as `give`."""
+        with self._lock:
+            place = self._place
+            if place.on_device or not isinstance(place.region, Region):
+                self.give(blocks)
+                fill()
+                return
+            if mapped:
+                fill()
+                place.region.mapped(blocks)
+            else:
+                need, available = place.region.missing(blocks), available_host_bytes()
+                if blocks > place.region.most or need > available:
+                    raise HostMemoryError(need, available, blocks * self.block_size)
+                place.region.give(blocks, fill)
+            place.blocks = max(place.blocks, blocks)
+
+    @property
+    def region(self) -> Region | None:
+        """Its memory, where that is the host's."""
+        return self._place.region if isinstance(self._place.region, Region) and not self.on_device else None
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies the rows of a block once they are there; nothing where no row of this layer was ever in it."""
         if source >= self._place.blocks:
@@ -164,7 +202,10 @@ class BlockRows:
     def _reserved(self) -> _Place:
         """Address space for as many blocks as the host's memory could hold, or fewer where the process may not have so much."""
         block_bytes = self._block_bytes
-        blocks, device = cdiv(total_host_bytes(), block_bytes), self.device if self.device.type == "cuda" else None
+        blocks, device = (
+            self._mapped + cdiv(total_host_bytes(), block_bytes),
+            self.device if self.device.type == "cuda" else None,
+        )
         while True:
             try:
                 return _Place(Region((blocks, *self._shape), self._dtype, device), False)

@@ -70,6 +70,23 @@ class BlockPool:
             self._collect()
             return len(self._users) - len(self._free)
 
+    def adopt(self, tables: list[list[int]]) -> list[BlockTable]:
+        """Tables with these blocks, of a pool that has given out none: 0 to n - 1, each used by some table."""
+        with self._lock:
+            assert not self._users, "the pool is in use"
+            self._users = [0] * (1 + max((block for blocks in tables for block in blocks), default=-1))
+            made = [BlockTable(self) for _ in tables]
+            for table, blocks in zip(made, tables, strict=True):
+                table.blocks = list(blocks)
+                self.share(blocks)
+            assert all(self._users), "a block that no table uses"
+            return made
+
+    @property
+    def named(self) -> int:
+        """Blocks that have an id, whether somebody uses them or not."""
+        return len(self._users)
+
     def take(self) -> int:
         """The id of a block that nobody uses; it has one user now."""
         with self._lock:
@@ -131,10 +148,23 @@ class BlockTable:
         self.pool, self.blocks = pool, list[int]()
         self.lengths: dict[int, int] = {}
         """Tokens that each layer holds, by the layer's number."""
+        self.unchanged: dict[int, int] = {}
+        """First tokens of each layer that are what they were when the sequence was saved, with all that lies in their blocks;
+        by the layer's number. A saved session writes the others."""
         self._near: dict[torch.device, Tensor] = {}
 
     def __del__(self) -> None:
         self.pool.release(self.blocks)
+
+    def hold(self, layer: int, tokens: int) -> None:
+        """A layer holds so many tokens now."""
+        self.lengths[layer] = tokens
+        if self.unchanged.get(layer, 0) > tokens:
+            self.unchanged[layer] = tokens
+
+    def saved(self) -> None:
+        """What is held now has been saved."""
+        self.unchanged = dict(self.lengths)
 
     def reach(self, start: int, stop: int) -> list[int]:
         """The blocks of the tokens start .. stop - 1, none of them used by another sequence."""
@@ -147,6 +177,7 @@ class BlockTable:
             if self.pool.shared(block):
                 own = self.pool.copied(block)
                 self._near = {}
+                self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
                 self.blocks[place] = own  # in this order, so that no block is given up that a table still names
                 self.pool.release([block])
         return self.blocks[start // size : cdiv(stop, size)]
@@ -165,7 +196,7 @@ class BlockTable:
         other = BlockTable(self.pool)
         kept = self.blocks[: self._held()]
         self.pool.share(kept)
-        other.blocks, other.lengths = kept, dict(self.lengths)
+        other.blocks, other.lengths, other.unchanged = kept, dict(self.lengths), dict(self.unchanged)
         return other
 
     def on(self, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ class DevicePool:
     def __init__(self, sequences: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         with lasting_tensors():
             self._kv = torch.empty(sequences, heads, capacity, 2, dim, dtype=dtype, device=device)
+        self._shared = False  # whether a copy reads the same rows
         self.lengths = [0] * sequences
 
     @property
@@ -64,10 +65,14 @@ class DevicePool:
         self._ensure(tokens)
 
     def select(self, sequences: list[int]) -> DevicePool:
-        """A new pool whose sequence i is a copy of this one's `sequences[i]`."""
+        """A new pool whose sequence i is this one's `sequences[i]`. Pools of the same sequences share rows until one of them
+        writes."""
         chosen = copy(self)
-        with lasting_tensors():
-            chosen._kv = self._kv[torch.tensor(sequences, device=self._kv.device)]
+        if sequences == list(range(len(self.lengths))):
+            self._shared = chosen._shared = True
+        else:
+            with lasting_tensors():
+                chosen._kv, chosen._shared = self._kv[torch.tensor(sequences, device=self._kv.device)], False
         chosen.lengths = [self.lengths[b] for b in sequences]
         return chosen
 
@@ -79,8 +84,14 @@ class DevicePool:
         return sent_integers(self.lengths, device)
 
     def _ensure(self, tokens: int) -> None:
-        if tokens > self._kv.shape[2]:
+        """Rows of this pool alone, with room for so many tokens."""
+        room = self._kv.shape[2]
+        if tokens > room:
             with lasting_tensors():
                 grown = self._kv.new_empty(*self._kv.shape[:2], tokens, *self._kv.shape[3:])
-            grown[:, :, : self._kv.shape[2]] = self._kv
+            grown[:, :, :room] = self._kv
             self._kv = grown
+        elif self._shared:
+            with lasting_tensors():
+                self._kv = self._kv.clone()
+        self._shared = False

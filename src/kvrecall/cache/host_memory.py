@@ -7,11 +7,13 @@ pages to private mappings only (unless `shmem_enabled` says otherwise), and give
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import gcd, prod
@@ -28,6 +30,8 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 _NORESERVE = 0x4000
 """Of Linux, for Pythons that do not name it: address space alone is no promise of memory."""
+_FIXED = 0x10
+"""Of Linux: a mapping takes the place of what is at its address."""
 _ADVICE = [getattr(mmap, name) for name in ("MADV_HUGEPAGE", "MADV_DONTFORK") if hasattr(mmap, name)]
 """For memory that is to be page-locked: fewer pages to give and to lock; and none that a forked process shares. Otherwise the
 system would copy them all for the child, or the GPU could write into pages that the child owns by then."""
@@ -70,26 +74,53 @@ class Region:
         """Bytes that the system has yet to give for the first `pieces`."""
         return max(0, -(-pieces // self._step) * self._step * self._piece - self._given)
 
-    def give(self, pieces: int) -> None:
-        """Makes the first `pieces` usable."""
+    def give(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
+        """Makes the first `pieces` usable. fill: writes to all that is new, which need not be touched before then."""
         start, count = self._given, self.missing(pieces)
         if not count:
             return
         if self._device is not None:
-            self._lock(start, min(count, len(self._pages) - start))
+            self._lock(start, min(count, len(self._pages) - start), fill)
+        elif fill is not None:
+            fill()
         self._given += count
 
-    def _lock(self, start: int, count: int) -> None:
+    def mappable(self, offset: int) -> bool:
+        """Whether bytes of a file from `offset` on can be mapped in the place of pieces: whole pages, which no GPU reads."""
+        whole = self._piece % mmap.PAGESIZE == 0 and offset % mmap.ALLOCATIONGRANULARITY == 0
+        return whole and self._device is None and sys.platform.startswith("linux")
+
+    def map(self, file: int, offset: int, first: int, pieces: int) -> None:
+        """Has the pieces from number `first` on be those of an open file, from byte `offset` on, without reading them. Who
+        writes to them changes a copy of the page. The file may be closed and removed, not cut.
+
+        Raises OSError."""
+        address = self.tensor.data_ptr() + first * self._piece
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED | _NORESERVE
+        map_pages = ctypes.CDLL(None, use_errno=True).mmap
+        map_pages.restype = ctypes.c_void_p
+        map_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        if map_pages(address, pieces * self._piece, protection, flags, file, offset) != address:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+    def mapped(self, pieces: int) -> None:
+        """The first `pieces` are usable: they were mapped."""
+        self._given = max(self._given, pieces * self._piece)
+
+    def _lock(self, start: int, count: int, fill: Callable[[], None] | None) -> None:
         for advice in _ADVICE:
             with suppress(OSError):  # a kernel without huge pages: small ones do, they only take longer
                 self._pages.madvise(advice, start, count)
         with lasting_tensors():
             slab = torch.frombuffer(self._pages, dtype=torch.uint8, count=count, offset=start)
-        if not _warned:  # where pinning is refused once, pages are given as they are used
+        if fill is not None:
+            fill()
+        elif not _warned:  # where pinning is refused once, pages are given as they are used
             _fault_in(slab)
         if not _register(slab, self._registered):
             self.pinned = False
-            if hasattr(mmap, "MADV_DONTNEED"):
+            if fill is None and hasattr(mmap, "MADV_DONTNEED"):
                 with suppress(OSError):  # they stay, then
                     self._pages.madvise(mmap.MADV_DONTNEED, start, count)  # nothing is in them yet
 

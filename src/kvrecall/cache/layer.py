@@ -67,7 +67,7 @@ class LayerStore:
     def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
         heads, dim, dtype, device = self._row
         name = "rows", self._layer, *self._row, on_device
-        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device))
+        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named))
 
     @property
     def on_device(self) -> bool:

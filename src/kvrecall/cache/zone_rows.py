@@ -84,7 +84,7 @@ class ZoneRows:
 
     def extend(self, tokens: int) -> None:
         """Counts in rows that were written behind those that were there, up to `tokens` in all."""
-        self._table.lengths[self._layer] = tokens
+        self._table.hold(self._layer, tokens)
 
     def truncate(self, tokens: int) -> None:
         """Forgets everything after the first `tokens` rows. Until `trim` they may come back, by `extend`."""

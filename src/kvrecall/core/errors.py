@@ -218,6 +218,15 @@ class CalibrationError(KVRecallError, ValueError):
         self.name, self.expected, self.got, self.remedy = str(name), expected, got, remedy
 
 
+class SessionError(KVRecallError, ValueError):
+    """A saved session that is damaged, of another model, of a newer version, or cannot be made; nothing of it is used."""
+
+    def __init__(self, name: object, expected: str, got: object, remedy: str = "") -> None:
+        remedy = remedy or "Read the documents again and save the session anew."
+        super().__init__(f"session: {name}: expected {expected}, got {got}. {remedy}")
+        self.name, self.expected, self.got, self.remedy = str(name), expected, got, remedy
+
+
 class MissingPackageError(KVRecallError, ModuleNotFoundError):
     """An optional package that is not installed, or installed in a release that does not work."""
 

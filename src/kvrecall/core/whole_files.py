@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import isinf
 from pathlib import Path
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 from kvrecall.core.errors import OutputFileError
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -35,6 +37,19 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first mistake: where it is, what was expected, what was given."""
+    found = error.errors()[0]
+    where = ".".join(str(step) for step in found["loc"]) or "the file"
+    said = found["msg"].removeprefix("Value error, ")
+    return f"{where}: {said[:1].lower()}{said[1:]}, got {_SHORT.repr(found['input'])}"
+
+
+_SHORT = Repr()
+"""What was given may be of any size and depth."""
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from torch import Tensor
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.calibration import calibration_of
 from kvrecall.core.errors import InputFileError, ParameterError
-from kvrecall.core.whole_files import parse_json, write_tensors
+from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors
 from kvrecall.engine.prefill import prefill
 from kvrecall.evaluate.trace_calibration import from_file, frozen, to_tensors
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.methods.full import Full
-from kvrecall.methods.settings import first_mistake
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

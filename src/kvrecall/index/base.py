@@ -14,7 +14,8 @@ from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.prefetch import Zone
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.archive import Archive
+from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, HostTable, Selection
 from kvrecall.index.calibration import LayerCalibration
@@ -233,6 +234,14 @@ class Index(ABC):
         """Undoes the last decode step of the sequence, before which `mark` gave the mark. By default as `truncate` does; an
         index that concludes more from a step than its tokens brings that back, too."""
         self.truncate(sequence, mark)
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        """Writes down, or takes over, all that is known of every sequence; see `core.archive`. Before it takes over, the index
+        is empty and bound to the sequences' blocks. tokens: of each sequence's zone; all of them are indexed.
+
+        Raises SessionError for what it cannot be, and by default, for an index that cannot be saved."""
+        remedy = "Save a fork() under another method, or give the index a method `archive` (docs/design/sessions.md)."
+        raise SessionError("index", "one that can be saved", type(self).__name__, remedy)
 
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:

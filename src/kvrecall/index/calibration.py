@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.index.enough import ENOUGH_TOKENS
 
 
@@ -168,6 +169,23 @@ class LayerCalibration:
         with self._lock:
             if not self.settled:
                 self._tokens, self._sums = mark
+
+    def archive(self, archive: Archive, kv_heads: int, dim: int) -> None:
+        """Writes down, or takes over, the statistics, or what has been seen for them; see `core.archive`."""
+        shapes = [(kv_heads, dim), (kv_heads, dim, dim), (kv_heads, dim, dim)]
+        with self._lock:
+            known = self._settled
+            tokens = archive.integer("tokens", self._tokens if known is None else known.tokens)
+            if archive.flag("settled", known is not None):
+                held = [None] * 3 if known is None else [known.key_mean, known.key_covariance, known.query_second]
+                named = zip(KEPT_TENSORS, held, shapes, strict=True)
+                made = [archive.tensor(name, part, shape, torch.float64).cpu() for name, part, shape in named]
+                self._settled = known or KeyStatistics(tokens, *made)
+            elif archive.has("sums", self._sums):
+                sums = self._sums or [None] * 3
+                named = zip(KEPT_TENSORS, sums, shapes, strict=True)
+                self._sums = tuple(archive.tensor(name, part, shape, torch.float64) for name, part, shape in named)
+                self._tokens = tokens
 
     def settle(self, kv_heads: int, dim: int) -> KeyStatistics:
         """The statistics; what has been seen so far becomes final, rounded to fp32 as files hold it.

@@ -12,6 +12,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
@@ -68,6 +69,10 @@ class ExactIndex(TokenIndex):
         chosen = super().select(sequences)
         chosen._keys = self._keys.select(sequences)
         return chosen
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        self._keys.archive(archive, "keys", tokens)
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         pieces = [inner_products(queries, keys) for keys in self._keys.pieces(sequence, _SCORED_TOKENS)]

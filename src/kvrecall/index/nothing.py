@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 
@@ -40,6 +41,9 @@ class NothingIndex(Index):
 
     def truncate(self, sequence: int, tokens: int) -> None:
         self.lengths[sequence] = min(tokens, self.lengths[sequence])
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        self.lengths = list(tokens)
 
     def select(self, sequences: list[int]) -> NothingIndex:
         chosen = copy(self)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvrecall.cache.block_bytes import BlockBytes
 from kvrecall.cache.blocks import BlockTable, block_size_on, block_tables
+from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.base import BlockSource, RowSource
@@ -74,6 +75,13 @@ class RowMemory(BlockBytes):
             part = self.tensor[:, : numbers * layout.dtype.itemsize].view(layout.dtype)
             self.rows = part.unflatten(1, (layout.heads, layout.rows, layout.width))
         """`[blocks, H_kv, rows, width]`; only what was given may be used."""
+
+    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
+        copy, layout = self.tensor[block].to("cpu", copy=True), self.layout
+        numbers = layout.heads * layout.rows * layout.width
+        rows = copy[: numbers * layout.dtype.itemsize].view(layout.dtype).view(layout.heads, layout.rows, layout.width)
+        rows[:, max(0, min(layout.rows, tokens // layout.page_tokens - layout.before(place))) :] = 0
+        return copy
 
 
 @dataclass(frozen=True)
@@ -222,6 +230,16 @@ class TokenTable:
         chosen.lengths = [self.lengths[b] for b in sequences]
         return chosen
 
+    def archive(self, archive: Archive, name: str, tokens: list[int]) -> None:
+        """Its rows in the blocks of a bound table. tokens: of each sequence. A table of tokens has a row for each of them, one
+        of pages has rows for whole pages at most."""
+        most = [count // self.page_tokens for count in tokens]
+        rows = archive.integers(f"{name}.rows", self.lengths, count=len(most))
+        if any(own > all_ or (own < all_ and self.page_tokens == 1) for own, all_ in zip(rows, most, strict=True)):
+            archive.refuse(f"{name}.rows", f"{most}, one for each {self.page_tokens} tokens", rows)
+        self.lengths = rows
+        archive.blocks(name, self.memory, [count * self.page_tokens for count in rows])
+
     def stored(self, sequence: int) -> StoredRows:
         """The rows of one sequence, where they lie."""
         return StoredRows(self.memory, self._tables[sequence], self.lengths[sequence])
@@ -301,6 +319,14 @@ class SequenceRows:
         """The same, to be written to: no other sequence sees it."""
         self._make_own(sequence, self.lengths[sequence])
         return self.view(sequence)
+
+    def archive(self, archive: Archive, name: str, lengths: list[int | None]) -> None:
+        """The rows of every sequence. lengths: how many each has, None for any number."""
+        heads, _, width = self._rows[0].shape
+        for b, count in enumerate(lengths):
+            rows = archive.tensor(f"{name}.{b}", self.view(b), (heads, count, width), self._rows[b].dtype)
+            if not archive.saving:
+                self._rows[b], self.lengths[b], self._own[b] = rows, rows.shape[1], True
 
     def _make_own(self, sequence: int, rows: int) -> None:
         """Has a tensor of the sequence alone, with room for so many rows; where there is too little, there will be some to

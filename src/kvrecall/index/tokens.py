@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.select.gqa import reduce_scores, search_queries
@@ -44,6 +45,11 @@ class TokenIndex(Index):
         self.truncate(sequence, tokens)
         self.exclude(sequence, excluded)
 
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        """What every such index has; a subclass adds its tables."""
+        for b, own in archive.each("sequence", len(tokens)):
+            self.excluded[b] = archive_excluded(own, self.excluded[b], self._kv_heads, tokens[b])
+
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
         chosen.excluded = [self.excluded[b] for b in sequences]
@@ -56,6 +62,11 @@ class TokenIndex(Index):
             ranks = self.rank(query, sequence, budget.scaling)
             found.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
         return stack_selections(found)
+
+
+def archive_excluded(archive: Archive, ids: Tensor | None, heads: int, tokens: int) -> Tensor | None:
+    """Excluded ids int32 `[H_kv, m]` of a sequence of so many tokens."""
+    return archive.optional("excluded", ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
 
 
 def best_tokens(ranks: Tensor, top_k: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:

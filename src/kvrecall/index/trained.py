@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import zone_rows
+from kvrecall.core.archive import Archive
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex
@@ -65,6 +66,24 @@ class TrainedIndex(TokenIndex):
     def truncate(self, sequence: int, tokens: int) -> None:
         self._codes.truncate(sequence, tokens)
         self._waiting[sequence] = min(self._waiting[sequence], tokens - self._codes.lengths[sequence])
+
+    @property
+    @abstractmethod
+    def trained_shape(self) -> tuple[int, ...]:
+        """Of what is learnt of a sequence."""
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        lengths = self.lengths
+        for b, own in archive.each("sequence", len(tokens)):
+            held = own.optional("trained", self._trained[b], self.trained_shape, torch.float32)
+            self._trained[b] = held
+            self._waiting[b] = own.integer("waiting", self._waiting[b], most=tokens[b])
+        coded = [count - waiting for count, waiting in zip(tokens, self._waiting, strict=True)]
+        if any(count and held is None for count, held in zip(coded, self._trained, strict=True)):
+            archive.refuse("trained", "what the codes were made by", "none")
+        assert not archive.saving or lengths == tokens
+        self._codes.archive(archive, "codes", list(coded))
 
     def select(self, sequences: list[int]) -> Self:
         chosen = super().select(sequences)

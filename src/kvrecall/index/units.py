@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
@@ -178,6 +179,22 @@ class UnitIndex(Index):
         ranked = reduce_scores(scores, self.gqa, budget.scaling)
         ranked = ranked if self.gqa == "per_head" else ranked.unsqueeze(1)
         return union_rows(_fill(ranked, units, budget.top_k))
+
+
+def archive_units(archive: Archive, units: Units, width: int, dtype: torch.dtype, tokens: int) -> Units:
+    """Units of a sequence of so many tokens, whose representations have `width` numbers of that dtype."""
+    own = units.own() if archive.saving else units
+    heads = own.reps.shape[0]
+    reps = archive.tensor("reps", own.reps, (heads, None, width), dtype)
+    members = archive.tensor("members", own.members, (heads, None), torch.int32, least=0, below=tokens)
+    offsets = archive.tensor("offsets", own.offsets, (heads, reps.shape[1] + 1), torch.int32)
+    count = members.shape[1]
+    if count > tokens or (
+        not archive.saving
+        and (bool((offsets[:, 0] != 0).any() | (offsets[:, -1] != count).any()) or bool((offsets.diff() < 0).any()))
+    ):
+        archive.refuse("offsets", f"an ascending way from 0 to {count:,}, of {tokens:,} tokens at most", "another")
+    return units if archive.saving else Units(reps, members, offsets)
 
 
 def inner_products(queries: Tensor, reps: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
+from kvrecall.core.archive import Archive
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, LayerShape, RowSource
@@ -103,6 +104,11 @@ class IndexWrapper(Index):
         self.base.rewind(sequence, base)
         for table, tokens in zip(self.tables, lengths, strict=True):
             table.truncate(sequence, tokens)
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        self.base.archive(archive.under("base"), tokens)
+        for number, table in enumerate(self.tables):
+            table.archive(archive, f"table.{number}", tokens)
 
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvrecall.core.errors import InputFileError, KVRecallError
-from kvrecall.core.whole_files import parse_json, parse_toml, write_text
+from kvrecall.core.whole_files import first_mistake, parse_json, parse_toml, write_text
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import name_of
-from kvrecall.methods.settings import first_mistake, from_settings, settings_of
+from kvrecall.methods.settings import from_settings, settings_of
 
 _SUFFIXES = (".json", ".toml")
 _REMEDY = "docs/guide/evaluate.md shows the form; `kvrecall tune` writes such files."

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, is_dataclass
-from reprlib import Repr
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrecall.core.errors import InputFileError, KVRecallError, UnknownNameError
+from kvrecall.core.whole_files import first_mistake
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import method_class
 from kvrecall.parts import Part
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-
 
 UNFORESEEN = (TypeError, AttributeError, ArithmeticError, LookupError, ValueError)
 """What a method's own checks raise for a value of a type that they did not foresee, such as a list in place of a number."""
@@ -65,16 +61,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def first_mistake(error: ValidationError) -> str:
-    """The first mistake: where it is, what was expected, what was given."""
-    found = error.errors()[0]
-    where = ".".join(str(step) for step in found["loc"]) or "the file"
-    said = found["msg"].removeprefix("Value error, ")
-    return f"{where}: {said[:1].lower()}{said[1:]}, got {_SHORT.repr(found['input'])}"
-
-
-_SHORT = Repr()
-"""What was given may be of any size and depth."""
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.structs import lasting_tensors
 
 
@@ -26,6 +27,18 @@ class ObservedQueries:
         """The last `count` of them, or all there are."""
         skipped = max(0, self.queries.shape[1] - count)
         return ObservedQueries(self.queries[:, skipped:], self.lse[:, skipped:], self.start + skipped)
+
+
+def archive_observed(archive: Archive, observed: ObservedQueries | None, query: tuple[int, int]) -> ObservedQueries | None:
+    """Observed queries of the sizes (H_q, D), written down or read back."""
+    if not archive.has("observed", observed):
+        return None
+    heads, dim = query
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    queries = archive.tensor("queries", observed and observed.queries, (heads, None, dim), dtypes)
+    lse = archive.tensor("lse", observed and observed.lse, (heads, queries.shape[1]), torch.float32, finite=False)
+    start = archive.integer("start", observed.start if observed else 0)
+    return observed if archive.saving else ObservedQueries(queries, lse, start)
 
 
 class QueryLog:
@@ -83,6 +96,13 @@ class QueryLog:
         if kept is not None:
             left = max(0, min(kept.queries.shape[1], tokens - kept.start))
             self._kept[sequence] = ObservedQueries(kept.queries[:, :left], kept.lse[:, :left], kept.start) if left else None
+
+    def archive(self, archive: Archive, query: tuple[int, int]) -> None:
+        """Writes down, or takes over, what is remembered; see `core.archive`. query: sizes (H_q, D) of a query."""
+        for b, own in archive.each("log", len(self._kept)):
+            kept = self._kept[b] = archive_observed(own, self._kept[b], query)
+            if kept is not None and kept.queries.shape[1] > self.window:
+                own.refuse("queries", f"{self.window:,} at most", kept.queries.shape[1])
 
     def select(self, sequences: list[int]) -> QueryLog:
         """A log whose sequence i is this one's `sequences[i]`."""

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kvrecall.cache.prefetch import read_keys
 from kvrecall.cache.zone_rows import ZoneRows
+from kvrecall.core.archive import Archive
 from kvrecall.core.pieces import Work, stretches
 from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
 from kvrecall.fetch import rows_at
 from kvrecall.index.base import Index, LayerShape
+from kvrecall.select.queries import archive_observed
 from kvrecall.static.choice import LOOKED, WEIGHED, Observation, StaticChoice, StaticSet, first_age
 
 
@@ -79,6 +81,28 @@ class StaticRefresh:
         other = StaticRefresh(self._config, self._sight, self._tokens, self._shape, source, index)
         other.chosen = self.chosen
         return other
+
+    @staticmethod
+    def archived(
+        archive: Archive, made: StaticRefresh | None, config: StaticChoice, shape: LayerShape, source: ZoneRows, index: Index
+    ) -> StaticRefresh:
+        """One that was made, written down, or one of an archive, whose work begins anew and comes to the same."""
+        sight = made._sight if made else Observation(None, [], 0, 1, 1.0)
+        observed = archive_observed(archive, sight.observed, (shape.query_heads, shape.head_dim))
+        tokens = archive.integer("tokens", made._tokens if made else 0, most=source.length)
+        others: list[tuple[Tensor, int]] = []
+        for number, own in archive.each("others", archive.integer("parts", len(sight.others), most=8)):
+            keys, at = sight.others[number] if made else (None, 0)
+            keys = own.tensor("keys", keys, (shape.kv_heads, None, shape.head_dim), shape.dtype)
+            others.append((keys, own.integer("position", at)))
+        offset, top_k = archive.integer("offset", sight.offset), archive.integer("top_k", sight.top_k, least=1)
+        scaling = archive.number("scaling", sight.scaling)
+        count = archive.integer("wanted", sight.count or 0, most=tokens) if archive.has("wanted", sight.count) else None
+        if observed is None and config.observed_queries:
+            archive.refuse("observed", "queries that judge", "none")
+        if made is not None:
+            return made
+        return StaticRefresh(config, Observation(observed, others, offset, top_k, scaling, count), tokens, shape, source, index)
 
     def _begin(self) -> None:
         self.chosen: Chosen | None = None
@@ -200,6 +224,25 @@ class StaticSets:
             under_way = zip([self._refreshes[b] for b in sequences], sources, strict=True)
             chosen._refreshes = [refresh and refresh.again(source, index) for refresh, source in under_way]
         return chosen
+
+    def archive(self, archive: Archive, shape: LayerShape, sources: list[ZoneRows], index: Index | None) -> None:
+        """Writes down, or takes over, the sets of every sequence; see `core.archive`. What is under way begins anew."""
+        heads, dim = shape.kv_heads, shape.head_dim
+        for b, own in archive.each("static", len(self.sets)):
+            known, tokens = self.sets[b], sources[b].length
+            count = self._counts[b]
+            if own.has("count", count):
+                self._counts[b] = own.integer("count", count or 0, most=tokens)
+            if own.has("set", known):
+                ids = own.tensor("ids", known and known.ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
+                rows = own.tensor("rows", known and known.rows, (heads, ids.shape[1], 2, dim), shape.dtype)
+                self.sets[b] = StaticSet(ids, rows, own.integer("age", known.age if known else 0))
+            refresh = self._refreshes[b]
+            if own.has("refresh", refresh):
+                if self.config is None or index is None:
+                    raise AssertionError("a static set is beside an index")
+                made = StaticRefresh.archived(own.under("refresh"), refresh, self.config, shape, sources[b], index)
+                self._refreshes[b] = made
 
     def _put(self, sequence: int, layer: int) -> None:
         refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.archive import Archive
+from kvrecall.core.errors import ParameterError, SessionError, UnknownNameError
 from kvrecall.parts import Part
 
 
@@ -37,6 +38,12 @@ class Trigger(ABC):
     @abstractmethod
     def rewind(self, sequence: int, mark: Any) -> None:
         """Restores the sequence to its state at `mark`."""
+
+    def archive(self, archive: Archive, query: tuple[int, int]) -> None:
+        """Writes down, or takes over, what is known of every sequence; see `core.archive`. query: sizes (H_q, D) of a query.
+        By default raises SessionError: the trigger cannot be saved."""
+        remedy = "Save a fork() under another method, or give the trigger a method `archive` (docs/design/sessions.md)."
+        raise SessionError("trigger", "one that can be saved", type(self).__name__, remedy)
 
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:
@@ -136,6 +143,9 @@ class StrideTrigger(Trigger):
     def rewind(self, sequence: int, mark: int) -> None:
         self.since[sequence] = mark
 
+    def archive(self, archive: Archive, query: tuple[int, int]) -> None:
+        self.since = archive.integers("since", self.since, count=len(self.since))
+
     def select(self, sequences: list[int]) -> StrideTrigger:
         chosen = StrideTrigger(self._steps, 0)
         chosen.since = [self.since[b] for b in sequences]
@@ -174,6 +184,11 @@ class BoundaryTrigger(Trigger):
 
     def rewind(self, sequence: int, mark: tuple[Tensor | None, int]) -> None:
         self.reference[sequence], self.since[sequence] = mark
+
+    def archive(self, archive: Archive, query: tuple[int, int]) -> None:
+        self.since = archive.integers("since", self.since, count=len(self.since))
+        for b, own in archive.each("reference", len(self.reference)):
+            self.reference[b] = own.optional("query", self.reference[b], query, torch.float32)
 
     def select(self, sequences: list[int]) -> BoundaryTrigger:
         chosen = BoundaryTrigger(self._config, self._threshold, 0)

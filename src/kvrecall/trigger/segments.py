@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from copy import copy
 
+from kvrecall.core.archive import Archive
+
 
 class SegmentLog:
     """Positions at which segments begin, per sequence.
@@ -50,6 +52,13 @@ class SegmentLog:
     def rewind(self, sequence: int, begun: list[int]) -> None:
         """Restores the segments that a sequence had before a step."""
         self.starts[sequence] = list(begun)
+
+    def archive(self, archive: Archive) -> None:
+        """Writes down, or takes over, what is known of every sequence; see `core.archive`."""
+        for b, own in archive.each("segments", len(self.starts)):
+            starts = self.starts[b] = own.integers("starts", self.starts[b])
+            if starts != sorted(set(starts)):
+                own.refuse("starts", "ascending positions", starts)
 
     def select(self, sequences: list[int]) -> SegmentLog:
         """A log whose sequence i is a copy of this one's `sequences[i]`."""

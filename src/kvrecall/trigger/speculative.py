@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.parts import Part
 from kvrecall.trigger import Trigger, mean_cosine
@@ -69,6 +70,12 @@ class SpeculativeTrigger(Trigger):
 
     def rewind(self, sequence: int, mark: tuple[Tensor | None, Tensor | None]) -> None:
         self.last[sequence], self._before[sequence] = mark
+
+    def archive(self, archive: Archive, query: tuple[int, int]) -> None:
+        dtypes = torch.bfloat16, torch.float16, torch.float32
+        for b, own in archive.each("sequence", len(self.last)):
+            self.last[b] = own.optional("last", self.last[b], query, dtypes)
+            self._before[b] = own.optional("before", self._before[b], query, dtypes)
 
     def select(self, sequences: list[int]) -> SpeculativeTrigger:
         chosen = SpeculativeTrigger(self._threshold, 0)

@@ -139,6 +139,8 @@ class Attachment:
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
         if not cache.belongs_to(self.config):
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
+        for own in [cache] if isinstance(cache, RetrievalCache) else cache.members:
+            own.meet(self._parts[0])
         if self._contexts and isinstance(cache, RetrievalCache) and _holds_nothing_yet(cache):
             cache.calibrate(self._parts[0])  # before anything of the pass begins, as it may fail
         with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass

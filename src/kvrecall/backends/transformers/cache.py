@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import torch
@@ -36,6 +36,9 @@ from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
+
+if TYPE_CHECKING:
+    from kvrecall.backends.transformers.session import SavedState, SessionInfo
 
 _CHECKED_TOKENS = 256
 """Appends of more tokens than this ask the host for its free memory first; single tokens are not worth the file read."""
@@ -74,6 +77,9 @@ class RetrievalCache(Cache):
             if number >= self.signature.layers:
                 expected = f"layers of the model, 0 to {self.signature.layers - 1}"
                 raise ParameterError("per_layer", expected, number, "The method may have been tuned for another model.")
+        self._config = config
+        self._session: SavedState | None = None
+        """The session that this cache was last saved to or loaded from; forks share it."""
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
         self.reserved_tokens = 0
         self.prefilling = False
@@ -138,6 +144,11 @@ class RetrievalCache(Cache):
         if self.calibration is None and self.wants_calibration:
             self.calibration = calibration_of(model)
 
+    def meet(self, model: PreTrainedModel) -> None:
+        """Before a model uses a cache that was loaded: raises SessionError where it is not the one that filled it."""
+        if self._session is not None and self._session.meet(model):
+            self._model = ref(model)
+
     def stats(self) -> CacheStats:
         """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
@@ -167,6 +178,42 @@ class RetrievalCache(Cache):
         fork.tables = [table.fork() for table in self.tables] if same and self.tables is not None else None
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
+
+    def save(self, folder: str | Path, *, rows: Literal["plain", "fp8"] = "plain") -> SessionInfo:
+        """Writes all that is held to a folder, from which `load` makes the same cache, in this process or another.
+
+        A folder that holds a session gets another one in its place: whole, or not at all. Where it is the one that this cache
+        was loaded from or last saved to, only what has changed since is written. rows: "fp8" writes keys and values in eight
+        bits with a scale per row, half of 16-bit types, at a loss (docs/guide/sessions.md).
+
+        Raises SessionError for a cache that holds nothing or cannot be saved, and for a folder of other files;
+        InterruptedPassError where the last forward pass was interrupted; OutputFileError where the disk refuses.
+        """
+        from kvrecall.backends.transformers import session  # pydantic takes a while to import
+
+        return session.save(self, folder, rows)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, config: PretrainedConfig, *, model: PreTrainedModel | None = None,
+        device: torch.device | str | None = None, verify: bool = True, profile: bool = False,
+        rows_on_device: bool | None = None,
+    ) -> RetrievalCache:  # fmt: skip
+        """The cache that was saved to a folder; it may be decoded with, extended, cropped, forked and saved again.
+
+        config: of the model that it was made for. model: that model, whose weights are compared at once; otherwise they are
+        compared before its first forward pass. device: where the model computes; by default that of `model`, else a GPU if
+        there is one. On a CPU rows are mapped from the files: they take no memory, other processes that map them share them,
+        and a page is copied before it is written to. On a GPU they are read into page-locked memory. verify: False leaves out
+        the checksums of all blocks. profile, rows_on_device: as in the class.
+
+        Raises SessionError for a folder without a session, one that is damaged, of a newer version, or of another model, and
+        HostMemoryError or DeviceMemoryError where there is no room.
+        """
+        from kvrecall.backends.transformers import session
+
+        options = {"profile": profile, "rows_on_device": rows_on_device}
+        return session.load(cls, folder, config, model=model, device=device, verify=verify, options=options)
 
     def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
         """Tables of so many sequences for a layer that begins: those of the other layers, or new ones where it was the first to
@@ -253,7 +300,7 @@ class RetrievalCache(Cache):
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
         self._windows, self._torn, self.tokens, self.calibration = [], False, TokenLog(), None
-        self.tables = None
+        self.tables = self._session = None
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
                 layer.keys, layer.values, layer.is_initialized = None, None, False

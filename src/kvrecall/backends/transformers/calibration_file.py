@@ -19,9 +19,8 @@ from torch import Tensor
 
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.core.errors import CalibrationError
-from kvrecall.core.whole_files import parse_json, write_tensors, written_to
+from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors, written_to
 from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics
-from kvrecall.methods.settings import first_mistake
 from kvrecall.models.store import models_dir
 
 VERSION = 1

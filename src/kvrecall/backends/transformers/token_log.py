@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
+
 _MOST_PIECES = 256
 """Pieces that are kept before they are joined to one."""
 
@@ -73,6 +75,13 @@ class TokenLog:
             same |= ~counted[:, :width].to(held.device)
         differs = (~same.all(0)).nonzero()
         return int(differs[0]) if differs.numel() else width
+
+    def archive(self, archive: Archive, sequences: int, tokens: int) -> None:
+        """Writes down, or takes over, the ids; see `core.archive`. tokens: how many of each sequence are held."""
+        held = archive.optional("ids", self.ids(), (sequences, tokens), torch.int64, least=0)
+        self._known = archive.flag("known", self._known)
+        if not archive.saving:
+            self._pieces = [] if held is None else [held]
 
     def _length(self) -> int:
         return sum(piece.shape[1] for piece in self._pieces)

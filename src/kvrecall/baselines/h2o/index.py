@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import SequenceRows
@@ -71,6 +72,21 @@ class AccumulatedIndex(TokenIndex):
         self._left.truncate(sequence, tokens)
         self._sums.truncate(sequence, self._offset[sequence] + tokens)
         self._found[sequence] = None
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        self._left.archive(archive, "left", list(tokens))
+        self._sums.archive(archive, "sums", [None] * len(tokens))
+        for b, own in archive.each("found", len(tokens)):
+            self._offset[b] = own.integer("offset", self._offset[b])
+            found = self._found[b]
+            if own.has("kept", found):
+                sets = self._group if self._gqa == "per_head" else 1
+                kept = own.tensor("kept", found and found[0], (self._kv_heads, sets, None), torch.bool)
+                self._found[b] = (
+                    kept,
+                    own.integer("zone", found[1] if found else 0, kept.shape[2], min(kept.shape[2], tokens[b])),
+                )
 
     def select(self, sequences: list[int]) -> AccumulatedIndex:
         chosen = super().select(sequences)

@@ -62,6 +62,10 @@ class SamplingIndex(TrainedIndex):
         self._config = config
         self._planes = hyperplanes(shape.head_dim, config.tables, config.bits, config.seed, shape.device)
 
+    @property
+    def trained_shape(self) -> tuple[int, ...]:
+        return self._kv_heads, 1, self._planes.shape[2]
+
     def train(self, keys: Tensor) -> Tensor:
         return keys.double().mean(1, keepdim=True).float()
 

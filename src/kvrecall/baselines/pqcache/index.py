@@ -50,7 +50,12 @@ class ProductIndex(TrainedIndex):
 
     def __init__(self, shape: LayerShape, config: ProductConfig) -> None:
         super().__init__(shape, config, config.subspaces, torch.uint8)
-        self._config = config
+        self._config, self._dim = config, shape.head_dim
+
+    @property
+    def trained_shape(self) -> tuple[int, ...]:
+        config = self._config
+        return self._kv_heads, config.subspaces, 2**config.bits, self._dim // config.subspaces
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         book = self.trained(sequence)

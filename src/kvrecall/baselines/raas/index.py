@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import Captured, LayerShape
@@ -78,6 +79,26 @@ class MilestoneIndex(PageIndex):
         pages = -(-tokens // self._rule.page_tokens)
         self._times[sequence], self._next[sequence] = self._times[sequence][..., :pages], None
         self._known[sequence] = min(self._known[sequence], tokens)  # prompts may end in the window
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        for b, own in archive.each("times", len(tokens)):
+            times, after, shape = self._times[b], self._next[b], (*self._times[b].shape[:2], None)
+            self._step[b] = own.integer("step", self._step[b])
+            self._times[b] = own.tensor("times", times, shape, torch.int64, least=-1)
+            self._known[b] = own.integer("known", self._known[b], most=tokens[b])
+            flat = own.integers("prompts", [end for prompt in self._prompts[b] for end in prompt])
+            self._prompts[b] = list(zip(flat[::2], flat[1::2], strict=False))
+            if len(flat) % 2 or any(first >= last for first, last in self._prompts[b]):
+                own.refuse("prompts", "pairs of first and last tokens", flat)
+            if self._known[b] // self._rule.page_tokens > self._times[b].shape[2]:
+                own.refuse("known", "tokens of pages with times", self._known[b])
+            if own.has("next", after):
+                found = own.tensor("next", after and after[0], shape, torch.int64, least=-1)
+                known = own.integer("next_known", after[1] if after else 0, most=tokens[b])
+                if known // self._rule.page_tokens > found.shape[2]:
+                    own.refuse("next_known", "tokens of pages with times", known)
+                self._next[b] = found, known
 
     def learn(self, sequences: list[int]) -> None:
         """Time goes on, with the pages that the last search left."""

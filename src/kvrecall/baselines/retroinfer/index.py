@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import zone_rows
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.base import Captured, LayerShape
 from kvrecall.index.clusters import ClusterConfig, ClusterIndex
 from kvrecall.index.clusters.kmeans import cluster
-from kvrecall.index.units import Units
+from kvrecall.index.units import Units, archive_units
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.queries import ObservedQueries
 
@@ -77,6 +78,17 @@ class EstimatingIndex(ClusterIndex):
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
         self._values[sequence] = None
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        shape = self.shape
+        for b, own in archive.each("values", len(tokens)):
+            held = self._values[b]
+            if own.has("units", held):
+                like = held[0] if held else Units.none(shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
+                units = archive_units(own.under("units"), like, shape.head_dim, shape.dtype, tokens[b])
+                size = shape.kv_heads, units.reps.shape[1], shape.head_dim
+                self._values[b] = units, own.tensor("values", held and held[1], size, shape.dtype)
 
     def values(self, sequence: int) -> Tensor:
         """Mean values `[H_kv, U, D]` of all units of a sequence."""

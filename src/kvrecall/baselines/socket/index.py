@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import zone_rows
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes, patterns
@@ -94,6 +95,11 @@ class SoftHashIndex(TokenIndex):
         chosen = super().select(sequences)
         chosen._codes, chosen._norms = self._codes.select(sequences), self._norms.select(sequences)
         return chosen
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        self._codes.archive(archive, "codes", tokens)
+        self._norms.archive(archive, "norms", tokens)
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """The logarithm of the soft collisions, so that a softmax over them gives each head's shares of its total."""

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import zone_rows
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.clusters.kmeans import cluster
-from kvrecall.index.units import UnitIndex, Units, inner_products
+from kvrecall.index.tokens import archive_excluded
+from kvrecall.index.units import UnitIndex, Units, archive_units, inner_products
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:
@@ -136,6 +138,31 @@ class ClusterIndex(UnitIndex):
         self._borders[sequence] = borders
         self._closed[sequence] = Units(closed.reps[:, :kept], closed.members[:, :border], closed.offsets[:, : kept + 1])
         self._open[sequence], self._units[sequence], self._excluded[sequence] = tokens - border, None, None
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        for b, own in archive.each("sequence", len(tokens)):
+            self._archive_one(own, b, tokens[b])
+
+    def _archive_one(self, archive: Archive, b: int, tokens: int) -> None:
+        shape = self.shape
+        closed = archive_units(archive.under("closed"), self._closed[b], shape.head_dim, shape.dtype, tokens)
+        self._closed[b], self._open[b] = closed, tokens - closed.members.shape[1]
+        ids = self._excluded[b] = archive_excluded(archive, self._excluded[b], shape.kv_heads, tokens)
+        flat = [number for border in self._borders[b] for number in border]
+        flat = archive.integers("borders", flat, most=tokens)
+        ends = tuple(zip(flat[::2], flat[1::2], strict=False))
+        if len(flat) % 2 or any(a >= c or b > d for (a, b), (c, d) in zip(((0, 0), *ends), ends, strict=False)):
+            archive.refuse("borders", "ascending ends of stretches, in tokens and units", flat)
+        if (ends[-1] if ends else (0, 0)) != (closed.members.shape[1], closed.reps.shape[1]):
+            archive.refuse("borders", "an end with the last unit", flat[-2:])
+        self._borders[b] = ends
+        made = self._units[b]
+        if archive.has("units", made):
+            whole = tokens - (0 if ids is None else ids.shape[1])
+            made = archive_units(archive.under("units"), made or closed, shape.head_dim, shape.dtype, tokens)
+            if made.members.shape[1] != whole:
+                archive.refuse("units", f"{whole:,} tokens", made.members.shape[1])
+            self._units[b] = made
 
     def slot_step(self, spec: SlotSpec) -> IndexStep:
         from kvrecall.index.clusters.step import SegmentStep  # needs Triton

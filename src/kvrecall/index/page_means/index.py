@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import prefetch_pieces
+from kvrecall.core.archive import Archive
 from kvrecall.core.structs import Budget, Rows, Selection, stack_rows
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.page_means.config import PageMeans
 from kvrecall.index.table import StoredRows, TokenTable
+from kvrecall.index.tokens import archive_excluded
 from kvrecall.index.wrapper import IndexWrapper
 from kvrecall.select.queries import ObservedQueries
 
@@ -122,6 +124,16 @@ class PageMeansIndex(IndexWrapper):
     def rewind(self, sequence: int, mark: Any) -> None:
         around, self._begun[sequence], self._excluded[sequence] = mark
         super().rewind(sequence, around)
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        shape = self._shape
+        for b, own in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+            rows = (shape.kv_heads, None, 2, shape.head_dim)
+            begun = self._begun[b] = own.tensor("begun", self._begun[b], rows, shape.dtype)
+            if begun.shape[1] >= self.page_tokens or self._taken(b) > tokens[b]:
+                own.refuse("begun", f"less than {self.page_tokens} rows of {tokens[b]:,} tokens", begun.shape[1])
 
     def select(self, sequences: list[int]) -> PageMeansIndex:
         chosen = super().select(sequences)

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import read_keys
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.pieces import Work, finished, stretches
 from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
-from kvrecall.index.units import UnitIndex, Units, inner_products
+from kvrecall.index.tokens import archive_excluded
+from kvrecall.index.units import UnitIndex, Units, archive_units, inner_products
 
 if TYPE_CHECKING:
     from kvrecall.index.step import IndexStep, SlotSpec
@@ -142,6 +144,19 @@ class PageIndex(UnitIndex):
         self._units[sequence], self.tails[sequence] = made.units, made.tail
         if late.shape[1]:
             self.append(sequence, late)
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        shape, size = self._shape, self.config.page_tokens
+        for b, own in archive.each("sequence", len(tokens)):
+            self._counts[b] = tokens[b]
+            ids = self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+            width = self.config.points * shape.head_dim
+            units = self._units[b] = archive_units(own.under("units"), self._units[b], width, shape.dtype, tokens[b])
+            left = tokens[b] - (0 if ids is None else ids.shape[1])
+            if units.members.shape[1] != left or units.reps.shape[1] != -(-left // size):
+                own.refuse("units", f"pages of {size} tokens for {left:,} tokens", f"{units.reps.shape[1]:,} pages")
+            tail = (shape.kv_heads, left % size, shape.head_dim)
+            self.tails[b] = own.tensor("tail", self.tails[b], tail, shape.dtype)
 
     def slot_step(self, spec: SlotSpec) -> IndexStep:
         from kvrecall.index.pages.step import PageStep  # needs Triton

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
@@ -25,6 +26,7 @@ from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack
 from kvrecall.index.query_centroids import lists as ivf
 from kvrecall.index.query_centroids.lists import CentroidLists
 from kvrecall.index.query_centroids.rerank import Rerank, distinct, have_numba, rerank
+from kvrecall.index.tokens import archive_excluded
 from kvrecall.select.queries import ObservedQueries
 
 if TYPE_CHECKING:
@@ -188,6 +190,16 @@ class CentroidIndex(Index):
         if oldest is not None:
             ivf.replace_oldest(lists, oldest)
         self._found.pop(sequence, None)
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        shape, count = self._shape, self._config.list_tokens
+        self._counts = list(tokens)
+        self._scaling = archive.number("scaling", self._scaling)
+        for b, own in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+            self._listed[b] = own.integer("listed", self._listed[b], most=tokens[b])
+            lists = self._lists[b]
+            self._lists[b] = ivf.archive(own, lists, shape, count, tokens[b]) if own.has("lists", lists) else None
 
     def select(self, sequences: list[int]) -> CentroidIndex:
         chosen = copy(self)

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
+from kvrecall.index.base import LayerShape
 from kvrecall.index.units import inner_products
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions
@@ -78,6 +80,21 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
     directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype).contiguous()  # kernels read them as rows
     # A copy: these lists are written to, and the observed queries are remembered by the log that forks share.
     return CentroidLists(directions, norms, observed.lse.clone(), ids, scores)
+
+
+def archive(archive: Archive, lists: CentroidLists | None, shape: LayerShape, list_tokens: int, tokens: int) -> CentroidLists:
+    """The lists of a sequence of so many tokens, written down or read back."""
+    heads, groups, dim = shape.kv_heads, shape.query_heads, shape.head_dim
+    nothing = torch.empty(0)
+    held = lists or CentroidLists(nothing, nothing, nothing, nothing, nothing)
+    queries = archive.tensor("centroids", held.queries, (groups, None, dim), (shape.dtype, torch.float32))
+    count = queries.shape[1]
+    norms = archive.tensor("norms", held.norms, (groups, count), torch.float32)
+    lse = archive.tensor("lse", held.lse, (groups, count), torch.float32, finite=False)
+    ids = archive.tensor("ids", held.ids, (heads, count, list_tokens), torch.int32, least=-1, below=tokens)
+    scores = archive.tensor("scores", held.scores, (heads, count, list_tokens), torch.bfloat16, finite=False)
+    head = archive.integer("head", held.head, most=max(0, count - 1))
+    return held if archive.saving else CentroidLists(queries, norms, lse, ids, scores, head)
 
 
 def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> CentroidLists:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvrecall.cache.blocks import block_tables, stacked
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
+from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import BlockSource, Index, LayerShape, RowSource, stack_selections
@@ -21,6 +22,7 @@ from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
 from kvrecall.index.sphere.maps import Maps, own_calibration
 from kvrecall.index.sphere.pages import CodeLayout, CodePages
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
+from kvrecall.index.tokens import archive_excluded
 from kvrecall.select.gqa import search_queries
 
 if TYPE_CHECKING:
@@ -194,6 +196,19 @@ class SphereIndex(Index):
                 x[torch.tensor(sequences, device=x.device)] for x in (self.counts, self.zero_norms)
             )
         return chosen
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        """The maps are written down too: the codes were made by them, and other devices or releases may compute others."""
+        assert not archive.saving or self._lengths == tokens
+        self._lengths = list(tokens)
+        self.counts = archive.tensor("counts", self.counts, tuple(self.counts.shape), torch.int32, least=0)
+        self.zero_norms = archive.tensor("zero_norms", self.zero_norms, tuple(self.zero_norms.shape), torch.int32)
+        for b, own in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(own, self._excluded[b], self._kv_heads, tokens[b])
+        if any(tokens):
+            made = self.maps if archive.saving else None
+            self._maps = Maps.archived(archive.under("maps"), made, self._shape, self._calibration, self.config)
+            archive.blocks("codes", self.pages, tokens)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence], self._flags = ids, None

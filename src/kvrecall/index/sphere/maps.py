@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary, Rotary
@@ -71,6 +72,32 @@ class Maps:
             made = Maps(known, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed)
             made = held.setdefault(kind, made)  # another thread may have made the same
         return made
+
+    @staticmethod
+    def archived(
+        archive: Archive, made: Maps | None, shape: LayerShape, calibration: LayerCalibration, config: SphereConfig
+    ) -> Maps:
+        """Those that were `made`, written down, or those of an archive, which become the layer's."""
+        heads, dim = shape.kv_heads, shape.head_dim
+        maps = made or Maps.__new__(Maps)
+        maps.rotation = archive.tensor("rotation", made and made.rotation, (dim, dim), torch.float32)
+        if config.balance:
+            maps.keys = archive.tensor("keys", made and made.keys, (heads, dim, dim), torch.float32)
+            maps.queries = archive.tensor("queries", made and made.queries, (heads, dim, dim), torch.float32)
+        elif made is None:
+            maps.keys = maps.queries = maps.rotation
+        if config.center:
+            maps.means = archive.tensor("means", made and made.means, (2, heads, dim), torch.float32)
+        elif made is None:
+            maps.means = None
+        if made is not None:
+            return made
+        if config.center:
+            maps._rotary, maps._turns = calibration.rotary, turns_of(calibration.rotary, shape.zone_start, shape.device)
+        if config.needs_calibration:
+            return calibration.made.setdefault(Maps.kind(shape, config), maps)
+        shared = Maps.of(shape, calibration, config)
+        return shared if torch.equal(shared.rotation, maps.rotation) else maps
 
     @staticmethod
     def kind(shape: LayerShape, config: SphereConfig) -> Hashable:

@@ -91,6 +91,12 @@ class CodePages(BlockBytes):
             self.codes = layout.codes(self.tensor)
         """Views `[blocks, H_kv, block_size, ·]` of all blocks; only what was given may be used."""
 
+    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
+        copy = self.tensor[block].to("cpu", copy=True)
+        for part in self.layout.codes(copy.unsqueeze(0)).parts:
+            part[0][:, tokens - place * self.block_size :] = 0
+        return copy
+
     def pieces(self, blocks: list[int], start: int, stop: int) -> Iterator[tuple[int, Codes]]:
         """The tokens start .. stop - 1 of a sequence with these blocks, block by block: views `[H_kv, n, ·]`, each with the
         number of its first token."""

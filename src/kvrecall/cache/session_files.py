@@ -1,0 +1,277 @@
+"""The files of a saved session: blocks and tensors in raw files, each with its checksum, and where they are.
+
+A file is written once, under a name that no other has, and is never changed, so who reads it or has mapped it may go on. The
+blocks of a memory lie side by side in it and begin at a page, so that they can be mapped as one run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.host_memory import Region
+from kvrecall.core.errors import SessionError
+
+FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-z]{1,8}-[0-9a-f]{16}\.bin")
+"""Generation, layer, and something that no other save has drawn."""
+_PAGE = 65_536
+"""Where parts of a file begin: whole pages on every machine."""
+_ALIGNMENT = 64
+_WRITTEN = 256 << 10
+"""Bytes that are written at a time, or left out where all are zero, as behind the last token of a block."""
+_MOST_THREADS = 16
+
+
+class BlockMemory(Protocol):
+    """What one layer keeps in blocks, as files see it."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """All blocks, `[blocks, …]`."""
+        ...
+
+    @property
+    def region(self) -> Region | None:
+        """Its memory, where that is the host's."""
+        ...
+
+    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
+        """A copy of a block on the CPU, without what does not belong to a sequence's first tokens."""
+        ...
+
+    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
+        """Makes the first blocks usable, which `fill` writes, or maps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where bytes lie: file, offset, how many, and their CRC-32."""
+
+    file: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+class NewFile:
+    """A file that is to be written: its parts and their places."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.size = name, 0
+        self.parts: list[tuple[int, int, Callable[[], Tensor]]] = []
+        self.crcs: list[int] = []
+
+    def begin_run(self) -> None:
+        """What is added next begins at a page."""
+        self.size = -(-self.size // _PAGE) * _PAGE
+
+    def add(self, nbytes: int, get: Callable[[], Tensor], aligned: bool = True) -> int:
+        """The number of a part of so many bytes, which `get` gives when it is written, on the CPU."""
+        if aligned:
+            self.size = -(-self.size // _ALIGNMENT) * _ALIGNMENT
+        self.parts.append((self.size, nbytes, get))
+        self.crcs.append(0)
+        self.size += nbytes
+        return len(self.parts) - 1
+
+    def place(self, number: int) -> Place:
+        """Where a part lies, once it is written."""
+        offset, nbytes, _ = self.parts[number]
+        return Place(self.name, offset, nbytes, self.crcs[number])
+
+
+def write(folder: Path, files: list[NewFile]) -> None:
+    """Writes files that are not there yet, and returns when the disk has them. Raises OSError; what is there then is a part."""
+    opened = [os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _flag("O_CLOEXEC"), 0o644) for file in files]
+    try:
+        with threads() as pool:
+            for descriptor, file in zip(opened, files, strict=True):
+                os.ftruncate(descriptor, file.size)
+            jobs = [
+                pool.submit(_write_part, descriptor, file, number)
+                for descriptor, file in zip(opened, files, strict=True)
+                for number in range(len(file.parts))
+            ]
+            finish(jobs)
+            finish([pool.submit(os.fsync, descriptor) for descriptor in opened])
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    sync_folder(folder)
+
+
+def _write_part(descriptor: int, file: NewFile, number: int) -> None:
+    offset, nbytes, get = file.parts[number]
+    held = as_bytes(get())
+    assert len(held) == nbytes
+    file.crcs[number] = zlib.crc32(held)
+    at = 0
+    while at < nbytes:
+        piece = held[at : at + _WRITTEN]
+        empty = not piece[0] and not piece[-1] and not piece.tobytes().strip(b"\0")  # a hole of the file reads as zeros
+        at += len(piece) if empty else os.pwrite(descriptor, piece, offset + at)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass
+class OpenFiles:
+    """Files that are open for reading, by name."""
+
+    folder: Path
+    descriptors: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    @contextmanager
+    def of(folder: Path, sizes: dict[str, int]) -> Iterator[OpenFiles]:
+        """Opens files of the sizes that they must have. Raises SessionError where they have not, and FileNotFoundError."""
+        files = OpenFiles(folder)
+        try:
+            for name, size in sizes.items():
+                files._open(name, size)
+            yield files
+        finally:
+            for descriptor in files.descriptors.values():
+                os.close(descriptor)
+
+    def _open(self, name: str, size: int) -> None:
+        if not FILE_NAME.fullmatch(name):
+            raise SessionError("file", "a name that `save` gives", repr(name[:80]))
+        flags = os.O_RDONLY | _flag("O_CLOEXEC") | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK")
+        try:
+            descriptor = os.open(self.folder / name, flags)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SessionError(name, "a file that can be read", error.strerror) from None
+        self.descriptors[name] = descriptor
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
+            got = f"{about.st_size:,} bytes" if stat.S_ISREG(about.st_mode) else "no plain file"
+            raise SessionError(name, f"a file of {size:,} bytes", got)
+
+    def read(self, place: Place, into: Tensor, verify: bool) -> None:
+        """Fills a contiguous CPU tensor of as many bytes."""
+        target, at = as_bytes(into), 0
+        while at < place.nbytes:
+            count = os.preadv(self.descriptors[place.file], [target[at:]], place.offset + at)
+            if not count:
+                raise SessionError(place.file, f"{place.offset + place.nbytes:,} bytes", f"{place.offset + at:,}")
+            at += count
+        if verify:
+            check(place, target)
+
+
+def check(place: Place, held: memoryview) -> None:
+    """Raises SessionError for other bytes than were written."""
+    found = zlib.crc32(held)
+    if found != place.crc:
+        raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{found:08x}")
+
+
+@contextmanager
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that read and write side by side; after an error what has not begun is dropped."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(max(2, min(_MOST_THREADS, 2 * cores)))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def finish(jobs: Iterable[Any]) -> None:
+    """Waits for jobs; raises the first of their errors."""
+    for job in jobs:
+        job.result()
+
+
+def fill_blocks(
+    memory: BlockMemory, blocks: int, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, *, verify: bool,
+    restored: Callable[[Tensor], Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Makes the blocks below id `blocks` of an empty memory usable, with the bytes of a file for those that have a place.
+
+    On a CPU they are mapped, not read, unless `verify` has them looked at. restored: makes a block of the bytes that were
+    written, uint8 `[n]`, where they are not the block itself.
+    """
+    region = memory.region
+    mapped = region is not None and restored is None and all(region.mappable(place.offset) for place in places.values())
+    read = _map if mapped else _read
+    memory.admit(blocks, lambda: read(memory, places, files, pool, verify, restored), mapped)
+
+
+def _map(
+    memory: BlockMemory, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, verify: bool, _: object
+) -> None:
+    region = memory.region
+    assert region is not None
+    for first, count in _runs(places):
+        place = places[first]
+        region.map(files.descriptors[place.file], place.offset, first, count)
+    if verify:
+        blocks = memory.tensor
+        finish([pool.submit(lambda b=b, p=p: check(p, as_bytes(blocks[b]))) for b, p in places.items()])
+
+
+def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
+    """(first block, how many) of blocks that lie side by side in one file."""
+    first, count = -1, 0
+    for block in sorted(places):
+        if count:
+            last, here = places[first + count - 1], places[block]
+            if block == first + count and here.file == last.file and here.offset == last.offset + last.nbytes:
+                count += 1
+                continue
+            yield first, count
+        first, count = block, 1
+    if count:
+        yield first, count
+
+
+def _read(
+    memory: BlockMemory, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, verify: bool,
+    restored: Callable[[Tensor], Tensor] | None,
+) -> None:  # fmt: skip
+    blocks = memory.tensor
+
+    def one(block: int, place: Place) -> None:
+        target = blocks[block]
+        if restored is None and target.device.type == "cpu":
+            files.read(place, target, verify)
+            return
+        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda)
+        files.read(place, near, verify)
+        made = near.view(target.dtype).view(target.shape) if restored is None else restored(near)
+        target.copy_(made)
+
+    finish([pool.submit(one, block, place) for block, place in places.items()])
+
+
+def sync_folder(folder: Path) -> None:
+    """Has the disk know the names in a folder."""
+    with suppress(OSError):  # some systems cannot open a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _flag(name: str) -> int:
+    return getattr(os, name, 0)

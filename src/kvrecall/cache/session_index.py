@@ -1,0 +1,211 @@
+"""The index of a saved session: one JSON file that says what there is and where it lies. Anybody may have written it.
+
+{"checksum": "<SHA-256 of all that follows>", "format": "kvrecall-session", "version": 1, …}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvrecall.cache.session_files import Place
+from kvrecall.core.archive import MOST
+from kvrecall.core.errors import SessionError
+from kvrecall.core.whole_files import first_mistake, parse_json, write_text
+
+VERSION = 1
+NAME = "session.json"
+_HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{64})", ')
+_MOST_BYTES = 1 << 30
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Crc = Annotated[int, Field(ge=0, lt=2**32)]
+Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Number = Annotated[int, Field(ge=-MOST, le=MOST)]
+Rows = Literal["plain", "fp8"]
+Dtype = Literal["bool", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class SavedTensor(_Strict):
+    """A tensor in a file, by the file's number."""
+
+    dtype: Dtype
+    shape: list[Count] = Field(max_length=8)
+    file: Count
+    offset: Count
+    crc: Crc
+
+
+class SavedBlocks(_Strict):
+    """The blocks of one memory of one layer: entry i is of block i. files: -1 for a block that holds nothing here. held: up to
+    which token of its sequence a block is filled. nbytes: of each block, as it is written."""
+
+    form: Rows
+    nbytes: Annotated[int, Field(ge=1, le=MOST)]
+    files: list[Annotated[int, Field(ge=-1, le=MOST)]]
+    offsets: list[Count]
+    crcs: list[Crc]
+    held: list[Count]
+
+    @model_validator(mode="after")
+    def _same_lengths(self) -> Self:
+        if len({len(self.files), len(self.offsets), len(self.crcs), len(self.held)}) != 1:
+            raise ValueError("expected lists of one length")
+        return self
+
+
+class SavedPart(_Strict):
+    """What an archive notes (`core.archive`)."""
+
+    values: dict[str, bool | Number | float | list[Number] | None]
+    tensors: dict[str, SavedTensor]
+    blocks: dict[str, SavedBlocks] = Field(default_factory=dict)
+
+
+class SavedFile(_Strict):
+    """A file of the folder `data`."""
+
+    name: str
+    nbytes: Count
+
+
+class SavedModel(_Strict):
+    """The model that a session belongs to. config, weights: its fingerprint; weights is None where nobody could read them."""
+
+    type: str
+    layers: Count
+    query_heads: Count
+    kv_heads: Count
+    head_dim: Count
+    config: Sha
+    weights: Sha | None
+
+
+class SavedSession(_Strict):
+    """The whole index. tables: the blocks of each sequence. cache: what belongs to no layer of ours. layers: by number."""
+
+    format: Literal["kvrecall-session"]
+    version: Literal[1]
+    model: SavedModel
+    method: str
+    settings: dict[str, object]
+    dtype: Literal["float16", "bfloat16", "float32"]
+    rows: Rows
+    tokens: Count
+    block_size: Annotated[int, Field(ge=16, le=4096)]
+    observe_queries: Count
+    tables: list[list[Count]] = Field(min_length=1)
+    files: list[SavedFile]
+    cache: SavedPart
+    layers: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")], SavedPart]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        blocks, sizes = self.block_count, {number: file.nbytes for number, file in enumerate(self.files)}
+        if len({file.name for file in self.files}) != len(self.files):
+            raise ValueError("expected files of different names")
+        if any(len(set(table)) != len(table) for table in self.tables):
+            raise ValueError("expected each block once in a table")
+        if len({block for table in self.tables for block in table}) != blocks:
+            raise ValueError("expected tables that use every block up to the largest")
+        for part in [self.cache, *self.layers.values()]:
+            for tensor in part.tensors.values():
+                _check_end(sizes, tensor.file, tensor.offset + _nbytes(tensor))
+            for memory in part.blocks.values():
+                if len(memory.files) != blocks:
+                    raise ValueError(f"expected {blocks:,} blocks, got {len(memory.files):,}")
+                for file, offset in zip(memory.files, memory.offsets, strict=True):
+                    if file >= 0:
+                        _check_end(sizes, file, offset + memory.nbytes)
+        return self
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of all sequences."""
+        return 1 + max((block for table in self.tables for block in table), default=-1)
+
+    def place(self, tensor: SavedTensor) -> Place:
+        """Where a tensor lies."""
+        return Place(self.files[tensor.file].name, tensor.offset, _nbytes(tensor), tensor.crc)
+
+    def places(self, memory: SavedBlocks) -> dict[int, Place]:
+        """Where the blocks of a memory lie that hold something."""
+        found = zip(memory.files, memory.offsets, memory.crcs, strict=True)
+        return {
+            block: Place(self.files[file].name, offset, memory.nbytes, crc)
+            for block, (file, offset, crc) in enumerate(found)
+            if file >= 0
+        }
+
+
+_SIZES = {"bool": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
+
+
+def _nbytes(tensor: SavedTensor) -> int:
+    count = _SIZES[tensor.dtype]
+    for size in tensor.shape:
+        count *= size
+    return count
+
+
+def _check_end(sizes: dict[int, int], file: int, end: int) -> None:
+    if end > sizes.get(file, -1):
+        raise ValueError(f"expected a part within its file, got one that ends at byte {end:,} of file {file}")
+
+
+def write_index(folder: Path, session: SavedSession) -> str:
+    """Puts an index in the place of the folder's, and returns its checksum. Raises OutputFileError."""
+    body = json.dumps(session.model_dump(), separators=(",", ":"))[1:] + "\n"
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    write_text(folder / NAME, f'{{"checksum": "{checksum}", {body}')
+    return checksum
+
+
+def checksum_of(folder: Path) -> str | None:
+    """What the index of a folder says of itself; None where there is none."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            head = _HEAD.match(file.read(128))
+    except OSError:
+        return None
+    return head[1].decode() if head else None
+
+
+def read_index(folder: Path) -> tuple[SavedSession, str]:
+    """The index of a folder and its checksum. Raises SessionError for a folder without one, and for one that is damaged."""
+    path = folder / NAME
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise SessionError(path, f"an index of at most {_MOST_BYTES:,} bytes", f"{path.stat().st_size:,}")
+        with path.open("rb") as file:
+            held = file.read(_MOST_BYTES)
+    except OSError as error:
+        remedy = "Give the folder that `cache.save` or `kvrecall read` wrote."
+        raise SessionError(path, "the index of a saved session", error.strerror or error, remedy) from None
+    head = _HEAD.match(held)
+    if head is None:
+        raise SessionError(path, "the index of a saved session", "another file")
+    body, checksum = held[head.end() :], head[1].decode()
+    if hashlib.sha256(body).hexdigest() != checksum:
+        raise SessionError(path, f"content with checksum {checksum[:16]}…", "other content")
+    try:
+        parsed = parse_json("{" + body.decode())
+        version = parsed.get("version")
+        if type(version) is int and version > VERSION:
+            raise SessionError(path, f"version {VERSION}", f"version {version}", "Use a newer kvrecall.")
+        return SavedSession.model_validate(parsed), checksum
+    except ValidationError as error:
+        raise SessionError(path, "an index as docs/design/sessions.md says", first_mistake(error)) from None
+    except ValueError as error:  # not UTF-8, not JSON
+        if isinstance(error, SessionError):
+            raise
+        raise SessionError(path, "JSON", str(error)[:200]) from None

@@ -1,0 +1,190 @@
+"""What a layer remembers, written down and read back by the same lines.
+
+A part of a layer says what it remembers in one method, `archive`. Each line of it names a number or a tensor, gives what it is
+now, and says what it may be. Written down, the line notes the value and returns it. Read back, it returns the value of the
+file. Anybody may have made the file, so the line's conditions are checked:
+
+    self._counts[b] = archive.integer("count", self._counts[b], most=zone)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.errors import SessionError
+from kvrecall.core.structs import lasting_tensors
+
+MOST = 2**48
+"""No number of tokens, blocks or bytes is larger."""
+Dtypes = torch.dtype | tuple[torch.dtype, ...]
+Shape = tuple[int | None, ...]
+Value = bool | int | float | None | list[int]
+
+
+class Archive(ABC):
+    """Either way of one archive. `device`: where the tensors of what is read back belong."""
+
+    saving: ClassVar[bool]
+
+    def __init__(self, device: torch.device, prefix: str = "") -> None:
+        self.device, self._prefix = device, prefix
+
+    @abstractmethod
+    def _value(self, name: str, value: Value) -> Any: ...
+
+    @abstractmethod
+    def _tensor(self, name: str, value: Tensor | None) -> Tensor: ...
+
+    @abstractmethod
+    def under(self, name: str) -> Archive:
+        """The same archive, whose names begin with `name`."""
+
+    @abstractmethod
+    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
+        """The memory of a layer's blocks (`cache.block_rows.BlockRows` or `cache.block_bytes.BlockBytes`), of which the first
+        `tokens` tokens of each sequence count."""
+
+    def each(self, name: str, count: int) -> Iterator[tuple[int, Archive]]:
+        """Numbers below `count`, each with an archive of its own."""
+        return ((number, self.under(f"{name}.{number}")) for number in range(count))
+
+    def integer(self, name: str, value: int, least: int = 0, most: int = MOST) -> int:
+        """A whole number in least .. most."""
+        found = self._value(name, value)
+        if type(found) is not int or not least <= found <= most:
+            self.refuse(name, f"a whole number in {least:,} .. {most:,}", found)
+        return found
+
+    def integers(
+        self, name: str, values: Sequence[int], least: int = 0, most: int = MOST, count: int | None = None
+    ) -> list[int]:
+        """Whole numbers in least .. most, `count` of them unless that is None."""
+        found = self._value(name, list(values))
+        if not isinstance(found, list) or any(type(x) is not int or not least <= x <= most for x in found):
+            self.refuse(name, f"whole numbers in {least:,} .. {most:,}", found)
+        if count is not None and len(found) != count:
+            self.refuse(name, f"{count:,} numbers", len(found))
+        return list(found)
+
+    def number(self, name: str, value: float) -> float:
+        """A finite number."""
+        found = self._value(name, float(value))
+        if type(found) not in (int, float) or not isfinite(found):
+            self.refuse(name, "a finite number", found)
+        return float(found)
+
+    def flag(self, name: str, value: bool) -> bool:
+        """True or False."""
+        found = self._value(name, bool(value))
+        if type(found) is not bool:
+            self.refuse(name, "true or false", found)
+        return found
+
+    def has(self, name: str, value: object) -> bool:
+        """Whether there is something of that name: `value` is not None."""
+        return self.flag(f"{name}?", value is not None)
+
+    def tensor(
+        self, name: str, value: Tensor | None, shape: Shape, dtype: Dtypes, least: int | None = None, below: int | None = None,
+        ascending: bool = False, finite: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """A tensor. shape: None for sizes that may be any. least, below: what all its numbers are in. ascending: each of the
+        last dimension is larger than the one before. finite: False for logarithms, which may be infinite."""
+        found = self._tensor(name, value)
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        fits = len(shape) == found.ndim and all(want in (None, have) for want, have in zip(shape, found.shape, strict=False))
+        if not fits or found.dtype not in dtypes:
+            wanted = " or ".join(str(x).removeprefix("torch.") for x in dtypes)
+            sizes = ", ".join("any" if x is None else f"{x:,}" for x in shape)
+            self.refuse(name, f"{wanted} [{sizes}]", f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}")
+        if self.saving or not found.numel():
+            return found
+        if found.is_floating_point() and not bool((found.isfinite() if finite else ~found.isnan()).all()):
+            self.refuse(name, "finite numbers" if finite else "no NaN", "others")
+        if (least is not None and bool((found < least).any())) or (below is not None and bool((found >= below).any())):
+            self.refuse(name, f"numbers from {least} to below {below}", "others")
+        if ascending and bool((found[..., 1:] <= found[..., :-1]).any()):
+            self.refuse(name, "ascending numbers", "others")
+        return found
+
+    def optional(self, name: str, value: Tensor | None, shape: Shape, dtype: Dtypes, **more: Any) -> Tensor | None:
+        """As `tensor`, where there may be none."""
+        return self.tensor(name, value, shape, dtype, **more) if self.has(name, value) else None
+
+    def refuse(self, name: str, expected: str, got: object) -> None:
+        """Raises SessionError."""
+        said = repr(got)
+        raise SessionError(self._prefix + name, expected, said if len(said) < 80 else said[:77] + "...")
+
+
+class Notes:
+    """What an archive notes, or knows of a file. tensors: by name. memories: of blocks, with tokens of each sequence."""
+
+    def __init__(self, values: dict[str, Value] | None = None) -> None:
+        self.values: dict[str, Value] = values or {}
+        self.tensors: dict[str, Tensor] = {}
+        self.memories: dict[str, tuple[Any, list[int]]] = {}
+
+
+class Writer(Archive):
+    """Notes what it is given in `notes`; tensors are not copied."""
+
+    saving: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device, notes: Notes | None = None, prefix: str = "") -> None:
+        super().__init__(device, prefix)
+        self.notes = notes or Notes()
+
+    def under(self, name: str) -> Writer:
+        return Writer(self.device, self.notes, f"{self._prefix}{name}.")
+
+    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
+        self.notes.memories[self._prefix + name] = memory, list(tokens)
+
+    def _value(self, name: str, value: Value) -> Any:
+        assert self._prefix + name not in self.notes.values, name
+        self.notes.values[self._prefix + name] = value
+        return value
+
+    def _tensor(self, name: str, value: Tensor | None) -> Tensor:
+        assert value is not None and self._prefix + name not in self.notes.tensors, name
+        self.notes.tensors[self._prefix + name] = value
+        return value
+
+
+class Reader(Archive):
+    """Hands out what a file holds; `blocks` notes the memories that are to be filled."""
+
+    saving: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device, notes: Notes, prefix: str = "") -> None:
+        super().__init__(device, prefix)
+        self.notes = notes
+
+    def under(self, name: str) -> Reader:
+        return Reader(self.device, self.notes, f"{self._prefix}{name}.")
+
+    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
+        self.notes.memories[self._prefix + name] = memory, list(tokens)
+
+    def done(self) -> None:
+        """Raises SessionError for what nobody asked for."""
+        for name in [*self.notes.values, *self.notes.tensors]:
+            self.refuse(name, "nothing of that name", "something")
+
+    def _value(self, name: str, value: Value) -> Any:
+        if self._prefix + name not in self.notes.values:
+            self.refuse(name, "a value", "none")
+        return self.notes.values.pop(self._prefix + name)
+
+    def _tensor(self, name: str, value: Tensor | None) -> Tensor:
+        if self._prefix + name not in self.notes.tensors:
+            self.refuse(name, "a tensor", "none")
+        with lasting_tensors():
+            return self.notes.tensors.pop(self._prefix + name).to(self.device)
