@@ -34,8 +34,9 @@ test-stateful: $(STAMP) ## Random operations on layers, 10,000 for every method 
 	$(PARALLEL) KVRECALL_STATEFUL_OPERATIONS=$(or $(OPERATIONS),10000) $(BIN)/python -m pytest -q -rP $(WORKERS) tests/stateful $(ARGS)
 
 test-faults: $(STAMP) ## Memory refused at every allocation, exceptions at 1,000 random moments (MOMENTS=100 for fewer)
-	$(PARALLEL) KVRECALL_REFUSALS=all KVRECALL_INTERRUPTS=$(or $(MOMENTS),1000) $(BIN)/python -m pytest -q -rP $(WORKERS) \
-	  tests/test_refused_memory.py tests/backends/test_random_interrupts.py $(ARGS)
+	$(PARALLEL) KVRECALL_REFUSALS=all KVRECALL_INTERRUPTS=$(or $(MOMENTS),1000) KVRECALL_SESSION_KILLS=200 KVRECALL_SESSION_DAMAGES=300 \
+	  $(BIN)/python -m pytest -q -rP $(WORKERS) tests/test_refused_memory.py tests/backends/test_random_interrupts.py \
+	  tests/backends/test_session_damage.py $(ARGS)
 
 lint: $(STAMP) docs ## Check style, formatting, types and the documentation
 	$(BIN)/ruff check .

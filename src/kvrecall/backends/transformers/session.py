@@ -28,6 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvrecall.backends.transformers import saved_parts
 from kvrecall.backends.transformers.families import Heads
 from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of, fingerprint_of_config
+from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.saved_parts import LateRotary
 from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.cache.block_rows import BlockRows
@@ -346,7 +347,7 @@ class _Load:
         readers = {number: self._reader(session.layers[str(number)]) for number in layers}
         self._hold(cache.tables, readers)
         for number, layer in layers.items():
-            layer.state = self._layer(number, readers[number])
+            layer.state = self._state_of(layer, readers[number])
             layer.is_initialized = True
         with threads() as readers_pool, ThreadPoolExecutor(_LAYERS_AT_ONCE) as outer:
             finish([outer.submit(self._fill, number, readers[number].notes, readers_pool) for number in layers])
@@ -375,14 +376,12 @@ class _Load:
                     f"tables.{b}", f"{cdiv(count, size):,} blocks for {count:,} tokens", f"{len(table.blocks):,}"
                 )
 
-    def _layer(self, number: int, reader: Reader) -> LayerState:
-        cache, tables = self._cache, self._cache.tables
+    def _state_of(self, layer: RetrievalLayer, reader: Reader) -> LayerState:
+        cache, tables, number = self._cache, self._cache.tables, layer.number
         heads = Heads.of(cache._config.get_text_config(decoder=True), number)
         known = None if cache.calibration is None else cache.calibration.layer(number, heads.kv, heads.dim)
         shape = LayerShape(len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known)
-        near = cache.retrieval_layers[0]._rows_on_device(
-            shape, cache.method, self._session.tokens
-        ) and not cache.method.searches(number)
+        near = layer._rows_on_device(shape, cache.method, self._session.tokens)
         state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
         archive_layer(state, reader)
         self._check_lengths(state)
