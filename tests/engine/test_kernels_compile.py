@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.int8: "i8",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16",
 }  # fmt: skip
 
 
@@ -114,9 +114,9 @@ def test_kernels_of_a_captured_layer(
     assert names == {
         "rotate_kernel", "compact_kernel", "rerank_kernel", "top_kernel", "step_kernel", "merge_kernel",
     } | {
-        "collisions": {"tables_kernel", "collision_kernel"}, "products": {"product_kernel"},
-        "semantic": {"product_kernel", "trigger_kernel"}, "early": {"product_kernel", "turned_kernel"},
-        "balanced": {"product_kernel"}, "page-means": {"product_kernel", "page_means_kernel"},
+        "collisions": {"tables_kernel", "collision_kernel"}, "products": {"binary_kernel"},
+        "semantic": {"product_kernel", "trigger_kernel"}, "early": {"binary_kernel", "turned_kernel"},
+        "balanced": {"binary_kernel"}, "page-means": {"product_kernel", "page_means_kernel"},
     }[name]  # fmt: skip
     compile_all(launches, capability)
 
@@ -205,7 +205,8 @@ def test_searches_over_centred_keys(
     tables = Tables(pages.codes, blocks, none, none)
     search.launch(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, plan, fire, 0.1)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    assert names == {"rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel", "top_kernel"}
+    scan = "binary_kernel" if capability < 100 else "product_kernel"
+    assert names == {"rotate_kernel", scan, "compact_kernel", "rerank_kernel", "top_kernel"}
     compile_all(launches, capability)
 
 
@@ -288,8 +289,9 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names == {
-        "plan_kernel", "store_kernel", "encode_kernel", "rotate_kernel", "product_kernel", "compact_kernel", "rerank_kernel",
-        "top_kernel", "paged_step_kernel", "merge_kernel", *(["mean_kernel"] if rest else []),
+        "plan_kernel", "store_kernel", "encode_kernel", "rotate_kernel", "compact_kernel", "rerank_kernel",
+        "top_kernel", "binary_kernel" if capability < 100 else "product_kernel", "paged_step_kernel", "merge_kernel",
+        *(["mean_kernel"] if rest else []),
     }  # fmt: skip
     compile_all(launches, capability)
 

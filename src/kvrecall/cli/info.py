@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrecall.cli import options
 from kvrecall.cli.models import known_models
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, verb
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("torch", "transformers", "numba", "triton", "numpy", "gguf", "accelerate")
 
@@ -56,8 +59,20 @@ def _devices() -> list[dict[str, Any]]:
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
             name = torch.cuda.get_device_name(number)
-            devices.append({"device": f"cuda:{number}", "name": name, "available_bytes": free, "total_bytes": total})
+            device = {"device": f"cuda:{number}", "name": name, "available_bytes": free, "total_bytes": total}
+            devices.append({**device, "kernels": _kernels(torch.device("cuda", number))})
     return devices
+
+
+def _kernels(device: torch.device) -> str:
+    """What searches by one-bit products run on there, for head sizes and groups that kernels are for."""
+    from kvrecall.core.launch import kernels_available
+
+    if not kernels_available(device):
+        return "none: torch does the work"
+    from kvrecall.index.sphere.kernels.search import binary_products
+
+    return "Triton, binary tensor cores" if binary_products(device) else "Triton, integer tensor cores"
 
 
 def _show(told: Result) -> None:
@@ -65,10 +80,10 @@ def _show(told: Result) -> None:
     versions = plain_table("versions")
     for name, version in told["versions"].items():
         versions.add_row(name, version or "not installed")
-    devices = plain_table("devices", "device", "name", "memory free")
+    devices = plain_table("devices", "device", "name", "memory free", "kernels")
     for device in told["devices"]:
         cores = f" · {device['cores']} cores" if "cores" in device else ""
-        devices.add_row(device["device"], device["name"] + cores, size(device["available_bytes"]))
+        devices.add_row(device["device"], device["name"] + cores, size(device["available_bytes"]), device.get("kernels", "–"))
     methods = plain_table("methods", "name", "what it does")
     for method in told["methods"]:
         methods.add_row(method["name"], method["summary"])

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvrecall.core.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.core.small_floats import UNIT
 from kvrecall.index.sphere.codes import BLOCK, Codes, magnitude_levels
+from kvrecall.index.sphere.kernels.binary import binary_kernel
 from kvrecall.index.sphere.kernels.compact import compact_kernel
 from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.products import product_kernel
@@ -37,9 +38,14 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
+_LONGEST_TOKENS, _LONGEST = 4096, 786_432
+"""The same of binary products beyond `_LONGEST` tokens."""
 _MAX_TILES = 1024
 _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
+_BINARY, _BINARY_WARPS, _BINARY_LANES, _BINARY_BITS = ((8, 0), (10, 0)), 4, 8, 256
+"""Compute capabilities with binary tensor cores, the first one and the first one without (Blackwell's compiler makes a chain of
+other instructions of them); warps per program; the most query heads and coordinates that they are used for."""
 _COMPACT_WARPS, _MANY = 4, 2048
 """From so many programs on each has one warp: what they wait for is then hidden by the others."""
 _ROTATED_ROWS = 16
@@ -62,6 +68,11 @@ _TOP_ELEMENTS = 4
 def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
     """One sequence's numbers of a plan."""
     return [tokens, min(sizes.candidates, tokens - excluded), *sizes.tier_targets]
+
+
+def binary_products(device: torch.device) -> bool:
+    """Whether one-bit products are made by binary tensor cores there, as far as the device goes."""
+    return not INTERPRETED and _BINARY[0] <= capability(device) < _BINARY[1]
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,10 @@ class GpuSearch:
         self._lanes = 1 if mode == "mean_q" else group
         self._words = cdiv(self._lanes, 4)
         self._blocks = dim // BLOCK
+        self._binary = stage1 == "product" and self._lanes <= _BINARY_LANES and dim <= _BINARY_BITS and binary_products(device)
         self._tile = _SCAN_TOKENS if tokens <= _LONG else _LONG_TOKENS
+        if self._binary and tokens > _LONGEST:
+            self._tile = _LONGEST_TOKENS
         self._sub = max(1, cdiv(tokens, self._tile * _MAX_TILES))
         self._tiles = max(1, cdiv(tokens, self._tile * self._sub))
         pairs = sequences * heads
@@ -205,6 +219,22 @@ class GpuSearch:
         barred = codes.signs if tables.barred is None else tables.barred
         written = plan, fire, self._scores, self._reach, self._total
         sizes, places = (self._heads, pairs.start, self.tokens, self._tiles), (*tables.places, tables.zero_norms.stride(0))
+        if self._binary:
+            read = gcd(width, 4)
+            signs = codes.signs.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[read])
+            offset, shift, top = self._scale
+            binary_kernel[(self._tiles, len(pairs))](
+                signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, tables.zero_norms,
+                barred, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
+                float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
+                BLOCK=size, D=self._dim, S=width, READ=read, STEPS=cdiv(self._dim, 128), LANES=self._lanes,
+                WARPS=_BINARY_WARPS, TILE=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None,
+                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top, NORMS=codes.norms is not None,
+                UNIT=UNIT, PEAK=PRODUCT_PEAK, CENTRED=self._centred, SPAN=SPAN, BR=self._block,
+                BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, BARRED=self._barred, num_warps=_BINARY_WARPS,
+                **self._options,
+            )  # fmt: skip
+            return
         if self.stage1 == "product":
             # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
