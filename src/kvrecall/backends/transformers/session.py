@@ -33,6 +33,7 @@ from kvrecall.backends.transformers.saved_parts import LateRotary
 from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable
+from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.cache.session_files import FILE_NAME, NewFile, OpenFiles, Place, fill_blocks, finish, sync_folder, threads, write
 from kvrecall.cache.session_index import (
     NAME,
@@ -49,7 +50,7 @@ from kvrecall.cache.session_index import (
 )  # fmt: skip
 from kvrecall.cache.session_rows import compact, compact_bytes, restored
 from kvrecall.core.archive import Notes, Reader, Writer
-from kvrecall.core.errors import KVRecallError, ParameterError, SessionError
+from kvrecall.core.errors import HostMemoryError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.whole_files import written_to
@@ -58,7 +59,7 @@ from kvrecall.layer.saved import archive_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import name_of
-from kvrecall.methods.settings import from_settings, settings_of
+from kvrecall.methods.settings import UNFORESEEN, from_settings, settings_of
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
@@ -306,6 +307,10 @@ def load(
                 cache = kind(config, method, observe_queries=session.observe_queries, **options)
                 where = torch.device(device) if device is not None else cache._device() if model is None else model.device
                 return _Load(cache, path, session, checksum, files, where, verify).run(model)
+        except UNFORESEEN as error:
+            if isinstance(error, KVRecallError):
+                raise
+            raise SessionError(path, "parts that fit together", f"others ({str(error)[:200]})") from error
         except FileNotFoundError as error:  # another process may have saved meanwhile
             if tries == 7 or checksum_of(path) == checksum:
                 name = Path(str(error.filename)).name
@@ -344,6 +349,7 @@ class _Load:
         layers = {layer.number: layer for layer in cache.retrieval_layers}
         if {str(number) for number in layers} != set(session.layers):
             raise SessionError("layers", f"those of the model ({len(layers)})", f"{len(session.layers)} others")
+        self._check_windows(cache)
         readers = {number: self._reader(session.layers[str(number)]) for number in layers}
         self._hold(cache.tables, readers)
         for number, layer in layers.items():
@@ -354,6 +360,15 @@ class _Load:
         for table in cache.tables:
             table.saved()
         return cache
+
+    def _check_windows(self, cache: RetrievalCache) -> None:
+        """Raises HostMemoryError for a method whose windows the host cannot hold."""
+        tokens, sequences = cache.method.zone_sizes().resident_capacity, len(self._session.tables)
+        heads, available = self._session.model, available_host_bytes()
+        row = 2 * heads.kv_heads * heads.head_dim * self._dtype.itemsize
+        need = row * tokens * sequences * len(cache.retrieval_layers)
+        if self._device.type == "cpu" and need > available:
+            raise HostMemoryError(need, available, tokens * sequences)
 
     def _reader(self, part: SavedPart) -> Reader:
         notes = Notes(dict(part.values))
