@@ -5,7 +5,7 @@
 Compact summaries of the keys stay on the device; each decode step finds the few keys that matter, fetches their rows from
 host memory and attends to them together with a small dense window. Nothing is evicted.
 
-    cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=100))
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.methods.recommended())
     with kvrecall.attach(model):
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
 

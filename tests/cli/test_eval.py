@@ -113,7 +113,7 @@ def test_tasks_are_listed(cli: Cli) -> None:
         (("--methods", " ,"), "--methods: expected one or more, got ' ,'"),
         (
             ("--methods", "streaming@512"),
-            "--methods: expected no @ behind streaming, got 'streaming@512'. It retrieves nothing.",
+            "method: expected no @ behind streaming, got 'streaming@512'. It retrieves nothing.",
         ),
         (("--methods", "quest:dense_layers=[0,1],x"), "unknown method 'x'"),
     ],
@@ -206,12 +206,16 @@ def test_tune_writes_a_method_file_that_eval_and_caches_read(cli: Cli, tiny: Pat
     told = cli.json("tune", "-m", tiny, "--text", document, "--tokens", "900", "--steps", 3, "--mass", 0.7, "--out", out)
     assert told["mass"] >= 0.7 and told["file"] == str(out) and len(told["layers"]) == 1
     held = json.loads(out.read_text())
-    assert held["method"] == "pariskv" and held["layers"] == 1 and held["about"]["wanted_mass"] == 0.7
+    assert held["method"] == "pariskv-balanced" and held["layers"] == 1 and held["about"]["wanted_mass"] == 0.7
 
     from transformers import AutoConfig
 
     cache = kvrecall.RetrievalCache.from_file(AutoConfig.from_pretrained(tiny), out)
-    assert isinstance(cache.method, kvrecall.ParisKV) and (cache.method.per_layer or cache.method.dense_layers)
+    assert (
+        isinstance(cache.method, kvrecall.ParisKVBalanced)
+        and cache.method.rest
+        and (cache.method.per_layer or cache.method.dense_layers)
+    )
     short = ("--tasks", "niah", "--context", "600", "--samples", 1, "--depths", "50", "--budgets", "64")
     ran = cli.json("eval", "-m", tiny, *short, "--methods", out, "--out", tmp_path / "run")
     assert [row["condition"] for row in ran["rows"]] == ["full", str(out)]

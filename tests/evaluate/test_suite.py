@@ -16,7 +16,7 @@ from kvrecall.core.errors import (
     UnknownNameError,
 )
 from kvrecall.engine.prompts import chat_prompt, next_turn
-from kvrecall.evaluate.conditions import conditions, described, listed
+from kvrecall.evaluate.conditions import conditions, described
 from kvrecall.evaluate.plan import Plan, configuration
 from kvrecall.evaluate.problems import read_problems
 from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
@@ -25,6 +25,7 @@ from kvrecall.evaluate.summary import heat_map, rounds, summarise
 from kvrecall.evaluate.tasks.base import Turn
 from kvrecall.evaluate.tasks.registry import generated
 from kvrecall.methods.files import save_method
+from kvrecall.methods.spec import listed
 from tests.evaluate.asked import PARIS, asker, compared, without_times, written
 from tests.tiny import CHAT, tiny_tokenizer
 
@@ -349,7 +350,7 @@ def test_conditions(tmp_path: Path) -> None:
     tuned = conditions([str(file)], [64, 128])[1]
     assert tuned.label == str(file) and tuned.method.at(1).top_k == 9
     assert described([tuned])[str(file)]["per_layer"] == {"1": {"top_k": 9}}
-    wrong = {"pariskv,pariskv": "each method and budget once", "pariskv:top_k": "name:key=value", "x": "unknown method"}
+    wrong = {"pariskv,pariskv": "each method and budget once", "pariskv:top_k": "NAME:KEY=VALUE", "x": "unknown method"}
     for specs, said in wrong.items():
         with pytest.raises(KVRecallError, match=said):
             conditions(specs.split(","), [64])

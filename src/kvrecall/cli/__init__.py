@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 
 from kvrecall.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
+from kvrecall.cli.threads import wait_passively
 
 
 def main() -> None:
     """Entry point of the `kvrecall` script."""
+    wait_passively()
     try:
         from kvrecall.cli.app import app
     except ModuleNotFoundError as error:

@@ -96,11 +96,14 @@ def to_stdout(text: str) -> None:
 
 
 def summary(session: Session, method: Any, prompt_tokens: int, result: Any, cache: Any) -> dict[str, Any]:
-    """What --json says about an answer."""
+    """What --json says about an answer. settings: those of the method that differ from its defaults."""
+    from kvrecall.methods.settings import settings_of
+
     return {
         "answer": result.texts[0],
         "model": session.name,
         "method": method.name,
+        "settings": settings_of(method),
         "prompt_tokens": prompt_tokens,
         "new_tokens": len(result.new_tokens[0]),
         "load_seconds": round(session.load_seconds, 3),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import kvrecall
 from kvrecall.cli.ask import ask
 from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
@@ -29,6 +32,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"kvrecall {kvrecall.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and nothing else.")
+    ] = False,
+) -> None:
+    pass
+
+
 for verb in (ask, generate, serve, demo, plan, info, trace, recall, calibrate, tune, report):
     app.command()(verb)
 app.command("calibrate-maps")(calibrate_maps)

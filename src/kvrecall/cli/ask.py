@@ -38,6 +38,7 @@ def ask(
     options.check_sampling(temperature, seed)
 
     from kvrecall import engine
+    from kvrecall.methods.settings import settings_of
 
     session = open_session(model, dtype, device, quiet=as_json)
     document = engine.Document.of(session.model, session.tokenizer, text, method=chosen)
@@ -56,6 +57,7 @@ def ask(
     told = {
         "model": session.name,
         "method": document.cache.method.name,
+        "settings": settings_of(document.cache.method),
         "document_tokens": document.tokens,
         "load_seconds": round(session.load_seconds, 3),
         "read_seconds": round(document.read_seconds, 3),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,16 +15,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
 from kvrecall.cli.screen import results
-from kvrecall.cli.session import open_session
+from kvrecall.cli.session import ProgressLog, open_session
 from kvrecall.cli.textfile import writable_folder
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import ParameterError
 
 if TYPE_CHECKING:
+    from kvrecall.evaluate.runs import Record, RunFolder
+    from kvrecall.evaluate.suite import Cell, Suite
     from kvrecall.evaluate.summary import Row
 
 
-_FILE_COLUMNS = 200
+_METHOD_COLUMNS = 22
+"""Longer names of methods stand below the table."""
 
 
 @verb
@@ -32,8 +36,8 @@ def evaluate(
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, separated by commas: name or name:key=value;key=value, also with @budget; or a method file. "
-            "`all` stands for every name. A comma in brackets, or before key=value, is part of a value."
+            help="Methods, separated by commas: NAME, NAME:KEY=VALUE;KEY=VALUE or a method file, also with @BUDGET. "
+            "`all` stands for every name. A comma in brackets, or before KEY=VALUE, is part of a value."
         ),
     ] = options.DEFAULT_METHOD,
     budgets: Annotated[
@@ -71,9 +75,10 @@ def evaluate(
     if tasks == "list":
         return _list(as_json)
 
-    from kvrecall.evaluate.conditions import conditions, listed
+    from kvrecall.evaluate.conditions import conditions
     from kvrecall.evaluate.plan import Plan, configuration
     from kvrecall.evaluate.runs import RunFolder, Shard, read_records
+    from kvrecall.methods.spec import listed
 
     # What is cheap to get wrong is checked before the weights are loaded.
     plan = Plan(
@@ -103,8 +108,8 @@ def evaluate(
     resumed = len(folder.records)
     if resumed:
         notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
-    with _bar(as_json) as on_progress:
-        suite.run(folder, on_progress)
+    with _progress(as_json, suite, folder) as told_of:
+        suite.run(folder, **told_of)
     records = read_records(out)  # other processes' too
     rows = summarise(records)
     counted = suite.counted_notes(rows)
@@ -124,24 +129,41 @@ def show(rows: list[Row]) -> None:
     """The summary as a table on standard output."""
     from kvrecall.evaluate.intervals import RESAMPLES
 
-    headings = ["task", "context", "method", "budget", "score", "95% interval", "− full", "n", "attended", "ms/token"]
-    table = plain_table(None, *headings)
-    for row in rows:
-        inside = "–" if row.low is None else f"{row.low:.3f} … {row.high:.3f} {row.interval[:1]}"
-        difference = "–" if row.difference is None or row.method == "full" else f"{row.difference:+.3f}"
-        passes = "".join(f"  pass@{k} {value:.3f}" for k, value in row.pass_at_k.items() if k > 1)
-        context, budget = (_or_dash(value, ",") for value in (row.context, row.budget))
-        table.add_row(
-            row.task, context, row.method, budget, f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
-            row.attended, _or_dash(row.decode_ms, ".1f"),
-        )  # fmt: skip
-    # A file has no width to keep to.
-    console = results(None if sys.stdout.isatty() else _FILE_COLUMNS)
-    console.print(table)
+    short, legend = _short_names(list(dict.fromkeys(row.method for row in rows)))
+    console = results()
+    headings = ["method", "budget", "score", "95% interval", "− full", "n", "attended", "ms/token"]
+    for number, ((task, context), group) in enumerate(groupby(rows, lambda row: (row.task, row.context))):
+        where = task if context is None else f"{task}, {context:,} tokens"
+        table = plain_table(("\n" if number else "") + where, *headings)
+        table.columns[0].min_width = max(map(len, short.values()))
+        for row in group:
+            inside = "–" if row.low is None else f"{row.low:.3f}…{row.high:.3f} {row.interval[:1]}"
+            difference = "–" if row.difference is None or row.method == "full" else f"{row.difference:+.3f}"
+            passes = "".join(f"  pass@{k} {value:.3f}" for k, value in row.pass_at_k.items() if k > 1)
+            table.add_row(
+                short[row.method], _or_dash(row.budget, ","), f"{row.score:.3f}{passes}", inside, difference, str(row.samples),
+                row.attended, _or_dash(row.decode_ms, ".1f"),
+            )  # fmt: skip
+        console.print(table)
+    for line in legend:
+        console.print(line, style="dim", soft_wrap=True)
     kinds = {"wilson": "w: Wilson's interval", "bootstrap": f"b: percentiles of {RESAMPLES:,} bootstrap means"}
     used = [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]
     if used:
         console.print("; ".join(used), style="dim")
+
+
+def _short_names(methods: list[str]) -> tuple[dict[str, str], list[str]]:
+    """What stands for each method in a table, and the lines that explain those whose settings are too long for one."""
+    short, legend = {}, []
+    for method in methods:
+        short[method] = method
+        if len(method) > _METHOD_COLUMNS:
+            name = method.partition(":")[0]
+            name = Path(name).name if name == method else name
+            legend.append(f"({len(legend) + 1}) {method}")
+            short[method] = f"{name} ({len(legend)})"
+    return short, legend
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -149,19 +171,40 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 @contextmanager
-def _bar(quiet: bool) -> Iterator[Any]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+def _progress(quiet: bool, suite: Suite, folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """What the suite calls while it runs: a bar, or where there is no terminal a line per finished cell."""
     console = notes()
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as progress:
+    if quiet or not console.is_terminal:
+        yield _log(ProgressLog(quiet), suite.missing(folder))
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=None)
-        yield lambda done, total, where: progress.update(bar, completed=done, total=total, description=where)
+        yield {"on_progress": lambda done, total, where: progress.update(bar, completed=done, total=total, description=where)}
+
+
+def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
+    """A line when the last missing sample of a task, context and condition is there, with its mean score, and every half a
+    minute between."""
+    all_of_them = missing.total()
+    scores: defaultdict[Cell, list[float]] = defaultdict(list)
+
+    def on_record(record: Record) -> None:
+        cell = record["task"], record["context"], record["condition"]
+        missing[cell] -= 1
+        scores[cell] += [record["score"]] if "score" in record else []
+        task, context, label = cell
+        done = f"[{all_of_them - missing.total()}/{all_of_them}] {task}{'' if context is None else f' {context:,}'}"
+
+        def line() -> str:
+            if missing[cell]:
+                return done
+            mean = f": score {sum(scores[cell]) / len(scores[cell]):.3f} of {len(scores[cell])}" if scores[cell] else ": done"
+            return f"{done} {label}{mean}"
+
+        log.tell(line, always=not missing[cell])
+
+    return {"on_record": on_record}
 
 
 def _list(as_json: bool) -> Result:

@@ -11,6 +11,7 @@ from kvrecall.cli import options
 from kvrecall.cli.models import known_models
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
+from kvrecall.cli.threads import waiting
 from kvrecall.cli.verb import Result, verb
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def _devices() -> list[dict[str, Any]]:
 
     named = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
     cpu = {"device": "cpu", "name": named or platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    devices: list[dict[str, Any]] = [{**cpu, "threads": torch.get_num_threads(), "available_bytes": available_host_bytes()}]
+    devices: list[dict[str, Any]] = [
+        {**cpu, "threads": torch.get_num_threads(), "waiting": waiting(), "available_bytes": available_host_bytes()}
+    ]
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
@@ -82,15 +85,18 @@ def _show(told: Result) -> None:
         versions.add_row(name, version or "not installed")
     devices = plain_table("devices", "device", "name", "memory free", "kernels")
     for device in told["devices"]:
-        cores = f" · {device['cores']} cores" if "cores" in device else ""
-        devices.add_row(device["device"], device["name"] + cores, size(device["available_bytes"]), device.get("kernels", "–"))
-    methods = plain_table("methods", "name", "what it does")
+        devices.add_row(device["device"], device["name"], size(device["available_bytes"]), device.get("kernels", "–"))
+    cpu = told["devices"][0]
+    threads = plain_table("threads")
+    threads.add_row("torch", f"{cpu['threads']} threads on {cpu['cores']} cores")
+    threads.add_row("they wait", cpu["waiting"])
+    methods = plain_table("methods", "name", "what it does", prose=True)
     for method in told["methods"]:
         methods.add_row(method["name"], method["summary"])
     models = plain_table("models", "name", "state", "size")
     for model in told["models"]:
         models.add_row(model["name"], model["state"], size(model["bytes"]))
-    for table in (versions, devices, methods, models):
+    for table in (versions, devices, threads, methods, models):
         table.title_style = "bold"
         console.print(table)
         console.print()

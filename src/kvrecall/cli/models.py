@@ -44,7 +44,7 @@ def list_models(as_json: options.AsJson = False) -> Result:
 
     told: Result = {"folder": str(models_dir()), "models": known_models()}
     if not as_json:
-        table = plain_table(None, "name", "state", "size", "licence", "what it is")
+        table = plain_table(None, "name", "state", "size", "licence", "what it is", prose=True)
         for row in told["models"]:
             name = row["name"] + (" (default)" if row["default"] else "")
             table.add_row(name, row["state"], size(row["bytes"]), row["licence"], row["description"])

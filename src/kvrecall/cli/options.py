@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrecall.core.errors import KVRecallError, ParameterError
-from kvrecall.core.whole_files import parse_json
+from kvrecall.core.errors import ParameterError
 
 MODEL_HELP = "Known name, folder, .gguf file or hub repository."
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-MethodName = Annotated[str, typer.Option("--method", help="Retrieval method; `kvrecall info` lists them.")]
+METHOD_HELP = "NAME, NAME:KEY=VALUE;KEY=VALUE or a method file, also with @BUDGET; `kvrecall info` lists the names."
+
+MethodName = Annotated[str, typer.Option("--method", metavar="METHOD", help=METHOD_HELP)]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Parameter of the method, as JSON; may be repeated.")
 ]
@@ -29,40 +30,22 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
-DEFAULT_METHOD = "pariskv"
+DEFAULT_METHOD = "recommended"
+"""`kvrecall.methods.recommended()`; not imported, since help texts do not wait for torch."""
 
 
-def method_of(name: str, settings: list[str] | None) -> Any:
-    """The method of that name with `--set` applied; raises `UnknownNameError` or `ParameterError`."""
-    from kvrecall import methods
-    from kvrecall.methods.settings import UNFORESEEN
+def method_of(text: str, settings: list[str] | None) -> Any:
+    """The method that a text names (`methods.spec`) with `--set` applied; raises the errors of names, settings and files."""
+    from kvrecall.methods.spec import parse
 
-    given = settings_of(settings)
-    try:
-        return methods.get(name, **given)
-    except KVRecallError:
-        raise
-    except UNFORESEEN as error:
-        # A value of a type that the method's checks did not foresee, such as a list where a number belongs.
-        defaults = methods.describe(name)["parameters"]
-        expected = ", ".join(f"{key}={defaults[key]!r}" for key in given)
-        raise ParameterError("--set", f"values of the types in {expected}", given, "Values are read as JSON.") from error
+    return parse(text).method(**settings_of(settings))
 
 
 def settings_of(settings: list[str] | None) -> dict[str, Any]:
     """What `--set` said, by name; raises `ParameterError` for what is no KEY=VALUE."""
-    return dict(_setting(text) for text in settings or [])
+    from kvrecall.methods.spec import setting
 
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ParameterError("--set", "key=value", text, "For example --set top_k=200.")
-    try:
-        parsed = parse_json(value)
-    except ValueError:
-        parsed = value  # a bare word is a string: --set gqa=max
-    return key.strip().replace("-", "_"), tuple(parsed) if isinstance(parsed, list) else parsed
+    return dict(setting(text, "--set", remedy="For example --set top_k=200.") for text in settings or [])
 
 
 _MOST_TOKENS = 1 << 40

@@ -52,11 +52,13 @@ def _show(model: str, told: Result) -> None:
     summaries = size(told["summary_bytes_per_token"])
     table.add_row("per token", f"{size(told['host_bytes_per_token'])} of rows, {summaries} of summaries on the device")
     table.add_row("host", f"{size(told['host_bytes'])} {_fits(told['fits_host'], told['available_host_bytes'])}")
-    device = f"{size(told['summary_bytes'])} summaries + {size(told['resident_bytes'])} window"
-    device += f" + {size(told['map_bytes'])} maps of the model" if told["map_bytes"] else ""
-    device += f" + {size(told['device_row_bytes'])} rows of layers that search nothing" if told["device_row_bytes"] else ""
     fits = _fits(told["fits_device"], told["available_device_bytes"])
-    table.add_row("device", f"{size(told['device_bytes'])} = {device} {fits}")
+    table.add_row("device", f"{size(told['device_bytes'])} {fits}")
+    parts = {
+        "summaries": "summary_bytes", "window": "resident_bytes", "maps of the model": "map_bytes",
+        "rows of layers that search nothing": "device_row_bytes",
+    }  # fmt: skip
+    table.add_pieces("  of it", (f"{size(told[key])} {name}" for name, key in parts.items() if told[key]))
     fits = _fits(told["full_attention_fits_device"], told["available_device_bytes"])
     table.add_row("full attention", f"{size(told['full_attention_device_bytes'])} on the device {fits}")
     results().print(table)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.screen import PlainTable, results
+from kvrecall.cli.report import plain_table
+from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, status, verb
 from kvrecall.core.errors import ParameterError
 
@@ -69,7 +70,7 @@ def recall(
 
 
 def _show(reports: list[dict[str, Any]]) -> None:
-    table = PlainTable(_first(reports), *_COLUMNS.values(), box=None)
+    table = plain_table(None, _first(reports), *_COLUMNS.values())
     for report in reports:
         table.add_row(*_cells(report), style="bold" if _label(report) == "mean" else None)
     results().print(table)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from kvrecall.cli.screen import PlainTable
 
 
@@ -26,25 +24,24 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def plain_table(title: str | None = None, *headings: str) -> Table:
-    """A table without frames; two nameless columns if there are no headings."""
+def plain_table(title: str | None = None, *headings: str, keys: int = 1, prose: bool = False) -> PlainTable:
+    """A table without frames; two nameless columns, name and value, if there are no headings. keys, prose: see `PlainTable`."""
     table = PlainTable(
-        title=title, title_justify="left", box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0)
-    )
+        title=title, title_justify="left", box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0),
+        keys=keys, prose=prose,
+    )  # fmt: skip
     for heading in headings or ("", ""):
         table.add_column(heading)
     return table
 
 
 def _moved(total: dict[str, Any]) -> str:
-    crossed = f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
     if not total["bytes_to_device"] + total["bytes_to_host"]:
-        crossed = "none between host and device: the CPU computes where they lie"
-    kept = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
-    return f"rows fetched {size(total['bytes_fetched'])}{kept}; {crossed}"
+        return "nothing: the CPU computes where the rows lie"
+    return f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
 
 
-def stats_table(summary: dict[str, Any]) -> Table:
+def stats_table(summary: dict[str, Any]) -> PlainTable:
     """The table under an answer, from what --json would have printed (see `answer.summary` and `ask.answer_told`)."""
     total = summary["stats"]["total"]
     zones, stages = total["tokens"], total["stage_seconds"]
@@ -53,28 +50,34 @@ def stats_table(summary: dict[str, Any]) -> Table:
     new, decode = summary["new_tokens"], summary["decode_seconds"]
     rate = f"{new / decode:.1f} tokens/s" if decode > 0 else "—"
     table.add_row("model, method", f"{summary['model']}, {summary['method']}")
+    if summary["settings"]:
+        table.add_pieces("settings", (f"{name}={value}" for name, value in summary["settings"].items()))
     table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
     if "read_seconds" in summary:
         times = [summary[name] for name in ("read_seconds", "first_token_seconds", "decode_seconds")]
-        table.add_row("reading, first token, decode", f"{', '.join(map(seconds, times))} ({rate})")
+        table.add_row("read, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
     else:
         table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
-    table.add_row("tokens per zone", " · ".join(f"{name} {count:,}" for name, count in zones.items()))
+    table.add_pieces("tokens per zone", (f"{name} {count:,}" for name, count in zones.items()))
     share = f" ({total['attended_per_step'] / held:.1%} of {held:,})" if held else ""
     table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
     table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
+    kept = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
+    table.add_row("rows fetched", size(total["bytes_fetched"]) + kept)
     table.add_row("moved", _moved(total))
     table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
     if stages:
-        table.add_row("time per stage", " · ".join(f"{name} {seconds(value)}" for name, value in stages.items()))
+        table.add_pieces("time per stage", (f"{name} {seconds(value)}" for name, value in stages.items()))
     return table
 
 
-def answers_table(told: dict[str, Any]) -> Table:
+def answers_table(told: dict[str, Any]) -> PlainTable:
     """The table under several answers, from what --json would have printed."""
     table = plain_table()
     answers = told["answers"]
     table.add_row("model, method", f"{told['model']}, {told['method']}")
+    if told["settings"]:
+        table.add_pieces("settings", (f"{name}={value}" for name, value in told["settings"].items()))
     table.add_row("reading", f"{told['document_tokens']:,} tokens in {seconds(told['read_seconds'])}, once for all questions")
     first = [answer["first_token_seconds"] for answer in answers]
     table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -38,11 +42,59 @@ class Screen(Console):
 
 
 class PlainTable(Table):
-    """A table whose cells are printable text and no markup: names come from files and command lines."""
+    """A table whose cells are printable text and no markup: names come from files and command lines.
+
+    keys: leading columns that name a row. A table with headings that is wider than what it is printed on is continued below
+    itself: the columns that do not fit follow, behind the same leading ones. So no number is cut or wrapped, also in a log of
+    80 columns. prose: the last column is text, which is wrapped between words if need be.
+    """
+
+    def __init__(self, *headings: Any, keys: int = 1, prose: bool = False, **options: Any) -> None:
+        super().__init__(*headings, **options)
+        self.keys, self.prose = keys, prose
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """As rich does, but strings are texts as they are."""
         super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
+
+    def add_pieces(self, name: str, pieces: Iterable[str], width: int = 56) -> None:
+        """A row, name and value, of pieces that stay whole; those that do not fit `width` columns are rows below."""
+        line = ""
+        for piece in pieces:
+            if line and len(line) + 3 + len(piece) > width:
+                self.add_row(name, line)
+                name = line = ""
+            line += (" · " if line else "") + piece
+        self.add_row(name, line)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, part in enumerate(self._parts(console, options)):
+            if number:
+                yield Segment.line()
+            yield from Table.__rich_console__(part, console, options)
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> list[PlainTable]:
+        """The tables that are printed one below the other: this one, where it fits or has only one column to each key."""
+        widths = [self._measure_column(console, options, column).maximum for column in self.columns]
+        spare = options.max_width - self._extra_width
+        if not self.show_header or sum(widths) <= spare:
+            return [self]
+        if self.prose:
+            widths[-1] = min(widths[-1], max(20, spare - sum(widths[:-1])))
+        groups: list[list[int]] = [[]]
+        left = spare - sum(widths[: self.keys])
+        for place in range(self.keys, len(widths)):
+            if groups[-1] and sum(widths[at] for at in groups[-1]) + widths[place] > left:
+                groups.append([])
+            groups[-1].append(place)
+        return [self._columns_only([*range(self.keys), *group], first=group is groups[0]) for group in groups]
+
+    def _columns_only(self, places: list[int], first: bool) -> PlainTable:
+        """Some of the columns, with all rows; the title stands above the first part."""
+        part = copy(self)
+        part.columns = [replace(self.columns[place], _index=at) for at, place in enumerate(places)]
+        part.title = self.title if first else None
+        return part
 
 
 def notes() -> Screen:

@@ -14,6 +14,7 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.session import open_session
+from kvrecall.cli.threads import leave_environment
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import MissingPackageError, ModelFilesError, ParameterError
 from kvrecall.core.extras import require_server
@@ -33,7 +34,10 @@ def serve(
         list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Of the engine's own `serve`; they win over ours.")
     ] = None,
     engine: Annotated[Engine | None, typer.Option(help="vllm where it is installed, if left out.")] = None,
-    method: options.MethodName = "pariskv-balanced",
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help=f"{options.METHOD_HELP} If left out, what the engine's results recommend."),
+    ] = None,
     settings: options.Settings = None,
     maps: Annotated[
         Path | None, typer.Option(help="File of `kvrecall calibrate-maps`; the one in your folder that fits, if left out.")
@@ -57,11 +61,11 @@ def serve(
         if device is not None:
             remedy = "vLLM takes the GPUs that CUDA_VISIBLE_DEVICES names."
             raise ParameterError("--device", "none with --engine vllm", device, remedy)
-        wanted = {"method": method, **options.settings_of(settings)} | ({} if maps is None else {"maps": str(maps)})
+        wanted = _settings(method, settings) | ({} if maps is None else {"maps": str(maps)})
         return _vllm(
             model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run, as_json
         )
-    chosen = options.method_of(method, settings)
+    chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
 
     from kvrecall.engine.serving import run, serve_arguments
 
@@ -84,6 +88,18 @@ def serve(
 
     run(command, load, chosen, tokens)
     return told
+
+
+def _settings(method: str | None, settings: list[str] | None) -> Result:
+    """The method and its settings as vLLM's backend takes them; vLLM's own default where none is named."""
+    from kvrecall.backends.vllm.settings import METHODS
+    from kvrecall.methods.spec import parse
+
+    spec = parse(method or METHODS[0])
+    if spec.is_file:
+        raise ParameterError("--method", "a name with --engine vllm", method, f"Served are {', '.join(METHODS)}.")
+    budget = {} if spec.budget is None else {"top_k": spec.budget}
+    return {"method": spec.name, **spec.settings, **budget, **options.settings_of(settings)}
 
 
 def _engine(asked: Engine | None) -> Engine:
@@ -122,6 +138,7 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
         _show(command.arguments, as_json)
         return told
     _without_json(as_json)
+    leave_environment()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command.arguments[0], command.arguments)  # so that signals and exit codes are vLLM's own

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrecall.cli.report import size
 from kvrecall.cli.verb import notes, status
 from kvrecall.core.errors import ContextLengthError
 
@@ -74,9 +76,33 @@ def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
 
 @contextmanager
 def _bar(title: str, count: Any, quiet: bool) -> Iterator[OnProgress]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
     console = notes()
-    # In a log file a bar would leave blank lines.
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    if quiet or not console.is_terminal:
+        log = ProgressLog(quiet)
+        written = size if isinstance(count, DownloadColumn) else "{:,}".format
+        yield lambda done, total: log.tell(lambda: f"{title}: {written(done)} of {written(total)}", last=done >= total)
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class ProgressLog:
+    """Lines on standard error in place of a bar where that is no terminal: what takes seconds leaves none, what takes minutes
+    one every half a minute, and one at its end."""
+
+    EVERY_SECONDS = 30.0
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.start = self.told = time.perf_counter()
+
+    def tell(self, line: Callable[[], str], last: bool = False, always: bool = False) -> None:
+        """Writes the line and the time, if it is due. last: nothing follows. always: whether it is due or not."""
+        now = time.perf_counter()
+        waited = now - (self.start if last else self.told)
+        if self.quiet or not (always or waited >= self.EVERY_SECONDS):
+            return
+        self.told = now
+        notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}", soft_wrap=True)

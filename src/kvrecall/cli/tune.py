@@ -73,7 +73,7 @@ def tune(
 
 
 def _show(told: Result) -> None:
-    table = plain_table(None, "layer", "top_k", "other settings", "mass", "per step", "a head needs")
+    table = plain_table(None, "layer", "top_k", "other settings", "mass", "per step", "a head needs", keys=2)
     for layer in told["layers"]:
         settings = dict(layer["settings"] or {"top_k": "all"})
         budget = settings.pop("top_k")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec
 
@@ -32,7 +33,7 @@ def verb(run: Callable[P, Result]) -> Callable[P, None]:
     @functools.wraps(run)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("as_json"))
-        with told(as_json):
+        with told(as_json), _warnings_as_notes():
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
                 result = run(*args, **kwargs)
             if as_json:
@@ -77,6 +78,18 @@ def _tell(said: str, style: str = "") -> None:
     with contextlib.suppress(OSError):
         # Text, not markup: messages quote what users typed, brackets included.
         notes().print(Text(printable(said), style=style), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Warnings become one line each on standard error, without the place in our code that a program's author would want."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        _tell(f"note: {' '.join(str(message).split())}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 @contextlib.contextmanager

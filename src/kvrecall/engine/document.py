@@ -23,7 +23,6 @@ from kvrecall.engine.request import Engine, Request
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 
-DEFAULT_METHOD = "pariskv"
 MAX_NEW_TOKENS = 128
 
 OnText = Callable[[int, str], None]
@@ -77,7 +76,7 @@ class Document:
             return cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction))
         for text in _texts("document", document):
             _some("document", text)
-        cache = RetrievalCache(model.config, chosen or methods.get(DEFAULT_METHOD))
+        cache = RetrievalCache(model.config, chosen or methods.recommended())
         return cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, document, instruction))
 
     @property
@@ -181,8 +180,8 @@ def ask(
     document: its text, several texts that follow each other, or a cache that holds one sequence; a question goes on from what
     it holds, and it stays as it is. questions: one or several. An answer is the one that its question would get alone.
 
-    method: a method, or its name (`kvrecall.methods.names()`) with `settings` for its parameters; by default that of the cache
-    or session, else ParisKV. instruction: how to answer; it stands between document and question. The tokenizer's chat template
+    method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
+    or session, else `kvrecall.methods.recommended()`. instruction: how to answer; it stands between document and question. The tokenizer's chat template
     is used if it has one. temperature 0 decodes greedily; seed: makes sampling repeatable, the same for every question.
     max_new_tokens: per answer. chunk_tokens: of the document per call of the model; None: what suits the device.
 
@@ -202,12 +201,12 @@ def ask(
 def chosen_method(method: Method | str | None, settings: Mapping[str, Any] | None = None) -> Method | None:
     """The method that is meant; None if none is. Raises ParameterError or UnknownNameError."""
     if isinstance(method, str):
-        return methods.get(method, **(settings or {}))
+        return methods.parse(method).method(**(settings or {}))
     if settings:
         expected, got = "a method's name to go with them", "none" if method is None else type(method).__name__
         raise ParameterError("settings", expected, got, "Give method=NAME, or set them where the method is made.")
     if method is not None and not isinstance(method, Method):
-        raise ParameterError("method", "a kvrecall method or its name", method, "For example kvrecall.ParisKV(top_k=100).")
+        raise ParameterError("method", "a kvrecall method or its name", method, "For example kvrecall.methods.recommended().")
     return method
 
 

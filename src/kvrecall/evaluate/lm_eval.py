@@ -1,7 +1,7 @@
 """lm-evaluation-harness: the model `kvrecall`, which decodes generative tasks (RULER, LongBench, GSM8K, …) under any method.
 
     python -m kvrecall.evaluate.lm_eval --model kvrecall \\
-        --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,method=pariskv,budget=512 --tasks niah_single_1 ...
+        --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,method=recommended,budget=512 --tasks niah_single_1 ...
 
 takes the options of the `lm_eval` command, which by itself knows only the models that it ships. In Python, importing this
 module registers the name for `lm_eval.simple_evaluate(model="kvrecall", model_args=...)`.
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 class KVRecallLM(HFLM):
     """A Hugging Face causal model that generates over a RetrievalCache. Log-likelihoods come from one dense pass, as in `hf`.
 
-    method: a name, `name:key=value;key=value`, or a method file. budget: retrieved tokens per KV head and step; None: the
+    method: as `kvrecall.methods.parse` reads it. budget: retrieved tokens per KV head and step; None: the
     method's own. chunk_tokens: tokens per piece of prefill. The other parameters are those of lm-eval's `hf` model; pretrained
     may also be a name that `kvrecall models` knows.
     """
 
     def __init__(
-        self, pretrained: Any, method: str = "pariskv", budget: int | None = None, chunk_tokens: int = 1024, **options: Any
+        self, pretrained: Any, method: str = "recommended", budget: int | None = None, chunk_tokens: int = 1024, **options: Any
     ) -> None:
         self.method = _method(method, budget)
         if not isinstance(chunk_tokens, int) or chunk_tokens < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,6 +23,8 @@ from kvrecall.evaluate.summary import Row
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 
+Cell = tuple[str, int | None, str]
+"""Task, context and label of a condition: what is a row of a run's summary."""
 _LEAST_TOKENS = 64
 """Of a document; below this there is no haystack."""
 _LEAST_OF_DRIFT = 128
@@ -138,15 +141,22 @@ class Suite:
         folder: RunFolder,
         on_progress: Callable[[int, int, str], None] | None = None,
         on_error: Callable[[str, Exception], None] | None = None,
+        on_record: Callable[[Record], None] | None = None,
     ) -> None:
         """Runs what the folder does not hold yet of its process's share; every finished sample is stored at once.
 
         on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
         on_error: called with what ran and its error, and the run goes on with the next condition; without it the error ends
-        the run. Raises FolderInUseError while another process writes the same share.
+        the run. on_record: called with what was stored. Raises FolderInUseError while another process writes the same share.
         """
-        for _ in self.pieces(folder, on_progress, on_error):
+        for _ in self.pieces(folder, on_progress, on_error, on_record):
             pass
+
+    def missing(self, folder: RunFolder) -> Counter[Cell]:
+        """How many samples of its process's share the folder does not hold yet, by (task, context, label of the condition)."""
+        works = share(self.works(), folder.shard)
+        asked = ((job, c) for work in works for c in work.conditions for job in work.jobs)
+        return Counter((job.task, job.context, c.label) for job, c in asked if job.key(c) not in folder.done)
 
     def works(self) -> list[Work]:
         """All pieces of work, whoever does them."""
@@ -157,6 +167,7 @@ class Suite:
         folder: RunFolder,
         on_progress: Callable[[int, int, str], None] | None = None,
         on_error: Callable[[str, Exception], None] | None = None,
+        on_record: Callable[[Record], None] | None = None,
     ) -> Iterator[float]:
         """As `run`, piece by piece: before each it gives the share of the pieces that are done, in [0, 1). To close it between
         two leaves nothing half done."""
@@ -179,6 +190,8 @@ class Suite:
                         folder.add(record)
                         done += 1
                         tell(done, total, where)
+                        if on_record is not None:
+                            on_record(record)
 
     def answer(
         self, jobs: tuple[Job, ...], missing: list[Condition], on_error: Callable[[str, Exception], None] | None = None

@@ -1,15 +1,17 @@
 """The methods: one short file per paper, each a dataclass of documented hyper-parameters. `baselines` has the compared ones.
 
 `kvrecall.methods.get("quest", top_k=512)` and `kvrecall.methods.Quest(top_k=512)` are the same; classes are imported
-on first use.
+on first use. `kvrecall.methods.recommended()` is the one to take for long contexts; `parse` reads methods as command lines and
+files write them.
 """
 
 from typing import Any
 
 from kvrecall.methods.base import HEAD_DIMS, Method
 from kvrecall.methods.registry import class_names, describe, get, method_class, names, register
+from kvrecall.methods.spec import parse, recommended
 
-__all__ = ["HEAD_DIMS", "Method", "describe", "get", "names", "register"]
+__all__ = ["HEAD_DIMS", "Method", "describe", "get", "names", "parse", "recommended", "register"]
 
 
 def __getattr__(attribute: str) -> Any:

@@ -41,7 +41,7 @@ class ParisKV(Method):
     stage1: str = "collision"
     candidate_ratio: float | None = None
     collision_ratio: float | None = None
-    schedule: tuple[RatioStep, ...] = PAPER_SCHEDULE
+    schedule: tuple[RatioStep | tuple[int | None, float, float], ...] = PAPER_SCHEDULE
     min_candidates_per_k: int = 4
     seed: int = 42
     weight_dtype: str = "bfloat16"
@@ -63,7 +63,7 @@ class ParisKV(Method):
                 s.candidate_ratio if self.candidate_ratio is None else self.candidate_ratio,
                 s.collision_ratio if self.collision_ratio is None else self.collision_ratio,
             )
-            for s in self.schedule
+            for s in as_steps(self.schedule)
         )
         return SphereConfig(
             stage1=self.stage1,

@@ -33,7 +33,9 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
         plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
         return chosen(**plain)
     try:
-        return TypeAdapter(chosen).validate_json(json.dumps(settings), strict=True)
+        return TypeAdapter(chosen).validate_json(
+            json.dumps({key: _plain(value) for key, value in settings.items()}), strict=True
+        )
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(cause, KVRecallError):

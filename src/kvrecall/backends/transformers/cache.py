@@ -55,7 +55,7 @@ class RetrievalCache(Cache):
         self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0,
         rows_on_device: bool | None = None,
     ) -> None:  # fmt: skip
-        """config: the model's. method: e.g. `kvrecall.ParisKV(top_k=100)`. profile: time the stages on a GPU too.
+        """config: the model's. method: e.g. `kvrecall.methods.recommended()`. profile: time the stages on a GPU too.
 
         observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr
         can judge keys by them (2,048 serve any). The statistics of its keys are gathered then too, for forks under balanced
@@ -68,7 +68,7 @@ class RetrievalCache(Cache):
             remedy = "Leave it out: rows lie on a GPU while it has room for them."
             raise ParameterError("rows_on_device", "None or False", rows_on_device, remedy)
         if not isinstance(method, Method):
-            raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.ParisKV(top_k=100).")
+            raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
         check_config(config)
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
         self.rows_on_device = rows_on_device

@@ -1,0 +1,178 @@
+"""A method as one text: what every option, setting and list that names a method takes.
+
+    NAME                     louiskv
+    NAME:KEY=VALUE;KEY=VALUE pariskv-balanced:rest=page-means;update_interval=64
+    FILE                     tuned.json or tuned.toml, such as `kvrecall tune` writes
+    …@BUDGET                 louiskv:threshold=0.85@512; BUDGET is the method's top_k
+    recommended              stands for RECOMMENDED and may have settings and a budget, too
+
+Values are JSON; a bare word is a string. A comma belongs to a value (`rest=page-means:page_tokens=32`) or separates the
+methods of a list (`listed`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.whole_files import parse_json
+from kvrecall.methods.base import Method
+from kvrecall.methods.registry import get, name_of
+from kvrecall.methods.settings import from_settings, settings_of
+
+RECOMMENDED_NAME = "recommended"
+RECOMMENDED_SETTINGS: dict[str, Any] = {"rest": "page-means", "update_interval": 64}
+RECOMMENDED = "pariskv-balanced:" + ";".join(f"{key}={value}" for key, value in RECOMMENDED_SETTINGS.items())
+"""What our measurements recommend for long contexts (docs/results.md): the default wherever a method may be left out.
+
+It is a text and no class of its own, so that it is spelled out wherever it is recorded: results say what ran, also after
+measurements have led to another recommendation, and `pariskv-balanced` stays what it is in all results.
+"""
+
+FORM = "NAME, NAME:KEY=VALUE;KEY=VALUE or a method file, and @TOKENS behind it for a budget"
+_EXAMPLE = "For example pariskv-balanced:rest=page-means@100; `kvrecall info` lists the names."
+_SUFFIXES = (".json", ".toml")
+_SETTING = re.compile(r"[\w-]+\s*=")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a text says. text: without the budget, `recommended` spelled out. name: of the method, or the file.
+
+    settings: from the text. budget: tokens per KV head and step, None where none is given.
+    """
+
+    text: str
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    budget: int | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it names a method file."""
+        return self.name.endswith(_SUFFIXES)
+
+    def method(self, layers: int | None = None, **more: Any) -> Method:
+        """The method. layers: of the model it is for, if known; files are checked against it. more: settings, as plain values,
+        that win over those of the text and the file.
+
+        Raises UnknownNameError, ParameterError for a budget that the method cannot have, InputFileError for a file or a value
+        of another type, and what the method itself refuses.
+        """
+        method = self.without_budget(layers, **more)
+        if self.budget is None:
+            return method
+        if "top_k" in more:
+            raise ParameterError("method", "top_k or a budget behind @, not both", f"{self.text}@{self.budget}", "Remove one.")
+        check_budget(method, f"{self.text}@{self.budget}")
+        return with_budget(method, self.text, self.budget)
+
+    def without_budget(self, layers: int | None = None, **more: Any) -> Method:
+        """As `method`, with the method's own budget."""
+        if not self.is_file:
+            return from_settings(self.name, self.settings | more)
+        from kvrecall.methods.files import load_method  # needs pydantic, which takes a while to import
+
+        held = load_method(Path(self.name), layers)
+        return from_settings(name_of(held), settings_of(held) | more) if more else held
+
+
+def parse(text: str) -> Spec:
+    """What a text says, in the form that the docstring of this file gives. Raises ParameterError for any other form."""
+    spec, at, count = text.strip().rpartition("@")
+    budget = None
+    if not at:
+        spec = count
+    elif text.endswith(_SUFFIXES):
+        spec = text.strip()  # a folder whose name has an @ in it
+    else:
+        budget = int(count) if count.isascii() and count.isdigit() and len(count) < 19 else 0
+        if not budget:
+            raise ParameterError("method", FORM, text, "Behind @ stands a whole number of tokens from 1 on, as in pariskv@512.")
+    if spec.endswith(_SUFFIXES):
+        return Spec(spec, spec, budget=budget)
+    name, _, given = spec.partition(":")
+    name, found = name.strip(), {}
+    for part in filter(str.strip, given.split(";")):
+        key, value = setting(part, "method", FORM, _EXAMPLE)
+        if key in found:
+            raise ParameterError("method", "every setting once", text, f"Remove one of the two {key}.")
+        found[key] = part.strip(), value
+    if name.lower() == RECOMMENDED_NAME:
+        name = "pariskv-balanced"
+        found = {key: (f"{key}={value}", value) for key, value in RECOMMENDED_SETTINGS.items()} | found
+        spec = f"{name}:" + ";".join(part for part, _ in found.values())
+    if budget and "top_k" in found:
+        raise ParameterError("method", "top_k or a budget behind @, not both", text, "Remove one.")
+    return Spec(spec, name, {key: value for key, (_, value) in found.items()}, budget)
+
+
+def recommended(**params: Any) -> Method:
+    """The method that our measurements recommend for long contexts: `ParisKVBalanced(rest="page-means", update_interval=64)`.
+
+    params: other values of its parameters, such as top_k (100 unless given). Balanced keys need statistics of the model's keys:
+    those of a file of `kvrecall calibrate-maps`, else those of the first prompt's first tokens (docs/design/statistics.md).
+    """
+    return get("pariskv-balanced", **RECOMMENDED_SETTINGS | params)
+
+
+def setting(text: str, option: str, form: str = "key=value", remedy: str = "For example top_k=200.") -> tuple[str, Any]:
+    """A setting `key=value` as (key, value); dashes of the key are underscores. Raises ParameterError naming the option."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ParameterError(option, form, text, remedy)
+    try:
+        parsed = parse_json(value)
+    except ValueError:
+        parsed = value.strip()  # a bare word is a string: gqa=max
+    return key.strip().replace("-", "_"), parsed
+
+
+def listed(text: str) -> list[str]:
+    """The methods of a list as people write it, separated by commas.
+
+    A comma inside brackets or quotes belongs to a value, and so does one before `key=value` in a method's settings:
+    "method:index=pages:page_tokens=8,bounds=min-max@64,quest" are two. No method's name has an equals sign; what ends as a
+    method file does is one.
+    """
+    found: list[str] = []
+    for part in (part.strip() for part in _between_commas(text)):
+        before_budget = part if part.endswith(_SUFFIXES) else part.rpartition("@")[0] or part
+        if found and ":" in found[-1] and _SETTING.match(part) and not before_budget.endswith(_SUFFIXES):
+            found[-1] += f",{part}"
+        elif part:
+            found.append(part)
+    return found
+
+
+def _between_commas(text: str) -> list[str]:
+    """The parts between commas that stand outside brackets and quotes."""
+    found, depth, quoted = [""], 0, False
+    for letter in text:
+        quoted ^= letter == '"'
+        depth = max(0, depth + (0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)))
+        if letter == "," and not quoted and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
+
+
+def check_budget(method: Method, text: str) -> None:
+    """Raises ParameterError for a method that a budget behind @ means nothing to."""
+    if not method.top_k:
+        why = "It attends to everything." if method.top_k is None else "It retrieves nothing."
+        raise ParameterError("method", f"no @ behind {text.rpartition('@')[0]}", text, f"{why} Remove it.")
+    if any("top_k" in dict(values) for _, values in method.per_layer):
+        raise ParameterError("method", "no @ behind a method whose layers have budgets", text, "Remove it.")
+
+
+def with_budget(method: Method, text: str, budget: int) -> Method:
+    """The method with another top_k; an error names the text, since a list has several."""
+    try:
+        return replace(method, top_k=budget)
+    except ParameterError as error:
+        raise ParameterError(f"{text}@{budget}: {error.name}", error.expected, error.got, error.remedy) from None
