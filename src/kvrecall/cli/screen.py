@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -75,8 +76,13 @@ class PlainTable(Table):
 
     def _parts(self, console: Console, options: ConsoleOptions) -> list[PlainTable]:
         """The tables that are printed one below the other: this one, where it fits or has only one column to each key."""
-        widths = [self._measure_column(console, options, column).maximum for column in self.columns]
-        spare = options.max_width - self._extra_width
+        gap, unbounded = self.padding[1], options.update(width=1 << 16)
+        widths = [
+            max(column.min_width or 0, *(Measurement.get(console, unbounded, cell).maximum for cell in cells)) + gap
+            for column in self.columns
+            for cells in [(column.header, "", *column.cells)]
+        ]
+        spare = options.max_width + gap  # behind the last column there is none
         if not self.show_header or sum(widths) <= spare:
             return [self]
         if self.prose:

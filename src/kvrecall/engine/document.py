@@ -181,8 +181,9 @@ def ask(
     it holds, and it stays as it is. questions: one or several. An answer is the one that its question would get alone.
 
     method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
-    or session, else `kvrecall.methods.recommended()`. instruction: how to answer; it stands between document and question. The tokenizer's chat template
-    is used if it has one. temperature 0 decodes greedily; seed: makes sampling repeatable, the same for every question.
+    or session, else `kvrecall.methods.recommended()`. instruction: how to answer; it stands between document and question.
+    The tokenizer's chat template is used if it has one. temperature 0 decodes greedily; seed: makes sampling repeatable, the
+    same for every question.
     max_new_tokens: per answer. chunk_tokens: of the document per call of the model; None: what suits the device.
 
     on_prefill is called with (tokens read, tokens of the document); on_text with (number of the question from 0, piece of its
