@@ -35,6 +35,8 @@ def test_vllm_where_it_is_installed(cli: Cli, installed: set[str]) -> None:
     ):  # fmt: skip
         assert told["command"][told["command"].index(name) + 1] == value
     assert "--dtype" not in told["command"]
+    served = cli.json("serve", "org/model", "--method", "exact@64", "--context", "32k", "--dry-run")
+    assert served["command"] == told["command"]
     installed.remove("vllm")
     assert cli.json("serve", "org/model", "--dry-run")["engine"] == "transformers"
 
