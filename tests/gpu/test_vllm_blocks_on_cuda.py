@@ -29,6 +29,22 @@ def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict)
     assert not device.layer.bad.any()
 
 
+def test_steps_with_page_means_give_what_the_cpu_gives() -> None:
+    """Pages become whole in a prompt's chunks and in steps."""
+    device, bench, text = Device(GIVEN[0], top_k=24, on=CUDA), paged.Bench(paged.method_of(GIVEN[0], top_k=24)), tokens(330, 1)
+    for start, stop in ((0, 130), (130, 203), *((at, at + 1) for at in range(203, 240))):
+        new = {0: cut(text, start, stop)}
+        close(device.feed(new)[0], bench.feed(new, {0: stop - start > 1})[0])
+
+
+def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:
+    near, far = (Device(GIVEN[0], top_k=24, resident=resident, on=CUDA) for resident in (True, False))
+    text = tokens(204, 1)
+    for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):
+        both = [device.feed({0: cut(text, start, stop)})[0] for device in (near, far)]
+        assert torch.equal(*both)
+
+
 @pytest.mark.parametrize("given", GIVEN, ids=paged.short)
 def test_a_sequence_gets_what_it_gets_alone_whatever_its_row_held_before(given: dict) -> None:
     """Sequences move between rows of the batch, leave, and others get their blocks."""

@@ -67,6 +67,13 @@ def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: di
     assert not device.layer.bad.any()
 
 
+def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:
+    near, far, text = Device(GIVEN[0], top_k=24, resident=True), Device(GIVEN[0], top_k=24), tokens(204, 1)
+    for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):
+        both = [device.feed({0: cut(text, start, stop)})[0] for device in (near, far)]
+        assert torch.equal(*both)
+
+
 def test_what_is_not_finite_is_seen() -> None:
     device, text = Device(GIVEN[0], top_k=24), tokens(140, 1)
     text[1][100, 1, 3] = float("nan")

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.settings import Settings
-from kvrecall.backends.vllm.stream import HostBlocks
+from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.index.sphere.config import SphereConfig
 from tests.backends.vllm import test_paged as paged
@@ -26,6 +26,7 @@ class Device:
 
     given: dict
     top_k: int
+    resident: bool = False
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tables: dict[int, list[int]] = field(default_factory=dict)
     recent: dict[int, list[int]] = field(default_factory=dict)
@@ -37,8 +38,8 @@ class Device:
         assert isinstance(index, SphereConfig)
         calibrated = paged.calibration() if index.needs_calibration else None
         shape = replace(SHAPE, device=self.on)
-        self.layer = DeviceLayer(3, shape, method, index, PARAMS, calibrated, MOST, LONGEST)
-        self.host = HostBlocks(BLOCKS, shape, SIZE)
+        self.layer = DeviceLayer(3, shape, method, index, PARAMS, calibrated, MOST, LONGEST, keeps=not self.resident)
+        self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
         width = width_of(index, method.rest_config(), SHAPE)
         pages = torch.full((BLOCKS, width * SIZE * HEADS), 255, dtype=torch.uint8, device=self.on)

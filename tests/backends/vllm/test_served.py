@@ -103,6 +103,15 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home
     assert not made["usage"]
 
 
+def test_rows_may_lie_beside_the_pages(home: Path, stock: dict[str, Any]) -> None:
+    """Fewer tokens fit than with vLLM's own backend, since summaries come on top."""
+    made = answers(home, TWICE, METHODS["balanced"] | {"residency": "device"})
+    assert tokens(made) == tokens(stock)
+    assert made["blocks"] < stock["blocks"]
+    with pytest.raises(AssertionError, match=r"num_gpu_blocks_override: expected at most .*the device has no more"):
+        answers(home, TWICE, METHODS["balanced"] | {"residency": "device"}, num_gpu_blocks_override=stock["blocks"])
+
+
 def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
     job = {"rounds": [prompts([60] * 6, shared=0, seed=2)], "tokens": 600}
     few = answers(home, job, METHODS["products"], num_gpu_blocks_override=64, max_num_seqs=6, max_model_len=1024)

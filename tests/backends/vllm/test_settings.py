@@ -62,6 +62,8 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"full_attention_threshold": 2048}, "full_attention_threshold.*local_tokens"),
         ({"trigger": "stride:8"}, "trigger.*every step searches"),
         ({"attend": "host"}, "attend=.*not served yet"),
+        ({"residency": "gpu"}, "residency: expected 'host' or 'device', got 'gpu'"),
+        ({"residency": "device", "host_memory": "1GiB"}, "residency=device and host_memory"),
         ([], "kvrecall"),
     ],
 )

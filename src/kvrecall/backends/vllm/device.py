@@ -138,8 +138,10 @@ class DeviceLayer:
     def __init__(
         self, number: int, shape: LayerShape, method: Method, index: SphereConfig, params: AttentionParams,
         calibration: LayerCalibration | None, most: int, longest: int, scratch: Scratch | None = None,
+        keeps: bool = True,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
+        keeps: whether sinks and selected rows stay on the device from step to step, which rows that lie there have no need of.
         Everything that is not a page or a row is allocated here."""
         self.number, self.shape, self._params, self._index = number, shape, params, index
         maps = Maps.of(shape, calibration or own_calibration(shape), index)
@@ -147,7 +149,7 @@ class DeviceLayer:
         self._maps, self._search = maps, self.scratch.search.sharing(maps)
         self._centring = encode.Centring.of(maps, longest)
         heads, dim, k, device = shape.kv_heads, shape.head_dim, self.scratch.top_k, shape.device
-        self._kept_rows = min(most, _KEPT)
+        self._kept_rows = min(most, _KEPT) if keeps else 0
         self._pairs = self._kept_rows * heads
         with lasting_tensors():
             self._sinks = torch.zeros(self._pairs, self.scratch.sinks, 2, dim, dtype=shape.dtype, device=device)

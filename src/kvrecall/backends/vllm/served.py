@@ -14,9 +14,9 @@ from kvrecall.backends.vllm.device import DeviceLayer, Scratch
 from kvrecall.backends.vllm.maps import calibrations_of
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.settings import Settings
-from kvrecall.backends.vllm.stream import HostBlocks
+from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.summaries import check_maps
-from kvrecall.core.errors import CompositionError
+from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
@@ -70,7 +70,11 @@ class Served:
         return index
 
     def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
-        """Memory for the rows of a layer."""
+        """Memory for the rows of a layer. Raises ParameterError for rows on the device that nobody has counted."""
+        if self.settings.residency == "device":
+            if not self.gives_later:
+                raise ParameterError("worker_cls", "auto, with residency=device", "another", "vLLM would not count the rows.")
+            return DeviceBlocks(blocks, shape, block_size)
         given = self._given if self.gives_later else None
         made = HostBlocks(blocks, shape, block_size, given)
         self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # others were for a trial
@@ -90,7 +94,10 @@ class Served:
         """A layer on a GPU; those of one shape share their scratch."""
         check_maps(self.codes, calibration)
         known, settings = self._scratch.get(shape), self.settings
-        layer = DeviceLayer(number, shape, settings.method, self.codes, params, calibration, self.most, self.longest, known)
+        layer = DeviceLayer(
+            number, shape, settings.method, self.codes, params, calibration, self.most, self.longest, known,
+            keeps=settings.residency == "host",
+        )  # fmt: skip
         self._scratch[shape] = layer.scratch
         return layer
 

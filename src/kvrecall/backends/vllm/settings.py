@@ -24,6 +24,9 @@ BLOCK_TOKENS = 1024
 LOCAL_TOKENS = 1024
 """Of the window, unless something else is asked for: most questions and answers are attended in full, on the device."""
 
+RESIDENCIES = ("host", "device")
+"""Where rows lie: in host memory, or beside the pages on the device, where a step fetches nothing over the bus."""
+
 _SAME = (
     "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "fetch", "attend",
     "full_attention_threshold",
@@ -42,11 +45,13 @@ _REASONS = {
 @dataclass(frozen=True)
 class Settings:
     """A method, and where the statistics of the model's keys are. maps: a file of `kvrecall calibrate-maps`; None: the one that
-    is found by the model's config. host_memory: bytes for the rows of all ranks of a machine; None: a share of what is free."""
+    is found by the model's config. host_memory: bytes for the rows of all ranks of a machine; None: a share of what is free.
+    residency: where rows lie, one of `RESIDENCIES`."""
 
     method: Method
     maps: Path | None = None
     host_memory: int | None = None
+    residency: str = RESIDENCIES[0]
 
     @staticmethod
     def of(additional_config: object) -> Settings:
@@ -56,6 +61,11 @@ class Settings:
             raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
         params: dict[str, Any] = dict(given)
         name, maps, memory = params.pop("method", METHODS[0]), params.pop("maps", None), params.pop("host_memory", None)
+        residency = params.pop("residency", RESIDENCIES[0])
+        if residency not in RESIDENCIES:
+            raise ParameterError("residency", " or ".join(map(repr, RESIDENCIES)), residency, "Leave it out for the host.")
+        if residency == "device" and memory is not None:
+            raise CompositionError("vLLM with residency=device and host_memory", "no row lies there", "Leave host_memory out.")
         if not isinstance(name, str):
             raise ParameterError("method", "the name of a method", name, f"Served are {', '.join(METHODS)}.")
         if maps is not None and not isinstance(maps, str):
@@ -70,7 +80,7 @@ class Settings:
                 why = _REASONS.get(key, "it is not served yet")
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
-                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps", "host_memory"])
+                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps", "host_memory", "residency"])
         estimate = {"rest": PageMeans.name} if name == METHODS[0] else {}
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
@@ -84,7 +94,7 @@ class Settings:
             told = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
             raise ParameterError("page_tokens", told, means.page_tokens, 'Take "rest": "page-means", which has 64.')
         limit = None if memory is None else bytes_of(memory)
-        return Settings(method, None if maps is None else Path(maps), limit)
+        return Settings(method, None if maps is None else Path(maps), limit, residency)
 
     @property
     def index(self) -> SphereConfig | ExactConfig:

@@ -65,6 +65,19 @@ class HostBlocks:
         return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32))
 
 
+class DeviceBlocks(HostBlocks):
+    """The same on the layer's own device, where nothing has to be page-locked."""
+
+    def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
+        self.block_size, self.borders = block_size, set()
+        with lasting_tensors():
+            size = blocks, shape.kv_heads, block_size, 2, shape.head_dim
+            self.rows = torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+    def give(self, blocks: int) -> None:
+        """All of them are usable."""
+
+
 class Stream:
     """Places on a GPU through which pieces of a sequence go, for all layers of a shape."""
 

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.served import Served
+from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
 
@@ -42,6 +43,8 @@ class Worker(StockWorker):
         page = max(spec.page_size_bytes for spec in specs.values())
         per_block = page * max(len(group.layer_names) for group in groups)
         size, ranks = config.cache_config.block_size, config.parallel_config.world_size
+        if served.settings.residency == "device":
+            return self._with_rows(available, per_block, size)
         plan = served.plan = HostPlan.of(served.shapes, size, served.settings.host_memory, ranks)
         kinds = [group.kv_cache_spec for group in groups]
         needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
@@ -58,6 +61,17 @@ class Worker(StockWorker):
             plan.limit / 2**30, plan.blocks, available // per_block,
         )  # fmt: skip
         return allowed
+
+    def _with_rows(self, available: int, per_block: int, size: int) -> int:
+        """Device bytes for pages of per_block bytes, where as many blocks of rows lie beside them."""
+        served, asked = Served.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
+        rows = sum(HostBlocks.block_bytes(shape, size) for shape in served.shapes)
+        blocks = available // (per_block + rows)
+        if asked is not None and asked > blocks:  # vLLM takes it as it is
+            told = f"at most {blocks:,}, the device has no more with their rows"
+            raise ParameterError("num_gpu_blocks_override", told, asked, "Lower it.")
+        _log.info("kvrecall: %d blocks of %d tokens, rows on the device", blocks, size)
+        return blocks * per_block
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         highest = highest_block(scheduler_output)
