@@ -9,8 +9,10 @@ the life of a block is the life of its rows: prefix caching, preemption, abort a
 3. `backend.py`: the classes that vLLM asks for. `window.py`: the recent tokens, a cache group of vLLM's own. `worker.py`,
    `memory.py`: no more blocks than device and host hold.
 4. `stream.py`: rows in host memory, and how a GPU gets those of a sequence back.
-5. On a CPU: `paged.py`, one layer over these blocks; `summaries.py`, what pages hold and how they are searched.
-6. On a GPU: `plan.py`, what the layers of a pass are told; `device.py`, one layer; `kernels.py`.
+5. On a CPU: `paged.py`, one layer over these blocks; `summaries.py`, what pages hold and how they are searched; `means.py`,
+   the means of pages.
+6. On a GPU: `plan.py`, what the layers of a pass are told; `device.py`, one layer; `kernels.py`; `finite.py`, whether keys and
+   values were finite.
 7. `command.py`: how `kvrecall serve` starts vLLM's own server.
 
 `plugin`, `served`, `window`, `worker` and `backend` import vLLM; the others do not.

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kvrecall.backends.vllm.device import DeviceLayer, Scratch
+from kvrecall.backends.vllm.finite import FiniteWatch
 from kvrecall.backends.vllm.maps import calibrations_of
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.settings import Settings
@@ -35,6 +36,7 @@ class Served:
         self._config = vllm_config
         self.settings = Settings.of(vllm_config.additional_config)
         self._scratch: dict[LayerShape, Scratch] = {}
+        self.watch = FiniteWatch()
         self.shapes: list[LayerShape] = []
         """Of the layers that we serve."""
         self.plan: HostPlan | None = None
@@ -99,6 +101,7 @@ class Served:
             keeps=settings.residency == "host",
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
+        self.watch.add(number, layer.bad)
         return layer
 
     def calibration(self, layer: int) -> LayerCalibration | None:

@@ -74,6 +74,7 @@ class Worker(StockWorker):
         return blocks * per_block
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        Served.of(self.vllm_config).watch.look()
         highest = highest_block(scheduler_output)
         if highest is not None:
             Served.of(self.vllm_config).give(highest + 1)

@@ -1,0 +1,73 @@
+"""Whether layers on a GPU were given keys or values that are not finite: asked now and then, without waiting for the GPU.
+
+Kernels flag such a row when they store it. No step reads the flags; a copy of them is on its way while passes go on.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.structs import lasting_tensors
+
+_log = logging.getLogger("vllm.kvrecall")
+
+PASSES = 32
+"""Passes between two looks."""
+
+
+class FiniteWatch:
+    """Of the layers of one engine."""
+
+    def __init__(self) -> None:
+        self._flags: list[tuple[int, Tensor]] = []
+        self._passes = 0
+        self._copy: Tensor | None = None
+        self._sent: torch.cuda.Event | None = None
+
+    def add(self, number: int, flags: Tensor) -> None:
+        """flags: int32 `[b]` of the layer with this number, not 0 where a row was not finite."""
+        self._flags.append((number, flags))
+
+    def look(self) -> list[int]:
+        """Called before each pass. Numbers of the layers that were flagged, each told in one error of the log; what was flagged
+        before the first pass is forgotten, for then an engine only tries itself out."""
+        if not self._flags:
+            return []
+        self._passes += 1
+        if self._passes == 1:
+            self._forget()
+        if self._copy is None:
+            if self._passes % PASSES == 0:
+                self._send()
+            return []
+        if self._sent is not None and not self._sent.query():
+            return []
+        found = sorted(number for (number, _), flag in zip(self._flags, self._copy.tolist(), strict=True) if flag)
+        self._copy = None
+        if found:
+            self._forget()
+            _log.error(
+                "kvrecall: keys or values that are not finite were stored within the last %d passes, first in layer %d (of %d "
+                "layers). Answers of these requests, and of later ones that share their blocks, are wrong. Look at the weights "
+                "of this layer, or serve with --dtype bfloat16 where float16 overflows; start the engine anew, or reset its "
+                "cache of prefixes, to be rid of the blocks.", 2 * PASSES, found[0], len(found),
+            )  # fmt: skip
+        return found
+
+    def _forget(self) -> None:
+        for _, flags in self._flags:
+            flags.zero_()
+
+    def _send(self) -> None:
+        worst = torch.stack([flags.amax() for _, flags in self._flags])
+        if worst.is_cuda:
+            with lasting_tensors():
+                self._copy = torch.empty(worst.shape, dtype=worst.dtype, pin_memory=True)
+            self._copy.copy_(worst, non_blocking=True)
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+        else:
+            self._copy = worst
