@@ -64,6 +64,19 @@ def test_info(cli: Cli) -> None:
     assert "pariskv" in shown and "transformers" in shown and "not fetched" in shown
 
 
+@pytest.mark.parametrize(
+    ("capability", "said"), [((8, 0), "binary"), ((9, 0), "binary"), ((10, 0), "integer"), ((7, 5), "torch")]
+)
+def test_info_says_what_searches_run_on(capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is only there on Linux")
+    from kvrecall.cli.info import _kernels
+
+    monkeypatch.setattr("kvrecall.core.launch.kernels_available", lambda _: capability >= (8, 0))
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: capability)
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.INTERPRETED", False)
+    assert said in _kernels(torch.device("cuda", 0))
+
+
 def test_models_without_any(cli: Cli) -> None:
     assert all(row["state"] == "not fetched" and row["path"] is None for row in cli.json("models", "list")["models"])
     assert "(default)" in cli("models", "list").stdout
