@@ -1,4 +1,4 @@
-"""CTkvr: KV cache retrieval for long-context LLMs via centroid then token indexing."""
+"""CTkvr: KV cache retrieval for long-context LLMs via centroid then token indexing (Lu et al.), https://arxiv.org/abs/2512.15550."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences."""
+"""LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (Wu et al.), https://arxiv.org/abs/2510.11292."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PRKV: Page Restricted KV Cache for High Accuracy and Efficiency LLM Generation (anonymous, under review)."""
+"""PRKV: Page Restricted KV Cache for High Accuracy and Efficiency LLM Generation (anonymous, under review; no public link)."""
 
 from __future__ import annotations
 
