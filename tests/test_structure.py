@@ -179,7 +179,8 @@ assert str(kvrecall.parts.get("index", "pages")) == "pages"
 
 
 @pytest.mark.parametrize("use", [
-    "kvrecall.RetrievalCache", "kvrecall.attach", "kvrecall.engine", "models.load('x')", "models.load_config('x')",
+    "kvrecall.RetrievalCache", "kvrecall.attach", "kvrecall.ask", "kvrecall.engine", "models.load('x')",
+    "models.load_config('x')",
     "importlib.import_module('kvrecall.backends.transformers.cache')", "importlib.import_module('kvrecall.evaluate.trace')",
 ])  # fmt: skip
 def test_without_transformers_its_extra_is_named(use: str) -> None:

@@ -70,7 +70,7 @@ def test_model_without_chat_template(cli: Cli, tmp_path: Path, document: Path) -
 
 def test_missing_file(cli: Cli, tmp_path: Path) -> None:
     assert cli.error("ask", tmp_path / "none.txt", "what").startswith("InputFileError") and not (tmp_path / "models").exists()
-    assert "Is a directory" in cli.error("ask", tmp_path, "what")
+    assert "Is a directory" in cli.error("generate", "--prompt-file", tmp_path)
 
 
 @pytest.mark.parametrize(

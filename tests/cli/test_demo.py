@@ -23,12 +23,15 @@ def test_demo_shows_both_answers_and_the_table(cli: Cli, tiny: Path) -> None:
     for question in harbour_log()[1][:3]:
         assert question.question in " ".join(result.stdout.split())
     assert result.stdout.count("full attention ·") == 3 and "Right answers of 3" in result.stdout
-    assert "tokens per zone" in result.stdout
+    assert "tokens per zone" in result.stdout and "First token of the answer" in result.stdout
 
 
 def test_demo_json_reads_once_and_compares(cli: Cli, tiny: Path) -> None:
     told = cli.json("demo", "-m", tiny, "--all", "--max-new-tokens", 3)
     assert len(told["questions"]) == len(harbour_log()[1]) > 3 and told["document_tokens"] > 7000
+    again = told["from_session"]
+    assert again["answer"] == told["questions"][0]["retrieval"]["answer"] and again["bytes"] > 7000 * 2 * 2 * 64
+    assert 0 < again["load_seconds"] <= again["first_token_seconds"]
     for row in told["questions"]:
         sparse, dense = (row[key]["stats"]["total"]["attended_per_step"] for key in ("retrieval", "full_attention"))
         assert sparse < 0.2 * dense and row["full_attention"]["method"] == "full"

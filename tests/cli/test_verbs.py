@@ -17,6 +17,8 @@ from tests.cli.conftest import Cli
 
 VERBS = [
     "ask",
+    "chat",
+    "read",
     "generate",
     "serve",
     "demo",

@@ -91,7 +91,10 @@ class SavedModel(_Strict):
 
 
 class SavedSession(_Strict):
-    """The whole index. tables: the blocks of each sequence. cache: what belongs to no layer of ours. layers: by number."""
+    """The whole index. about: where the tokens come from, for people and programs.
+
+    tables: the blocks of each sequence. cache: what belongs to no layer of ours. layers: by number.
+    """
 
     format: Literal["kvrecall-session"]
     version: Literal[1]
@@ -103,6 +106,7 @@ class SavedSession(_Strict):
     tokens: Count
     block_size: Annotated[int, Field(ge=16, le=4096)]
     observe_queries: Count
+    about: dict[str, str | Count | list[str]] = Field(default_factory=dict)
     tables: list[list[Count]] = Field(min_length=1)
     files: list[SavedFile]
     cache: SavedPart

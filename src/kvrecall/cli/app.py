@@ -11,12 +11,14 @@ from kvrecall.cli.ask import ask
 from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.calibrate_maps import calibrate_maps
+from kvrecall.cli.chat import chat
 from kvrecall.cli.demo import demo
 from kvrecall.cli.eval import evaluate
 from kvrecall.cli.generate import generate
 from kvrecall.cli.info import info
 from kvrecall.cli.models import models
 from kvrecall.cli.plan import plan
+from kvrecall.cli.read import read
 from kvrecall.cli.recall import recall
 from kvrecall.cli.report_page import report
 from kvrecall.cli.serve import serve
@@ -49,7 +51,7 @@ def _main(
     pass
 
 
-for verb in (ask, generate, serve, demo, plan, info, trace, recall, calibrate, tune, report):
+for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, calibrate, tune, report):
     app.command()(verb)
 app.command("calibrate-maps")(calibrate_maps)
 app.command("eval")(evaluate)

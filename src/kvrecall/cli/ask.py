@@ -1,4 +1,4 @@
-"""`kvrecall ask FILE QUESTION…`"""
+"""`kvrecall ask FILE|SESSION QUESTION…`"""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.answer import InTurn
+from kvrecall.cli.document import Choices, opened
 from kvrecall.cli.report import answers_table, stats_table
-from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import non_empty, read_text
+from kvrecall.cli.textfile import non_empty
 from kvrecall.cli.verb import Result, notes, verb
 
 
 @verb
 def ask(
-    file: Annotated[Path, typer.Argument(help="Text file, UTF-8.")],
+    source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, UTF-8, or the folder of a saved session.")],
     questions: Annotated[list[str], typer.Argument(help="What you want to know about it; one or several questions.")],
-    model: options.Model = options.DEFAULT_MODEL,
-    method: options.MethodName = options.DEFAULT_METHOD,
+    keep: options.Keep = False,
+    model: options.DocumentModel = None,
+    method: options.DocumentMethod = None,
     settings: options.Settings = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -28,41 +29,25 @@ def ask(
     chunk_tokens: options.SuitedChunkTokens = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
+    keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Answer questions about a text file, which is read once."""
+    """Answer questions about a text file, which is read once, or about a saved session, which is not read again."""
     # What is cheap to get wrong is checked before the weights are loaded.
-    text = read_text(file)
     questions = [non_empty(question, "question") for question in questions]
-    chosen = options.method_of(method, settings)
     options.check_sampling(temperature, seed)
-
-    from kvrecall import engine
-    from kvrecall.methods.settings import settings_of
-
-    session = open_session(model, dtype, device, quiet=as_json)
-    document = engine.Document.of(session.model, session.tokenizer, text, method=chosen)
-    document.check(questions, max_new_tokens)
-    with token_bar("reading", as_json) as on_progress:
-        document.read(chunk_tokens=chunk_tokens, on_progress=on_progress)
-    shown = InTurn(questions)
-    answers = document.ask(
-        questions,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        on_text=None if as_json else shown.write,
-        on_answer=None if as_json else shown.end,
-    )
-    told = {
-        "model": session.name,
-        "method": document.cache.method.name,
-        "settings": settings_of(document.cache.method),
-        "document_tokens": document.tokens,
-        "load_seconds": round(session.load_seconds, 3),
-        "read_seconds": round(document.read_seconds, 3),
-        "answers": [answer_told(answer) for answer in answers],
-    }
+    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json)
+    with opened(source, choices, lambda document: document.check(questions, max_new_tokens)) as found:
+        shown = None if as_json else InTurn(questions)
+        answers = found.document.ask(
+            questions,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            on_text=shown and shown.write,
+            on_answer=shown and shown.end,
+        )
+        told = found.told() | {"answers": [answer_told(answer) for answer in answers]}
     if not as_json:
         _show(told)
     return told

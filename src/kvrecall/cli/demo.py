@@ -1,9 +1,11 @@
-"""`kvrecall demo`: one document, read once; each question answered by retrieval and by full attention."""
+"""`kvrecall demo`: one document, read once; each question answered by retrieval and by full attention, one from disk again."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -14,10 +16,10 @@ from rich.text import Text
 from kvrecall.cli import options
 from kvrecall.cli.answer import answer, printable, summary, to_stdout
 from kvrecall.cli.demo_document import Question, excerpt, harbour_log
-from kvrecall.cli.report import seconds, stats_table
+from kvrecall.cli.report import seconds, size, stats_table
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import Session, download_bar, open_session, token_bar
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.verb import Result, notes, status, verb
 
 QUESTIONS = 3
 EXCERPT_TOKENS = 1800
@@ -36,7 +38,7 @@ def demo(
     chunk_tokens: options.SuitedChunkTokens = None,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, side by side."""
+    """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, and from disk."""
     chosen = options.method_of(method, settings)
 
     from kvrecall import Full, RetrievalCache, engine
@@ -88,13 +90,17 @@ def demo(
             console.print(_side_by_side(question, chosen.name, row))
             console.print()
     if not as_json:
-        _conclude(console, session, chosen.name, told)
+        _conclude(console, chosen.name, told)
+    again = _again(session, cache, questions[0], max_new_tokens, as_json)
+    if not as_json:
+        _show_again(console, again, read_seconds)
     return {
         "model": session.name,
         "method": chosen.name,
         "document_tokens": prompt.document_tokens,
         "prefill_seconds": round(read_seconds, 3),
         "questions": told,
+        "from_session": again,
     }
 
 
@@ -117,7 +123,39 @@ def _side_by_side(question: Question, method: str, row: dict[str, Any]) -> Table
     return table
 
 
-def _conclude(console: Console, session: Session, method: str, told: list[dict[str, Any]]) -> None:
+def _again(session: Session, cache: Any, question: Question, max_new_tokens: int, quiet: bool) -> dict[str, Any]:
+    """The second act: what was read goes to disk, and the first question is asked again from there."""
+    from kvrecall import engine
+
+    with TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        with status("saving what was read", quiet):
+            info = cache.save(folder)
+        saved = time.perf_counter()
+        with status("asking the saved session", quiet):
+            document = engine.Document.of(session.model, session.tokenizer, Path(folder))
+            (answer,) = document.ask(question.question, max_new_tokens=max_new_tokens)
+        return {
+            "question": question.question,
+            "answer": answer.text,
+            "right": question.answered_by(answer.text),
+            "bytes": info.nbytes,
+            "save_seconds": round(saved - start, 3),
+            "load_seconds": round(document.read_seconds, 3),
+            "first_token_seconds": round(document.read_seconds + answer.first_token_seconds, 3),
+        }
+
+
+def _show_again(console: Console, again: dict[str, Any], read_seconds: float) -> None:
+    console.print(Text("\nThe same question, asked from disk:", style="bold"))
+    console.print(Text(f"{again['question']}  {printable(again['answer']).strip()}"))
+    console.print(f"What was read was saved as a session of {size(again['bytes'])} in {seconds(again['save_seconds'])}.")
+    first = seconds(again["first_token_seconds"])
+    console.print(f"First token of the answer: {first} with loading, where reading took {seconds(read_seconds)}.")
+    console.print("Your own: kvrecall read report.txt --out report.session; kvrecall ask report.session QUESTION")
+
+
+def _conclude(console: Console, method: str, told: list[dict[str, Any]]) -> None:
     right = {key: sum(row[key]["right"] for row in told) for key in ("retrieval", "full_attention")}
     console.print(f"Right answers of {len(told)}: {method} {right['retrieval']}, full attention {right['full_attention']}.\n")
     console.print(Text(f"The last answer by {method}:", style="bold"))

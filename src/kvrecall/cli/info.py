@@ -1,11 +1,14 @@
-"""`kvrecall info`"""
+"""`kvrecall info [SESSION]`"""
 
 from __future__ import annotations
 
 import os
 import platform
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.models import known_models
@@ -21,8 +24,13 @@ PACKAGES = ("torch", "transformers", "numba", "triton", "numpy", "gguf", "accele
 
 
 @verb
-def info(as_json: options.AsJson = False) -> Result:
-    """Show versions, devices, methods and models."""
+def info(
+    session: Annotated[Path | None, typer.Argument(help="Folder of a saved session.")] = None, as_json: options.AsJson = False
+) -> Result:
+    """Show versions, devices, methods and models; or what a saved session holds."""
+    if session is not None:
+        return _about_session(session, as_json)
+
     from kvrecall import methods
 
     told: Result = {
@@ -33,6 +41,45 @@ def info(as_json: options.AsJson = False) -> Result:
     }
     if not as_json:
         _show(told)
+    return told
+
+
+def _about_session(folder: Path, as_json: bool) -> Result:
+    from kvrecall.backends.transformers.session import read_info
+
+    held = read_info(folder)
+    whole = held.about.get("tokens", held.tokens)
+    told: Result = {
+        "folder": str(folder),
+        "model": held.about.get("model"),
+        "model_type": held.model,
+        "dtype": held.dtype,
+        "method": held.method,
+        "settings": held.settings,
+        "tokens": held.tokens,
+        "document_tokens": whole,
+        "whole": held.tokens >= whole,
+        "sequences": held.sequences,
+        "rows": held.rows,
+        "bytes": held.nbytes,
+        "files": held.about.get("files", []),
+        "first_words": held.about.get("first_words"),
+    }
+    if not as_json:
+        table = plain_table()
+        table.add_row("session", told["folder"])
+        read = "" if told["whole"] else f" of {whole:,}: go on with `kvrecall read` and the same files"
+        several = f", {held.sequences} sequences" if held.sequences > 1 else ""
+        table.add_row("tokens", f"{held.tokens:,}{read}{several}")
+        table.add_row("on disk", f"{size(held.nbytes)}, rows {'as they are' if held.rows == 'plain' else 'in ' + held.rows}")
+        table.add_row("model", f"{told['model'] or 'a model'} ({held.model}, {held.dtype})")
+        settings = ", ".join(f"{name}={value}" for name, value in held.settings.items())
+        table.add_row("method", held.method + (f" ({settings})" if settings else ""))
+        if told["files"]:
+            table.add_row("read from", ", ".join(told["files"]))
+        if told["first_words"]:
+            table.add_row("first words", told["first_words"])
+        results().print(table)
     return told
 
 

@@ -18,6 +18,17 @@ MethodName = Annotated[str, typer.Option("--method", metavar="METHOD", help=METH
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Parameter of the method, as JSON; may be repeated.")
 ]
+DocumentModel = Annotated[
+    str | None, typer.Option("--model", "-m", help=f"{MODEL_HELP} That of the session, else qwen2.5-coder-0.5b, if left out.")
+]
+DocumentMethod = Annotated[
+    str | None, typer.Option("--method", metavar="METHOD", help=f"{METHOD_HELP} That of the session, or the recommended one.")
+]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep what was read, so that the next call with this file need not.")]
+KeepLimit = Annotated[
+    str,
+    typer.Option(envvar="KVRECALL_SESSIONS_LIMIT", help="Bytes of all that is kept, such as 32g; the rest goes."),
+]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the fastest if left out.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; the best if left out.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")]
@@ -32,6 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_METHOD = "recommended"
 """`kvrecall.methods.recommended()`; not imported, since help texts do not wait for torch."""
+DEFAULT_KEEP_LIMIT = "32g"
 
 
 def method_of(text: str, settings: list[str] | None) -> Any:
@@ -62,6 +74,16 @@ def token_count(text: str, name: str = "--context") -> int:
         raise ParameterError(name, "a count such as 32768, 32k or 1m, from 1 on", text, "Give a whole number of tokens.")
     if count > _MOST_TOKENS:
         raise ParameterError(name, f"at most {_MOST_TOKENS:,} tokens", text, "Give what a model can hold.")
+    return count
+
+
+def byte_count(text: str, name: str) -> int:
+    """Bytes as people write them: 500m (= 500 MiB), 32g, 1t, 1048576. name: of the option."""
+    plain = text.strip().lower().removesuffix("b").removesuffix("i")
+    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(plain[-1:], 1)
+    count = whole(plain[:-1] if factor > 1 else plain) * factor
+    if not 0 <= count < 1 << 63:
+        raise ParameterError(name, "bytes such as 500m, 32g or 1t", text, "Give a whole number with its unit.")
     return count
 
 

@@ -22,7 +22,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of keys and values: bfloat16, float16 or float32.")] = "bfloat16",
     as_json: options.AsJson = False,
 ) -> Result:
-    """Tell how much memory a context needs, before anything is loaded. Model weights are not counted."""
+    """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights are not counted."""
     context_tokens = options.token_count(context)
     chosen = options.method_of(method, settings)
 
@@ -59,6 +59,7 @@ def _show(model: str, told: Result) -> None:
         "rows of layers that search nothing": "device_row_bytes",
     }  # fmt: skip
     table.add_pieces("  of it", (f"{size(told[key])} {name}" for name, key in parts.items() if told[key]))
+    table.add_row("disk", f"{size(told['session_bytes'])} as a saved session")
     fits = _fits(told["full_attention_fits_device"], told["available_device_bytes"])
     table.add_row("full attention", f"{size(told['full_attention_device_bytes'])} on the device {fits}")
     results().print(table)

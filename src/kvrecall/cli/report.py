@@ -55,7 +55,7 @@ def stats_table(summary: dict[str, Any]) -> PlainTable:
     table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
     if "read_seconds" in summary:
         times = [summary[name] for name in ("read_seconds", "first_token_seconds", "decode_seconds")]
-        table.add_row("read, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
+        table.add_row(f"{_got(summary)}, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
     else:
         table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
     table.add_pieces("tokens per zone", (f"{name} {count:,}" for name, count in zones.items()))
@@ -71,6 +71,11 @@ def stats_table(summary: dict[str, Any]) -> PlainTable:
     return table
 
 
+def _got(told: dict[str, Any]) -> str:
+    """How the document came into the cache."""
+    return "loading" if told.get("session") and told["session"]["found"] else "reading"
+
+
 def answers_table(told: dict[str, Any]) -> PlainTable:
     """The table under several answers, from what --json would have printed."""
     table = plain_table()
@@ -78,7 +83,7 @@ def answers_table(told: dict[str, Any]) -> PlainTable:
     table.add_row("model, method", f"{told['model']}, {told['method']}")
     if told["settings"]:
         table.add_pieces("settings", (f"{name}={value}" for name, value in told["settings"].items()))
-    table.add_row("reading", f"{told['document_tokens']:,} tokens in {seconds(told['read_seconds'])}, once for all questions")
+    table.add_row(_got(told), f"{told['document_tokens']:,} tokens in {seconds(told['read_seconds'])}, once for all questions")
     first = [answer["first_token_seconds"] for answer in answers]
     table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")
     new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)

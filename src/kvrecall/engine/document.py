@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,15 +18,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrecall import methods
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.engine.asked import check_sampling
 from kvrecall.engine.prefill import Progress, context_limit, prefill
 from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt
 from kvrecall.engine.request import Engine, Request
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
+from kvrecall.methods.settings import settings_of
+
+if TYPE_CHECKING:
+    from kvrecall.backends.transformers.session import SessionInfo
 
 MAX_NEW_TOKENS = 128
+
+FIRST_WORDS = 120
+"""Characters of a document that its session tells."""
+
+Source = str | Sequence[str] | PathLike[str] | RetrievalCache
+"""A document's text, several that follow each other, the folder of a saved session, or a cache that holds one sequence."""
 
 OnText = Callable[[int, str], None]
 """Called with (number of the question from 0, piece of its answer)."""
@@ -58,26 +71,36 @@ class Document:
         """Use `Document.of`."""
         self.model, self.tokenizer, self.cache, self.prompt = model, tokenizer, cache, prompt
         self.read_seconds = 0.0
-        """How long reading took."""
+        """How long reading, or loading what a session holds of it, took."""
+        self.about: dict[str, Any] = {}
+        """What its session says of it."""
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: str | Sequence[str] | RetrievalCache,
-        *, method: Method | str | None = None, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Source, *,
+        method: Method | str | None = None, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
     ) -> Document:  # fmt: skip
-        """A document that is given in one of the forms of `ask`, with the same method and instruction. Computes nothing yet.
+        """A document that is given in one of the forms of `ask`, with the same method and instruction. Reads no text yet.
 
-        Raises ParameterError for a document with nothing in it.
+        Raises ParameterError for a document with nothing in it, and what `RetrievalCache.load` raises for a session.
         """
-        chosen = chosen_method(method, settings)
+        chosen, start = chosen_method(method, settings), time.perf_counter()
+        about: dict[str, Any] = {}
+        if _is_folder(document):
+            about, document = _loaded(model, Path(document))  # type: ignore[arg-type]
         if isinstance(document, RetrievalCache):
             held = _held(document)
             cache = document if chosen in (None, document.method) else document.fork(chosen)
-            return cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction))
-        for text in _texts("document", document):
+            made = cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction))
+            made.about, made.read_seconds = about, time.perf_counter() - start
+            return made
+        texts = _texts("document", document)
+        for text in texts:
             _some("document", text)
         cache = RetrievalCache(model.config, chosen or methods.recommended())
-        return cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, document, instruction))
+        made = cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, texts, instruction))
+        made.about = {"first_words": " ".join(texts[0][: 8 * FIRST_WORDS].split())[:FIRST_WORDS], "tokens": made.tokens}
+        return made
 
     @property
     def tokens(self) -> int:
@@ -153,6 +176,33 @@ class Document:
                 request.cancel()
         return [answers[number] for number in range(len(questions))]
 
+    def save(self, folder: str | PathLike[str], **about: Any) -> SessionInfo:
+        """Saves what the cache holds as a session, also if the document is read in part; `resume` goes on with it.
+
+        about: what else the session is to say of itself, see `RetrievalCache.save`. Raises as that does.
+        """
+        from kvrecall.backends.transformers.session import save
+
+        self.about |= about
+        return save(self.cache, os.fspath(folder), about=self.about)
+
+    def resume(self, folder: str | PathLike[str]) -> int:
+        """Takes what a session holds of this document, which may be a part of it; returns its tokens.
+
+        Raises SessionError, and changes nothing, for a session of another document, method, or model.
+        """
+        start = time.perf_counter()
+        cache = RetrievalCache.load(Path(folder), self.model.config, model=self.model)
+        held = _held(cache)
+        if cache.method != self.cache.method:
+            remedy = "Give that method with its settings, or another folder."
+            raise SessionError("method", _named(cache.method), _named(self.cache.method), remedy)
+        if held != self.prompt.prefix[: len(held)]:
+            remedy = "Give the same files in the same order, perhaps with more behind them, or another folder."
+            raise SessionError("document", "one that begins with what the session holds", "another", remedy)
+        self.cache, self.read_seconds = cache, time.perf_counter() - start
+        return len(held)
+
     def _ids(self, behind: list[int]) -> Tensor:
         return torch.tensor([self.prompt.prefix + behind], device=self.model.device)
 
@@ -160,7 +210,7 @@ class Document:
 def ask(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    document: str | Sequence[str] | RetrievalCache,
+    document: Source,
     questions: str | Sequence[str],
     *,
     method: Method | str | None = None,
@@ -177,8 +227,9 @@ def ask(
 ) -> list[Answer]:
     """Reads a document once and answers questions about it, each on a fork of its cache, all decoded together.
 
-    document: its text, several texts that follow each other, or a cache that holds one sequence; a question goes on from what
-    it holds, and it stays as it is. questions: one or several. An answer is the one that its question would get alone.
+    document: its text, several texts that follow each other, the folder of a saved session, or a cache that holds one sequence;
+    questions go on from what a session or a cache holds, and it stays as it is. A string that names an existing folder is a
+    session. questions: one or several. An answer is the one that its question would get alone.
 
     method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
     or session, else `kvrecall.methods.recommended()`. instruction: how to answer; it stands between document and question.
@@ -190,7 +241,8 @@ def ask(
     answer), as they come; on_answer with (number, answer), when it is complete.
 
     Raises ParameterError, before anything is computed, for an empty document or question, no questions, and settings that
-    cannot work; ContextLengthError if document, question and answer exceed the model's context.
+    cannot work; ContextLengthError if document, question and answer exceed the model's context; SessionError for a folder
+    without a session of this model, or with one of a document that was read in part.
     """
     read = Document.of(model, tokenizer, document, method=method, settings=settings, instruction=instruction)
     return read.ask(
@@ -209,6 +261,32 @@ def chosen_method(method: Method | str | None, settings: Mapping[str, Any] | Non
     if method is not None and not isinstance(method, Method):
         raise ParameterError("method", "a kvrecall method or its name", method, "For example kvrecall.methods.recommended().")
     return method
+
+
+def _is_folder(document: object) -> bool:
+    if isinstance(document, PathLike):
+        return True
+    try:
+        return isinstance(document, str) and os.path.isdir(document)
+    except ValueError:  # a NUL in a text
+        return False
+
+
+def _loaded(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], RetrievalCache]:
+    """What a session says of itself, and its cache. Raises SessionError also for a document that was read in part."""
+    from kvrecall.backends.transformers.session import read_info
+
+    info = read_info(folder)
+    whole = info.about.get("tokens", 0)
+    if isinstance(whole, int) and info.tokens < whole:
+        remedy = "Go on with `kvrecall read` and the same files."
+        raise SessionError(folder, f"a document that was read whole ({whole:,} tokens)", f"{info.tokens:,} of them", remedy)
+    return info.about, RetrievalCache.load(folder, model.config, model=model)
+
+
+def _named(method: Method) -> str:
+    told = ", ".join(f"{name}={value!r}" for name, value in settings_of(method).items())
+    return f"{method.name}({told})"
 
 
 def _texts(name: str, given: object) -> list[str]:

@@ -11,9 +11,11 @@ from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.memory import layers_near
 from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 
@@ -25,6 +27,7 @@ class Plan:
     host_bytes_per_token: of rows, wherever they lie. device_row_bytes: rows that lie on the GPU, those of layers that search
     nothing while it has room for them; host_bytes are the others, and device_bytes the sum of what the device holds.
     map_bytes: what all sequences share: the maps of the model's keys (docs/design/statistics.md).
+    session_bytes: of a saved session on disk: whole blocks of rows, window, and summaries.
     """
 
     method: str
@@ -43,6 +46,7 @@ class Plan:
     device_row_bytes: int
     device_bytes: int
     full_attention_device_bytes: int
+    session_bytes: int
     available_host_bytes: int
     available_device_bytes: int | None
     fits_host: bool
@@ -79,11 +83,13 @@ def plan(
     if device_free is not None and layers:
         room = device_free - SPARE_BYTES - resident - summaries - maps
         near = rows // layers * layers_near(rows // layers, layers - len(searched), room)
+    block = block_size_on(where)
+    session = row * cdiv(retrieved, block) * block * batch + resident + summaries
     host, device = rows - near, resident + summaries + maps + near
     host_free = available_host_bytes()
     return Plan(
         method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, host_free, device_free,
+        row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, session, host_free, device_free,
         host <= host_free if device_free is not None else host + device <= host_free,
         None if device_free is None else device <= device_free,
         None if device_free is None else full <= device_free,

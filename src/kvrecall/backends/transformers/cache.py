@@ -179,19 +179,22 @@ class RetrievalCache(Cache):
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
         return fork
 
-    def save(self, folder: str | Path, *, rows: Literal["plain", "fp8"] = "plain") -> SessionInfo:
+    def save(
+        self, folder: str | Path, *, rows: Literal["plain", "fp8"] = "plain", about: dict[str, Any] | None = None
+    ) -> SessionInfo:
         """Writes all that is held to a folder, from which `load` makes the same cache, in this process or another.
 
         A folder that holds a session gets another one in its place: whole, or not at all. Where it is the one that this cache
         was loaded from or last saved to, only what has changed since is written. rows: "fp8" writes keys and values in eight
-        bits with a scale per row, half of 16-bit types, at a loss (docs/guide/sessions.md).
+        bits with a scale per row, half of 16-bit types, at a loss (docs/guide/sessions.md). about: texts, counts and lists of
+        texts to be found in `SessionInfo.about`; None: what the session says that this cache was loaded from.
 
         Raises SessionError for a cache that holds nothing or cannot be saved, and for a folder of other files;
         InterruptedPassError where the last forward pass was interrupted; OutputFileError where the disk refuses.
         """
         from kvrecall.backends.transformers import session  # pydantic takes a while to import
 
-        return session.save(self, folder, rows)
+        return session.save(self, folder, rows, about)
 
     @classmethod
     def load(

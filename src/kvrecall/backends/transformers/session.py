@@ -75,7 +75,7 @@ _LAYERS_AT_ONCE = 4
 @dataclass(frozen=True)
 class SessionInfo:
     """What a folder holds. tokens: of each sequence, padding included. nbytes: of all its files. ids: int64 `[B, tokens]`, None
-    where they are not known. settings: what differs from the method's defaults."""
+    where they are not known. settings: what differs from the method's defaults. about: what `save` was given."""
 
     folder: Path
     model: str
@@ -88,6 +88,7 @@ class SessionInfo:
     nbytes: int
     files: int
     ids: Tensor | None
+    about: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class SavedState:
     """What a cache knows of the session that it was last saved to or loaded from.
 
     blocks: by layer and memory, that memory, the form, and each block in its file. fingerprint: of the model. rotaries: those
-    that wait for the model, by layer.
+    that wait for the model, by layer. about: what it says of itself.
     """
 
     folder: str
@@ -112,6 +113,7 @@ class SavedState:
     sizes: dict[str, int]
     blocks: dict[tuple[int, str], tuple[Callable[[], Any], str, dict[int, _Written]]] = field(default_factory=dict)
     rotaries: dict[int, LateRotary] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
     _met: Callable[[], PreTrainedModel | None] = lambda: None
 
     def meet(self, model: PreTrainedModel) -> bool:
@@ -125,7 +127,7 @@ class SavedState:
         return True
 
 
-def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain") -> SessionInfo:
+def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
     """See `RetrievalCache.save`."""
     if rows not in ("plain", "fp8"):
         raise ParameterError("rows", '"plain" or "fp8"', rows, '"fp8" is half as large, at a loss.')
@@ -142,6 +144,8 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain") -> Sess
     _check_heads(cache, states)
     model = None if cache._model is None else cache._model()
     known = cache._session
+    _check_about(about or {})
+    about = about if about is not None else {} if known is None else known.about
     if model is not None:
         fingerprint = fingerprint_of(model)
     else:
@@ -164,13 +168,13 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain") -> Sess
                 save_.add(f"{number}", notes)
             save_.add("cache", own.notes)
             write(files, save_.new_files)
-            session = save_.session(method, fingerprint, str(states[0].shape.dtype).removeprefix("torch."))
+            session = save_.session(method, fingerprint, str(states[0].shape.dtype).removeprefix("torch."), about)
             checksum = write_index(path, session)
             sync_folder(path)
         finally:
             _clean(path)
     sizes = {file.name: file.nbytes for file in session.files}
-    cache._session = SavedState(str(path), checksum, fingerprint, sizes, save_.written)
+    cache._session = SavedState(str(path), checksum, fingerprint, sizes, save_.written, about=about)
     cache._session._met = (lambda: None) if model is None else ref(model)
     if known is not None:
         cache._session.rotaries = known.rotaries
@@ -245,7 +249,7 @@ class _Save:
                     found[block] = place, end, unchanged
         return found
 
-    def session(self, method: str, fingerprint: Fingerprint, dtype: str) -> SavedSession:
+    def session(self, method: str, fingerprint: Fingerprint, dtype: str, about: dict[str, Any]) -> SavedSession:
         """The index, once all files are written."""
         for written, block, file, number, end in self._new:
             written[block] = _Written(file.place(number), end)
@@ -265,7 +269,7 @@ class _Save:
                 weights=fingerprint.weights,
             ),
             dtype=dtype, rows=self._rows, tokens=cache.get_seq_length(), block_size=self._size,  # pyright: ignore
-            observe_queries=cache.observe_queries,
+            observe_queries=cache.observe_queries, about=about,
             tables=[[self._order[b] for b in t.blocks[: cdiv(max(t.lengths.values()), self._size)]] for t in cache.tables],
             files=[SavedFile(name=name, nbytes=sizes[name]) for name in names], cache=parts.pop("cache"), layers=parts,
         )  # fmt: skip
@@ -331,8 +335,9 @@ class _Load:
         self._dtype: torch.dtype = getattr(torch, session.dtype)
         model = session.model
         self._state = SavedState(
-            str(path), checksum, Fingerprint(model.config, model.weights), {f.name: f.nbytes for f in session.files}
-        )
+            str(path), checksum, Fingerprint(model.config, model.weights), {f.name: f.nbytes for f in session.files},
+            about=dict(session.about),
+        )  # fmt: skip
 
     def run(self, model: PreTrainedModel | None) -> RetrievalCache:
         """Raises SessionError for what does not fit together."""
@@ -456,7 +461,7 @@ def _info(path: Path, session: SavedSession, ids: Tensor | None) -> SessionInfo:
     nbytes = sum(file.nbytes for file in session.files)
     return SessionInfo(
         path, session.model.type, session.method, dict(session.settings), session.tokens, len(session.tables), session.dtype,
-        session.rows, nbytes, len(session.files), ids,
+        session.rows, nbytes, len(session.files), ids, dict(session.about),
     )  # fmt: skip
 
 
@@ -494,6 +499,13 @@ def _check_heads(cache: RetrievalCache, states: list[LayerState]) -> None:
             got = f"{shape.query_heads} and {shape.kv_heads}, as a process of a tensor-parallel model has"
             expected = f"all heads of the model ({heads.query} and {heads.kv})"
             raise SessionError(f"layer {state.layer}", expected, got, "Load the model in one process.")
+
+
+def _check_about(about: dict[str, Any]) -> None:
+    for name, value in about.items():
+        texts = value if isinstance(value, list) else [name] if isinstance(value, int) and value >= 0 else [name, value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ParameterError(f"about[{name!r}]", "a text, a count or a list of texts", value, "Say it in text.")
 
 
 def _generation(before: SavedState | None) -> int:

@@ -1,0 +1,151 @@
+"""From a text file or a saved session to a document that can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrecall.cli import options
+from kvrecall.cli.kept import Kept, kept_folder, key_of
+from kvrecall.cli.report import size
+from kvrecall.cli.session import Session, open_session, token_bar
+from kvrecall.cli.textfile import read_text
+from kvrecall.cli.verb import Result, notes, status
+from kvrecall.core.errors import KVRecallError, ParameterError, SessionError
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the options of a verb say about a document, checked as far as that is cheap."""
+
+    model: str | None
+    method: str | None
+    settings: list[str] | None
+    dtype: str | None
+    device: str | None
+    chunk_tokens: int | None
+    keep: bool
+    keep_limit: str
+    quiet: bool
+    instruction: str | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A document (`engine.Document`) that is read, its model, and what --json says of the session that it lies in, if any."""
+
+    session: Session
+    document: Any
+    saved: Result | None
+
+    def told(self) -> Result:
+        """What --json says about a document."""
+        from kvrecall.methods.settings import settings_of
+
+        return {
+            "model": self.session.name,
+            "method": self.document.cache.method.name,
+            "settings": settings_of(self.document.cache.method),
+            "document_tokens": self.document.tokens,
+            "load_seconds": round(self.session.load_seconds, 3),
+            "read_seconds": round(self.document.read_seconds, 3),
+            "session": self.saved,
+        }
+
+
+@contextmanager
+def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> Iterator[Opened]:
+    """Reads a text file, or loads the session of a folder. check: is called with the document before that, and may raise.
+
+    Inside, a session that is kept stays where it is.
+    """
+    if source.is_dir():
+        session, document = _from_session(source, choices)
+        check(document)
+        yield Opened(session, document, {"folder": str(source), "found": True})
+        return
+    text = read_text(source)
+    limit = options.byte_count(choices.keep_limit, "--keep-limit")
+    chosen = options.method_of(choices.method or options.DEFAULT_METHOD, choices.settings)
+
+    from kvrecall import engine
+
+    session = open_session(choices.model or options.DEFAULT_MODEL, choices.dtype, choices.device, quiet=choices.quiet)
+    document = engine.Document.of(session.model, session.tokenizer, text, method=chosen, **_instruction(choices))
+    document.about |= {"model": session.name, "files": [plain(source)]}
+    check(document)
+    with ExitStack() as stack:
+        saved = None
+        if choices.keep:
+            saved = _kept(text, document, Kept(kept_folder(), limit), choices, stack)
+        else:
+            read(document, choices)
+        yield Opened(session, document, saved)
+
+
+def read(document: Any, choices: Choices) -> None:
+    """Reads under a bar what the document's cache does not hold yet."""
+    with token_bar("reading", choices.quiet) as on_progress:
+        document.read(chunk_tokens=choices.chunk_tokens, on_progress=on_progress)
+
+
+def plain(path: Path) -> str:
+    """A file's name as text, whatever its bytes are."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
+
+
+def _from_session(folder: Path, choices: Choices) -> tuple[Session, Any]:
+    if choices.keep:
+        raise ParameterError("--keep", "a text file", f"the session {folder}", "It is kept already.")
+    if choices.settings and not choices.method:
+        raise ParameterError("--set", "--method NAME beside it for a session", choices.settings, "Name the method.")
+    chosen = options.method_of(choices.method, choices.settings) if choices.method else None
+
+    from kvrecall import engine
+    from kvrecall.backends.transformers.session import read_info
+
+    info = read_info(folder)
+    name = choices.model or info.about.get("model") or options.DEFAULT_MODEL
+    session = open_session(str(name), choices.dtype or info.dtype, choices.device, quiet=choices.quiet)
+    with status("loading the session", choices.quiet):
+        document = engine.Document.of(session.model, session.tokenizer, folder, method=chosen, **_instruction(choices))
+    return session, document
+
+
+def _kept(text: str, document: Any, kept: Kept, choices: Choices, stack: ExitStack) -> Result:
+    """Reads a document, or loads it from where it is kept; keeps it if it is not."""
+    name = key_of([text], document)
+    place = stack.enter_context(kept.used(name))
+    damaged = False
+    if place.is_dir():
+        try:
+            with status("loading the session", choices.quiet):
+                held = document.resume(place)
+            if held == document.tokens:
+                return {"folder": str(place), "found": True}
+        except SessionError as error:
+            damaged = True
+            notes().print(f"note: the kept session cannot be used ({error.problem}); reading again", soft_wrap=True)
+    read(document, choices)
+    told: Result = {"folder": str(place), "found": False, "kept": False}
+    try:
+        put = kept.put(name, document.save, replace=damaged)
+    except (KVRecallError, OSError) as error:  # the answers do not need it
+        said = error.problem if isinstance(error, KVRecallError) else error.strerror or str(error)
+        notes().print(f"note: not kept: {said}", soft_wrap=True)
+        return told
+    if not put.kept:
+        said = f"{size(put.nbytes)} are more than the limit of {size(kept.limit_bytes)} (--keep-limit)"
+        notes().print(f"note: not kept: {said}", soft_wrap=True)
+    elif not choices.quiet:
+        gone = f", {put.removed} least recently used removed" if put.removed else ""
+        said = f"{size(put.nbytes)} in {place} ({size(put.total_bytes)} of {size(kept.limit_bytes)}{gone})"
+        notes().print(f"kept: {said}", soft_wrap=True)
+    return told | {"kept": put.kept, "bytes": put.nbytes, "total_bytes": put.total_bytes, "removed": put.removed}
+
+
+def _instruction(choices: Choices) -> dict[str, Any]:
+    return {} if choices.instruction is None else {"instruction": choices.instruction}

@@ -1,0 +1,151 @@
+"""Sessions that `--keep` leaves in the user's cache folder: found by what was read and how, least recently used out first.
+
+Each session is a folder that is named by a hash. Who uses one holds a lock on a file beside it, which the system gives up when
+the process ends, however it ends; nobody removes a session with such a lock. A new one is written beside and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from kvrecall.core.whole_files import written_to
+
+_USE = ".use"
+
+
+def kept_folder() -> Path:
+    """`$KVRECALL_SESSIONS`, else `kvrecall/sessions` in the user's cache folder. May not exist yet."""
+    if chosen := os.environ.get("KVRECALL_SESSIONS"):
+        return Path(os.path.expanduser(chosen))
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "kvrecall" / "sessions"
+
+
+def key_of(texts: Sequence[str], document: Any) -> str:
+    """A name for a document (`engine.Document`) of these texts: a hash of them, the model, the method and its settings."""
+    from kvrecall.backends.transformers.fingerprint import fingerprint_of
+    from kvrecall.cache.session_index import VERSION
+    from kvrecall.methods.registry import name_of
+    from kvrecall.methods.settings import settings_of
+
+    model, method = document.model, document.cache.method
+    fingerprint = fingerprint_of(model)
+    hashes = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in texts]
+    how = [VERSION, fingerprint.config, fingerprint.weights, str(model.dtype), name_of(method), settings_of(method)]
+    return hashlib.sha256(json.dumps([hashes, how], sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Put:
+    """What became of a session that was to be kept. total_bytes: of all that are kept. removed: how many had to go."""
+
+    kept: bool
+    nbytes: int
+    total_bytes: int
+    removed: int
+
+
+class Kept:
+    """The kept sessions of a folder. limit_bytes: of all together."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Makes the folder. Raises OutputFileError."""
+        self.folder, self.limit_bytes = folder, limit_bytes
+        with written_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(folder / ".lock")
+        """Held for moments: nothing is renamed, removed or begun to be used meanwhile."""
+
+    @contextmanager
+    def used(self, name: str) -> Iterator[Path]:
+        """The place of a session, which may be empty; what is there stays there inside, and counts as used now."""
+        place, use = self.folder / name, self.folder / f"{name}.{os.getpid()}-{os.urandom(4).hex()}{_USE}"
+        with ExitStack() as stack:
+            with written_to(self.folder), self._lock:
+                stack.callback(use.unlink, missing_ok=True)
+                stack.enter_context(FileLock(use))
+                if place.exists():
+                    os.utime(place)
+            yield place
+
+    def put(self, name: str, save: Callable[[Path], object], *, replace: bool = False) -> Put:
+        """Keeps what `save` writes to the folder that it is given. replace: in the place of what is there under this name;
+        else that stays, as somebody has kept the same.
+
+        It is not kept if it alone exceeds the limit. Raises what `save` raises, and OutputFileError.
+        """
+        draft = f".{name}.{os.urandom(4).hex()}"
+        with self.used(draft) as place:
+            try:
+                save(place)
+                nbytes = _size(place)
+                with written_to(self.folder), self._lock:
+                    fits = nbytes <= self.limit_bytes
+                    gone = self._make_room(nbytes, but=name) if fits else []
+                    if fits and replace and (self.folder / name).exists():
+                        self._put_away(name)
+                    if fits and not (self.folder / name).exists():
+                        place.rename(self.folder / name)
+                    total = sum(map(_size, self._sessions()))
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+        self.clean()
+        return Put(fits, nbytes, total, len(gone))
+
+    def clean(self) -> None:
+        """Removes what was put away, and what processes left that were ended while they saved."""
+        with self._lock:
+            left = [
+                path for path in self.folder.iterdir() if path.is_dir() and path.name[:1] == "." and not self._in_use(path.name)
+            ]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _sessions(self) -> list[Path]:
+        """The least recently used one first."""
+        found = [path for path in self.folder.iterdir() if path.is_dir() and path.name[:1] != "."]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+    def _make_room(self, nbytes: int, but: str) -> list[str]:
+        """Puts away sessions that nobody uses until so many bytes more fit; returns their names. but: is replaced, so does not
+        count."""
+        sizes = {path.name: _size(path) for path in self._sessions() if path.name != but}
+        gone: list[str] = []
+        for name in list(sizes):
+            if sum(sizes.values()) + nbytes <= self.limit_bytes:
+                break
+            if not self._in_use(name):
+                self._put_away(name)
+                gone.append(name)
+                del sizes[name]
+        return gone
+
+    def _put_away(self, name: str) -> None:
+        (self.folder / name).rename(self.folder / f".{name}.{os.urandom(4).hex()}")
+
+    def _in_use(self, name: str) -> bool:
+        for use in self.folder.glob(f"{name}.*{_USE}"):
+            try:
+                with FileLock(use, timeout=0):
+                    use.unlink(missing_ok=True)  # of a process that has ended
+            except Timeout:
+                return True
+        return False
+
+
+def _size(folder: Path) -> int:
+    """Bytes of a folder's files; those that vanish meanwhile are left out."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total

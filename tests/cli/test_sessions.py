@@ -1,0 +1,282 @@
+"""Saved sessions on the command line: read, ask, chat, info, plan, and what --keep keeps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrecall.cli import chat as chat_verb
+from kvrecall.cli import read as read_verb
+from kvrecall.cli.kept import Kept
+from kvrecall.core.errors import ParameterError
+from tests.cli.conftest import Cli
+
+SHORT = ("--max-new-tokens", 4)
+METHOD = ("--method", "pariskv", "--set", "top_k=50")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "log.txt"
+    path.write_text("the red boat . " * 250, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def session(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a session that holds the text."""
+    out = tmp_path_factory.mktemp("sessions") / "log.session"
+    Cli().json("read", text, "--out", out, "-m", tiny, *METHOD)
+    return out
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVRECALL_SESSIONS", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_a_session_answers_as_the_file_does(cli: Cli, tiny: Path, text: Path, session: Path) -> None:
+    questions = ("what boat", "the harbour text")
+    fresh = cli.json("ask", text, *questions, "-m", tiny, *METHOD, *SHORT)
+    told = cli.json("ask", session, *questions, *SHORT)  # the model and the method are those of the session
+    assert [row["answer"] for row in told["answers"]] == [row["answer"] for row in fresh["answers"]]
+    assert told["model"] == str(tiny) and told["session"] == {"folder": str(session), "found": True}
+    assert fresh["session"] is None and told["document_tokens"] == fresh["document_tokens"]
+    shown = cli("ask", session, *questions, *SHORT)
+    assert "loading" in shown.stderr and "reading" not in shown.stderr
+
+
+def test_a_session_under_another_method(cli: Cli, session: Path) -> None:
+    told = cli.json("ask", session, "boat", "--method", "full", *SHORT)
+    assert told["method"] == "full" and told["answers"][0]["stats"]["total"]["attended_per_step"] > 900
+    assert "--set: expected --method NAME beside it" in cli.error("ask", session, "boat", "--set", "top_k=3")
+
+
+def test_info_and_plan_say_what_a_session_takes(cli: Cli, tiny: Path, session: Path) -> None:
+    told = cli.json("info", session)
+    assert told["tokens"] == told["document_tokens"] > 1000 and told["whole"] is True and told["settings"] == {"top_k": 50}
+    assert told["method"] == "pariskv" and told["first_words"].startswith("the red boat . the")
+    on_disk = sum(path.stat().st_size for path in session.rglob("*") if path.is_file())
+    assert told["bytes"] <= on_disk < told["bytes"] + 65536
+    shown = cli("info", session).stdout
+    for words in ("tokens", "on disk", "method", "top_k=50", "first words", "log.txt"):
+        assert words in shown
+    planned = cli.json("plan", "-m", tiny, "--context", told["tokens"])["session_bytes"]
+    assert 0.75 < told["bytes"] / planned < 1.25
+    assert "disk" in cli("plan", "-m", tiny).stdout
+
+
+def test_reading_goes_on_behind_what_is_there(
+    cli: Cli, tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted between two chunks; until it is whole nobody can ask it. The next call reads the rest alone."""
+    out, call = tmp_path / "s", ("read", text, "--out", tmp_path / "s", "-m", tiny, "--chunk-tokens", 256)
+    monkeypatch.setattr(read_verb, "_SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patched:
+
+        def interrupted(*_: object) -> object:
+            raise KeyboardInterrupt
+
+        patched.setattr("kvrecall.engine.document.Document.save", _after(2, interrupted))
+        result = cli(*call)
+    assert result.exit_code == 130 and result.stdout == "" and result.stderr.endswith("interrupted\n")
+    part = cli.json("info", out)
+    assert part["tokens"] in (256, 512) and part["whole"] is False and "go on with" in cli("info", out).stdout
+    assert "expected a document that was read whole" in cli.error("ask", out, "boat")
+    told = cli.json(*call)
+    assert told["tokens_read"] == told["tokens"] - part["tokens"] > 0
+    whole = cli.json("ask", out, "what boat", *SHORT)["answers"][0]["answer"]
+    assert whole == cli.json("ask", text, "what boat", "-m", tiny, *SHORT)["answers"][0]["answer"]
+    assert cli.json(*call)["tokens_read"] == 0  # all of it is there
+    more = tmp_path / "more.txt"
+    more.write_text("harbour " * 30, encoding="utf-8")
+    longer = cli.json("read", text, more, "--out", out, "-m", tiny)
+    assert longer["tokens_read"] == 30 and longer["tokens"] == told["tokens"] + 30
+
+
+def _after(calls: int, fails: object) -> object:
+    """`Document.save`, which is interrupted when it is called for the `calls`-th time and is itself afterwards."""
+    from kvrecall.engine.document import Document
+
+    save, left = Document.save, [calls]
+
+    def saved(self: object, *args: object, **kwargs: object) -> object:
+        left[0] -= 1
+        return fails() if left[0] == 0 else save(self, *args, **kwargs)  # type: ignore[operator, arg-type]
+
+    return saved
+
+
+def test_another_document_or_method_is_not_read_into_a_session(cli: Cli, tiny: Path, tmp_path: Path, session: Path) -> None:
+    other = tmp_path / "o.txt"
+    other.write_text("harbour text", encoding="utf-8")
+    before = cli.json("info", session)
+    call = ("read", other, "--out", session, "-m", tiny)
+    assert "document: expected one that begins with what the session holds" in cli.error(*call, *METHOD)
+    assert "method: expected pariskv(top_k=50), got pariskv()" in cli.error(*call, "--method", "pariskv")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    assert "holds other files than a session" in cli.error("read", other, "--out", full, "-m", tiny)
+    assert cli.json("info", session) == before and (full / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_without_a_session(cli: Cli, tmp_path: Path) -> None:
+    for call in (("ask", tmp_path, "what"), ("chat", tmp_path), ("info", tmp_path)):
+        assert cli.error(*call).startswith("SessionError: session: ")
+
+
+def test_a_conversation_goes_on_and_can_be_saved(cli: Cli, session: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk"
+    said = f"what boat\n\n/what\n/save\nthe harbour\n/save {saved}\ntext\n/quit\nnobody hears this\n"
+    result = cli("chat", session, *SHORT, stdin=said.replace("/save\n", ""))
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 3
+    assert "/what is unknown" in result.stderr and "first token" in result.stderr and f"in {saved}" in result.stderr
+    held = cli.json("info", saved)["tokens"]
+    last = cli("chat", saved, *SHORT, stdin="text\n")  # goes on where it was saved
+    assert last.stdout.splitlines() == result.stdout.splitlines()[2:]
+    assert cli.json("info", session)["tokens"] < held
+
+
+def test_chat_tells_its_turns_as_json(cli: Cli, session: Path) -> None:
+    told = cli.json("chat", session, *SHORT)  # nothing on standard input
+    assert told["answers"] == [] and told["saved"] == []
+
+
+def test_a_conversation_about_a_file(cli: Cli, tiny: Path, text: Path) -> None:
+    result = cli("chat", text, "-m", tiny, *SHORT, stdin="what boat\n/save\n")
+    assert result.exit_code == 0 and "/save needs a folder" in result.stderr
+
+
+def test_in_a_terminal_an_answer_can_be_stopped(cli: Cli, session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["what boat", "text " * 20000, "what boat"])
+    monkeypatch.setattr(chat_verb, "_line", lambda asks: next(lines, None))
+    monkeypatch.setattr("kvrecall.engine.chat.Chat.say", _say_after_ctrl_c())
+    monkeypatch.setattr(chat_verb, "_in_terminal", lambda: True)
+    result = cli("chat", session, *SHORT)
+    assert result.exit_code == 0 and "stopped" in result.stderr
+    assert "question: expected at most" in result.stderr and len(result.stdout.splitlines()) == 1
+
+
+def _say_after_ctrl_c() -> object:
+    from kvrecall.engine.chat import Chat
+
+    say, first = Chat.say, [True]
+
+    def said(self: Chat, question: str, **options: object) -> object:
+        if first.pop() if first else False:
+            raise KeyboardInterrupt
+        return say(self, question, **options)  # type: ignore[arg-type]
+
+    return said
+
+
+def test_kept_is_found_again_by_content(cli: Cli, tiny: Path, text: Path, kept: Path, tmp_path: Path) -> None:
+    call = ("what boat", "--keep", "-m", tiny, *SHORT)
+    first = cli.json("ask", text, *call)
+    assert first["session"]["kept"] is True and first["session"]["found"] is False
+    copy = Path(shutil.copy(text, tmp_path / "copy.txt"))
+    again = cli.json("ask", copy, *call)
+    assert again["session"] == {"folder": first["session"]["folder"], "found": True}
+    assert again["answers"][0]["answer"] == first["answers"][0]["answer"]
+    assert cli.json("ask", text, *call, "--set", "top_k=3")["session"]["found"] is False
+    copy.write_text("harbour")
+    told = cli("ask", copy, *call)
+    assert "kept: " in told.stderr and len([path for path in kept.iterdir() if path.is_dir()]) == 3
+    index = Path(first["session"]["folder"]) / "session.json"
+    index.write_text("{}")  # damaged
+    mended = cli.json("ask", text, *call)
+    assert mended["answers"][0]["answer"] == first["answers"][0]["answer"] and mended["session"]["kept"] is True
+    assert cli.json("ask", text, *call)["session"]["found"] is True
+
+
+def test_what_exceeds_the_limit_is_not_kept_but_answered(cli: Cli, tiny: Path, text: Path, kept: Path) -> None:
+    result = cli("ask", text, "boat", "--keep", "--keep-limit", "1k", "-m", tiny, *SHORT)
+    assert result.exit_code == 0 and "not kept" in result.stderr and not [p for p in kept.iterdir() if p.is_dir()]
+    assert "--keep-limit: expected bytes" in cli.error("ask", text, "boat", "--keep", "--keep-limit", "much", "-m", tiny)
+
+
+def put(kept: Kept, name: str, nbytes: int) -> None:
+    kept.put(name, lambda place: (place.mkdir(), (place / "rows").write_bytes(bytes(nbytes))))
+
+
+def there(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+def test_the_least_recently_used_goes_but_never_what_is_in_use(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "kept", 100)
+    for age, name in enumerate(("a", "b", "c")):
+        put(kept, name, 30)
+        os.utime(kept.folder / name, (age, age))
+    with kept.used("a"):
+        pass  # used now
+    with kept.used("b"):
+        put(kept, "d", 60)
+        assert there(kept.folder) == {"b", "d"}  # c was the oldest that nobody used, then a
+    put(kept, "e", 90)
+    assert there(kept.folder) == {"e"}
+    assert kept.put("f", lambda place: (place.mkdir(), (place / "rows").write_bytes(bytes(101)))).kept is False
+    assert there(kept.folder) == {"e"}
+
+
+def test_a_process_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    """It held one session in use and was about to keep another."""
+    code = """
+import os, sys
+from pathlib import Path
+from kvrecall.cli.kept import Kept
+kept = Kept(Path(sys.argv[1]), 100)
+def save(place):
+    place.mkdir()
+    (place / "rows").write_bytes(bytes(50))
+    os.kill(os.getpid(), 9)
+with kept.used("a"):
+    kept.put("b", save)
+"""
+    kept = Kept(tmp_path / "kept", 100)
+    put(kept, "a", 60)
+    done = subprocess.run([sys.executable, "-c", code, kept.folder], timeout=120)
+    assert done.returncode == -9 and len(there(kept.folder)) == 2
+    put(kept, "c", 60)
+    assert there(kept.folder) == {"c"} and not list(kept.folder.glob("*.use"))
+
+
+def test_several_processes_keep_at_a_time(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from kvrecall.cli.kept import Kept
+kept = Kept(Path(sys.argv[1]), 100)
+def save(place):
+    place.mkdir()
+    (place / "rows").write_bytes(sys.argv[2].encode() * 30)
+for turn in range(40):
+    name = "abcdef"[(turn * 7 + int(sys.argv[2])) % 6]
+    with kept.used(name) as place:
+        if place.is_dir():
+            assert len((place / "rows").read_bytes()) == 30
+        kept.put(name, save)
+        if place.is_dir():
+            assert len((place / "rows").read_bytes()) == 30
+"""
+    folder = tmp_path / "kept"
+    running = [subprocess.Popen([sys.executable, "-c", code, folder, str(number)]) for number in range(3)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
+    assert all((folder / name / "rows").stat().st_size == 30 for name in there(folder)) and len(there(folder)) <= 3
+
+
+def test_sizes_of_the_limit(cli: Cli) -> None:
+    from kvrecall.cli.options import byte_count
+
+    given = {"0": 0, "1024": 1024, "2k": 2048, "3MiB": 3 << 20, "1g": 1 << 30, "1T": 1 << 40}
+    assert {text: byte_count(text, "x") for text in given} == given
+    for text in ("", "g", "-1g", "1.5g", "1e3", "9999999t9"):
+        with pytest.raises(ParameterError, match="x: expected bytes"):
+            byte_count(text, "x")
