@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm lint docs format bench-cpu bench-gpu clean
+.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm lint docs wheel format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ lint: $(STAMP) docs ## Check style, formatting, types and the documentation
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link or example name is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+wheel: $(STAMP) ## Build sdist and wheel into dist/, check them, and run the demo of the installed wheel
+	$(BIN)/python scripts/check_wheel.py
 
 format: $(STAMP) ## Fix style and formatting
 	$(BIN)/ruff check --fix .
