@@ -35,7 +35,17 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> tuple[Any, Any]:
+def smollm2_was_unpacked() -> bool:
+    """Whether `smollm2` comes from the folder of dequantised weights of an earlier run, and not from the GGUF file."""
+    from kvrecall import models
+    from kvrecall.models.unpack import find_unpacked
+
+    path = models.models_dir() / models.KNOWN["smollm2-135m"].filename
+    return path.exists() and find_unpacked(path, torch.float32) is not None
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_was_unpacked: bool) -> tuple[Any, Any]:
     """(model, tokenizer): SmolLM2 135M in float32 on the CPU, where rounding decides no greedy token. Fetched on first use."""
     from kvrecall import models
 

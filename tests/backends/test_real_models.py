@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
-from kvrecall import models
 from kvrecall.layer.state import LayerState
 
 pytestmark = pytest.mark.model
@@ -21,15 +21,16 @@ NEW_TOKENS = {"smollm2-135m": (32, 12), "qwen2.5-coder-0.5b": (16, 12)}
 """Of the first and of the second answer; in each the buffer goes over, and the larger model takes longer for a token."""
 
 
-@pytest.fixture(scope="module", params=NEW_TOKENS)
+@pytest.fixture(scope="module")
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def loaded(name: str) -> tuple[Any, Any]:
+def loaded(name: str, request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """In float32: rounding differences between kernels then stay far below the gaps between logits."""
-    return models.load(name, dtype=torch.float32, device="cpu")
+    model, tokenizer = request.getfixturevalue({"smollm2-135m": "smollm2", "qwen2.5-coder-0.5b": "qwen05b"}[name])
+    return deepcopy(model).float(), deepcopy(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +77,16 @@ def truth(name: str, loaded: tuple[Any, Any], prompts: Any) -> tuple[torch.Tenso
     return first, turn, _generate(model, cache, turn, NEW_TOKENS[name][1])
 
 
+IN_PLACE = kvrecall.ParisKV(top_k=4096, **ZONES)
+SEARCHED = kvrecall.ParisKV(top_k=4096, gqa="per_head", **ZONES)
+
+
 @pytest.mark.parametrize(
-    ("method", "searching"),
-    [(kvrecall.ParisKV(top_k=4096, **ZONES), False), (kvrecall.ParisKV(top_k=4096, gqa="per_head", **ZONES), True)],
-    ids=["zone-attended-in-place", "zone-searched-and-fetched"],
+    ("name", "method", "searching"),
+    [("smollm2-135m", IN_PLACE, False), ("smollm2-135m", SEARCHED, True), ("qwen2.5-coder-0.5b", SEARCHED, True)],
+    ids=["smollm2-zone-attended-in-place", "smollm2-zone-searched-and-fetched", "qwen-zone-searched-and-fetched"],
+    indirect=["name"],
+    scope="module",
 )
 def test_two_turns_of_a_ragged_batch_equal_dynamic_cache(
     name: str, loaded: tuple[Any, Any], prompts: Any, truth: Any, method: kvrecall.Method, searching: bool,

@@ -133,8 +133,12 @@ class TestUnpacked:
 
 
 @pytest.mark.model
-def test_dequantised_and_unpacked_smollm2_agree(smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRECALL_UNPACK", "0")
+def test_dequantised_and_unpacked_smollm2_agree(
+    smollm2: tuple[Any, Any], smollm2_was_unpacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of both the other tests have, this one loads the other, if the disk had room for it."""
+    if smollm2_was_unpacked:
+        monkeypatch.setenv("KVRECALL_UNPACK", "0")
     model, tokenizer = smollm2
     fresh, fresh_tokenizer = load("smollm2-135m", dtype=torch.float32, device="cpu")
     text = "The harbour of Averness <|im_end|> 漢字"
