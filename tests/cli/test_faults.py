@@ -16,7 +16,7 @@ import pytest
 from kvrecall.evaluate.runs import read_records
 from tests.cli.conftest import Cli
 from tests.evaluate.asked import without_times
-from tests.faults import limited_files
+from tests.faults import Command, limited_files
 
 CODE = "from kvrecall.cli import main; main()"
 EVAL = ("eval", "--tasks", "json-kv:2", "--methods", "streaming", "--context", "400", "--samples", "12", "--dtype", "float32")
@@ -47,26 +47,31 @@ def test_an_eval_that_is_ended_at_any_moment_goes_on(
     cli: Cli, tiny: Path, tmp_path: Path, whole: list[dict], number: signal.Signals, shard: str
 ) -> None:
     """Ended after a few samples, then a random while later; the rest is made by a second call, none lost or doubled."""
-    out, draw = tmp_path / "run", random.Random(number)
-    running = started(*EVAL, "-m", tiny, "--out", out, "--shard", shard)
-    until = time.monotonic() + 300
-    while samples(out) < 2 and running.poll() is None and time.monotonic() < until:
-        time.sleep(0.002)
-    time.sleep(draw.random() * 0.05)
-    running.send_signal(number)
-    said = running.communicate(timeout=300)[1]
-    assert running.returncode in (0, -number, 130) and b"Traceback" not in said
-    had = samples(out)
-    for share in ("1/1",) if shard == "1/1" else ("1/2", "2/2"):
-        told = cli.json(*EVAL, "-m", tiny, "--out", out, "--shard", share)
-    assert 2 <= had < len(whole) == told["samples"]
-    assert without_times(read_records(out)) == whole
+    draw, had = random.Random(number), len(whole)
+    for attempt in range(5):  # on a busy machine it may have made them all before it is ended
+        out = tmp_path / f"run-{attempt}"
+        running = Command(tmp_path / "said", *EVAL, "-m", tiny, "--out", out, "--shard", shard)
+        until = time.monotonic() + 300
+        while samples(out) < 2 and not running.ended and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.05)
+        running.send_signal(number)
+        said, code = running.wait()
+        assert code in (0, -number, 130) and b"Traceback" not in said
+        had = samples(out)
+        for share in ("1/1",) if shard == "1/1" else ("1/2", "2/2"):
+            told = cli.json(*EVAL, "-m", tiny, "--out", out, "--shard", share)
+        assert had >= 2 and len(whole) == told["samples"]
+        assert without_times(read_records(out)) == whole
+        if had < (len(whole) if shard == "1/1" else len(whole) // 2):
+            break
+    assert had < len(whole)
 
 
 def test_two_evals_into_one_folder(tiny: Path, tmp_path: Path, whole: list[dict]) -> None:
     out = tmp_path / "run"
-    both = [started(*EVAL, "-m", tiny, "--out", out) for _ in range(2)]
-    ended = [(process.communicate(timeout=300)[1], process.returncode) for process in both]
+    both = [Command(tmp_path / f"said-{i}", *EVAL, "-m", tiny, "--out", out) for i in range(2)]
+    ended = [each.wait() for each in both]
     assert all(b"Traceback" not in said for said, _ in ended)
     assert all(code == 0 or (code == 2 and b"expected no other run to write here" in said) for said, code in ended)
     assert without_times(read_records(out)) == whole
@@ -128,6 +133,9 @@ def test_a_full_disk_leaves_what_was_there(cli: Cli, tiny: Path, document: Path,
         record = {"task": "t", "condition": "full", "score": 1.0}
         (tmp_path / "run" / "config.json").write_text("{}")
         (tmp_path / "run" / "samples.jsonl").write_text(json.dumps(record) + "\n")
+    if verb != "report":
+        cli.json(*calls[verb])  # what it compiles is compiled now, so that no cache of numba's is written below
+        out.write_text("before")
     with limited_files(100):
         said = cli.json(*calls[verb], exit_code=2)["error"]
     assert said["type"] == "OutputFileError" and f"{out}: cannot be written (" in said["message"]

@@ -96,9 +96,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(autouse=True)
 def within_bounds() -> Iterator[None]:
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10
 
 
