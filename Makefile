@@ -25,10 +25,11 @@ demo: $(STAMP) ## Ask a small model questions about a long document (ARGS="--all
 # One thread per process: several that each take all cores wait for one another.
 PARALLEL := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 WORKERS  ?= -n auto --maxprocesses 4 --dist worksteal
+SLOWEST  := --durations=10 --durations-min=1
 
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
-	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/interpreted $(ARGS)
-	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) tests/interpreted
+	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted
 
 test-stateful: $(STAMP) ## Random operations on layers, 10,000 for every method (OPERATIONS=1000 for fewer)
 	$(PARALLEL) KVRECALL_STATEFUL_OPERATIONS=$(or $(OPERATIONS),10000) $(BIN)/python -m pytest -q -rP $(WORKERS) tests/stateful $(ARGS)
