@@ -34,6 +34,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     return {
         "rounds": rounds, "preemptions": counts.get("vllm:num_preemptions", 0),
+        **{name: counts.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")},
         "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
     }  # fmt: skip
 

@@ -66,8 +66,8 @@ class Ring:
 
     def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
         assert self.batch is not None
-        row = next(i for i, own, _ in self.batch if own == tokens)
-        kept = self.rows.get(self.of[row], keys.new_empty(HEADS, 0, 2, DIM))
+        row, first = next((i, first) for i, own, first in self.batch if own == tokens)
+        kept = self.rows.get(self.of[row], keys.new_empty(HEADS, 0, 2, DIM))[:, :first]
         self.rows[self.of[row]] = torch.cat([kept, torch.stack([keys, values], 2).transpose(0, 1)], 1)
 
     def span(self, row: int, start: int, stop: int) -> Tensor:
@@ -238,6 +238,29 @@ def test_a_sequence_of_a_mixed_batch_gets_what_it_gets_alone(given: dict) -> Non
         for out, wanted in zip(outs, alone[name], strict=True):
             assert torch.equal(out, wanted)
     assert bench.layer.stats.searches == 4, "two steps of two sequences; the third one is too short to search"
+
+
+@pytest.mark.parametrize("given", [GIVEN[0], GIVEN[3]], ids=short)
+def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict) -> None:
+    """Beside a sequence without a draft. Pages and blocks end inside drafts, which are accepted in part."""
+    method = method_of(given, top_k=20)
+    text, other, wrong = tokens(340, 3), tokens(300, 4), tokens(340, 5)
+    alone, bench = Bench(method), Bench(method)
+    for each in (alone, bench):
+        each.feed({0: cut(text, 0, 300)}, {0: True})
+        each.feed({1: cut(other, 0, 280)}, {1: True})
+    wanted = {at: alone.feed({0: cut(text, at, at + 1)}, {0: False})[0][0] for at in range(300, 340)}
+    others = {at: alone.feed({1: cut(other, at, at + 1)}, {1: False})[1][0] for at in range(280, 300)}
+    at, step = 300, 0
+    while at < 336:
+        right = step % 4  # tokens of the draft that are right
+        draft = [torch.cat([a[at : at + 1 + right], b[at + 1 + right : at + 4]]) for a, b in zip(text, wrong, strict=True)]
+        made = bench.feed({1: cut(other, 280 + step, 281 + step), 0: (draft[0], draft[1], draft[2])}, {0: False, 1: False})
+        assert torch.equal(made[1][0], others[280 + step])
+        for i in range(1 + right):
+            assert torch.equal(made[0][i], wanted[at + i])
+        at, step = at + 1 + right, step + 1
+        bench.lengths[0] = at
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=short)

@@ -112,6 +112,14 @@ def test_rows_may_lie_beside_the_pages(home: Path, stock: dict[str, Any]) -> Non
         answers(home, TWICE, METHODS["balanced"] | {"residency": "device"}, num_gpu_blocks_override=stock["blocks"])
 
 
+def test_drafts_change_no_token(home: Path, stock: dict[str, Any]) -> None:
+    """Hardly any is right here, so what is rejected is written over."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    made = answers(home, TWICE, METHODS["balanced"], speculative_config=drafts)
+    assert tokens(made) == tokens(stock)
+    assert made["draft"] > made["accepted"]
+
+
 def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
     job = {"rounds": [prompts([60] * 6, shared=0, seed=2)], "tokens": 600}
     few = answers(home, job, METHODS["products"], num_gpu_blocks_override=64, max_num_seqs=6, max_model_len=1024)
@@ -151,7 +159,7 @@ CONFIG = SimpleNamespace(
     additional_config={"kvrecall": {"method": "exact"}}, kv_transfer_config=None,
     parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     cache_config=SimpleNamespace(cache_dtype="auto", mamba_cache_mode="none"),
-    speculative_config=None, device_config=SimpleNamespace(device_type="cuda"),
+    speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
     model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
 )  # fmt: skip
 
@@ -162,7 +170,12 @@ CONFIG = SimpleNamespace(
         ("kv_transfer_config", object(), "a KV connector"),
         ("parallel_config", SimpleNamespace(decode_context_parallel_size=2), "decode context parallelism"),
         ("parallel_config", SimpleNamespace(enable_dbo=True), "dual-batch overlap"),
-        ("speculative_config", object(), "speculative decoding on a GPU"),
+        ("speculative_config", SimpleNamespace(method="eagle", num_speculative_tokens=3), "speculation by eagle"),
+        (
+            "speculative_config",
+            SimpleNamespace(method="ngram", num_speculative_tokens=1024),
+            "local_tokens: expected more than",
+        ),
         ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
         ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
@@ -174,6 +187,13 @@ def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, 
     assert Served(CONFIG).settings.method.top_k
     with pytest.raises(KVRecallError, match=told):
         Served(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
+
+
+def test_drafts_on_a_gpu_are_refused() -> None:
+    drafts = SimpleNamespace(method="ngram", num_speculative_tokens=3)
+    changed = {"speculative_config": drafts, "device_config": SimpleNamespace(device_type="cuda")}
+    with pytest.raises(KVRecallError, match="speculative decoding on a GPU"):
+        Served(SimpleNamespace(**(vars(CONFIG) | changed)))
 
 
 @pytest.mark.parametrize(

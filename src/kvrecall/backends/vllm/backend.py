@@ -132,8 +132,9 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._plan: PassPlan | None = None
+        served = Served.of(vllm_config)
+        self._drafts = served.drafts
         if device.type == "cuda":
-            served = Served.of(vllm_config)
             self._plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
@@ -143,7 +144,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
     def _batch(self, told: Any, size: int) -> Batch:
         begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
-        prompts = [stop - start > 1 for start, stop in pairwise(begins)]
+        prompts = [stop - start > 1 + self._drafts for start, stop in pairwise(begins)]
         if told.is_prefilling is not None:
             prompts = [a or b for a, b in zip(prompts, told.is_prefilling.tolist(), strict=False)]
         return Batch(begins, lengths, prompts, told.block_table_tensor, size)

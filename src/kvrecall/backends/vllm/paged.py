@@ -29,7 +29,8 @@ class Batch:
     """What one pass brings, row by row. Sequence i has the tokens begins[i] .. begins[i + 1] - 1 of the pass.
 
     begins: one more than there are sequences. lengths: tokens of each sequence, those of this pass included. prompts: whether
-    they are a chunk of a prompt. blocks: int32 `[b, W]`, their block tables; block_size: tokens per block.
+    they are a chunk of a prompt; the tokens of others are decoded, each as if it came alone (the last ones may be drafts, which
+    the next pass writes over). blocks: int32 `[b, W]`, their block tables; block_size: tokens per block.
     """
 
     begins: list[int]
@@ -96,18 +97,18 @@ class PagedLayer:
         method, searched = self._method, []
         dense = method.sink_tokens + method.local_tokens
         for row, tokens, first in batch:
-            q = queries[tokens].transpose(0, 1)  # [H_q, T, D]
             if batch.prompts[row]:
-                k, v = (x[tokens].transpose(0, 1) for x in (keys, values))
+                q, k, v = (x[tokens].transpose(0, 1) for x in (queries, keys, values))  # [H, T, D]
                 part = self._chunk(q, k, v, batch.table(row, first), first)
-            elif batch.lengths[row] <= dense:
-                assert q.shape[1] == 1, "a step decodes one token of a sequence"
-                part = self._whole(q, batch.table(row, first + 1), first + 1)
-            else:
-                assert q.shape[1] == 1, "a step decodes one token of a sequence"
-                searched.append((row, tokens))
+                out[tokens] = part.out[0].transpose(0, 1).to(out.dtype)
                 continue
-            out[tokens] = part.out[0].transpose(0, 1).to(out.dtype)
+            for at in range(tokens.start, tokens.stop):
+                length = first + at - tokens.start + 1
+                if length > dense:
+                    searched.append((row, at, length))
+                    continue
+                part = self._whole(queries[at].unsqueeze(1), batch.table(row, length), length)
+                out[at] = part.out[0, :, 0].to(out.dtype)
         if searched:
             self._retrieve(queries, batch, window, searched, out)
 
@@ -122,16 +123,19 @@ class PagedLayer:
         how = self._params.scaling, self._params.softcap
         return merge([attend_block(q, rows, *how) for rows in self._host.pieces(table, length)])
 
-    def _retrieve(self, queries: Tensor, batch: Batch, window: Window, searched: list[tuple[int, slice]], out: Tensor) -> None:
-        """Tokens of sequences that are long enough: what a search finds, the sinks and the window."""
+    def _retrieve(
+        self, queries: Tensor, batch: Batch, window: Window, searched: list[tuple[int, int, int]], out: Tensor
+    ) -> None:
+        """Tokens behind long enough sequences: what a search finds, the sinks and the window. searched: row of the batch,
+        number of the token in the pass, tokens up to and with it."""
         method, params, heads = self._method, self._params, self._shape.kv_heads
         assert method.top_k is not None
-        lengths = [batch.lengths[row] for row, _ in searched]
+        lengths = [length for *_, length in searched]
         ends = [length - method.local_tokens for length in lengths]
-        tables = [batch.table(row, length) for (row, _), length in zip(searched, lengths, strict=True)]
-        q = torch.cat([queries[tokens] for _, tokens in searched])  # [b, H_q, D]
+        tables = [batch.table(row, length) for row, _, length in searched]
+        q = queries[[at for _, at, _ in searched]]  # [b, H_q, D]
         found = self._summaries.search(q, tables, ends, method.sink_tokens, Budget(method.top_k, params.scaling))
-        for i, (row, tokens) in enumerate(searched):
+        for i, (row, at, _) in enumerate(searched):
             recent = window.span(row, ends[i], lengths[i])
             sinks = [rows[:, : method.sink_tokens] for rows in self._host.pieces(tables[i], method.sink_tokens)]
             dense = torch.cat([*sinks, recent.to(self._shape.dtype)], 1).unsqueeze(0)
@@ -143,7 +147,7 @@ class PagedLayer:
                 rows = self._means.rows(tables[i], ends[i], ids, q.shape[1] // heads)
                 parts.append(attend_rows(q[i : i + 1].unsqueeze(2), rows, params.scaling, params.softcap))
                 self.stats.estimated_units += rows.width * heads
-            out[tokens] = merge(parts).out[0].transpose(0, 1).to(out.dtype)
+            out[at] = merge(parts).out[0, :, 0].to(out.dtype)
         retrieved = int(found.counts.sum())
         stats, dense_tokens = self.stats, len(searched) * (method.sink_tokens + method.local_tokens)
         stats.steps += 1

@@ -24,6 +24,9 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
 
+_DRAFTS = ("ngram", "suffix")
+"""Speculation whose drafts are looked up in the text."""
+
 _served: Served | None = None
 """Of the engine of this process: there is one at a time."""
 
@@ -45,6 +48,9 @@ class Served:
         self._hosts: list[HostBlocks] = []
         self._given = 1
         _check(vllm_config)
+        if self.drafts >= self.settings.method.local_tokens:
+            told = f"more than the {self.drafts} tokens of a draft, which are attended in full"
+            raise ParameterError("local_tokens", told, self.settings.method.local_tokens, "Take more.")
 
     @staticmethod
     def of(vllm_config: Any) -> Served:
@@ -58,6 +64,12 @@ class Served:
     def most(self) -> int:
         """Rows of a batch."""
         return self._config.scheduler_config.max_num_seqs
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a sequence may bring to a decode step beside its own: guesses that may be rejected."""
+        speculation = getattr(self._config, "speculative_config", None)
+        return 0 if speculation is None else speculation.num_speculative_tokens
 
     @property
     def longest(self) -> int:
@@ -120,6 +132,7 @@ class Served:
 def _check(config: Any) -> None:
     """Raises CompositionError for what cannot be combined with rows that lie in host memory."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    speculation = getattr(config, "speculative_config", None)
     refused = {
         "a KV connector": (config.kv_transfer_config is not None, "it would move pages without their rows"),
         "decode context parallelism": (
@@ -130,8 +143,11 @@ def _check(config: Any) -> None:
         ),
         "dual-batch overlap": (getattr(parallel, "enable_dbo", False), "both halves of a batch would search at once"),
         "speculative decoding on a GPU": (
-            getattr(config, "speculative_config", None) is not None and config.device_config.device_type != "cpu",
+            speculation is not None and config.device_config.device_type != "cpu",
             "a step there decodes one token of a sequence",
+        ),
+        f"speculation by {getattr(speculation, 'method', None)}": (
+            speculation is not None and speculation.method not in _DRAFTS, "its drafts come from attention layers of their own"
         ),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
