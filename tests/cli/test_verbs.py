@@ -31,6 +31,7 @@ VERBS = [
     "models list",
     "models pull",
     "models check",
+    "models rm",
 ]
 
 
@@ -102,6 +103,23 @@ def test_damaged_model_is_shown_and_fails_the_check(cli: Cli) -> None:
     (models.models_dir() / models.KNOWN["smollm2-135m"].filename).write_bytes(b"GGUF")
     assert "damaged" in cli("models", "list").stdout
     assert "expected " + models.KNOWN["smollm2-135m"].sha256 in cli.error("models", "check")
+
+
+def test_models_and_their_unpacked_copies_are_counted_and_deleted(cli: Cli) -> None:
+    name, folder = "smollm2-135m", models.models_dir()
+    file = folder / models.KNOWN[name].filename
+    copies = [folder / "unpacked" / f"{stem}-{'0a' * 6}-float32" for stem in (file.stem, "another")]
+    for copy in copies:
+        copy.mkdir(parents=True)
+        (copy / "weights").write_bytes(b"0" * 3000)
+    file.write_bytes(b"GGUF")
+    row = next(row for row in cli.json("models", "list")["models"] if row["name"] == name)
+    assert row["unpacked_bytes"] == 3000 and "2.9 KiB" in cli("models", "list").stdout
+    assert "unknown model 'x'" in cli.error("models", "rm", name, "x") and file.exists() and copies[0].exists()
+    assert cli.json("models", "rm", name, "--unpacked")["models"] == [{"name": name, "bytes": 3000}]
+    assert file.exists() and not copies[0].exists()
+    assert "4 B freed" in cli("models", "rm", name).stdout and not file.exists() and copies[1].exists()
+    assert cli.json("models", "rm", name)["models"] == [{"name": name, "bytes": 0}]
 
 
 def test_interruption_exits_130_without_a_traceback(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

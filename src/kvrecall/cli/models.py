@@ -1,4 +1,4 @@
-"""`kvrecall models list|pull|check`"""
+"""`kvrecall models list|pull|check|rm`"""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ Names = Annotated[list[str] | None, typer.Argument(help="Known names; see `kvrec
 def known_models() -> list[dict[str, Any]]:
     """Every known model and whether its file is here. A file that was never verified is hashed, once."""
     from kvrecall.models import DEFAULT, KNOWN, find
+    from kvrecall.models.remove import stored_bytes
     from kvrecall.models.store import is_there
 
     told = []
@@ -32,6 +33,7 @@ def known_models() -> list[dict[str, Any]]:
         path = find(model.name)
         state = "ready" if path else "damaged" if is_there(model) else "not fetched"
         row = {"name": model.name, "default": model.name == DEFAULT, "state": state, "path": str(path) if path else None}
+        row["unpacked_bytes"] = stored_bytes(model.name)[1]
         told.append({**row, "bytes": model.bytes, "description": model.description, "licence": model.licence})
     return told
 
@@ -44,10 +46,12 @@ def list_models(as_json: options.AsJson = False) -> Result:
 
     told: Result = {"folder": str(models_dir()), "models": known_models()}
     if not as_json:
-        table = plain_table(None, "name", "state", "size", "licence", "what it is", prose=True)
+        table = plain_table(None, "name", "state", "size", "unpacked", "licence", "what it is", prose=True)
         for row in told["models"]:
             name = row["name"] + (" (default)" if row["default"] else "")
-            table.add_row(name, row["state"], size(row["bytes"]), row["licence"], row["description"])
+            table.add_row(
+                name, row["state"], size(row["bytes"]), size(row["unpacked_bytes"]), row["licence"], row["description"]
+            )
         console = results()
         console.print(table)
         console.print(Text(f"\nfolder: {told['folder']}"), soft_wrap=True)
@@ -108,4 +112,26 @@ def check_models(names: Names = None, as_json: options.AsJson = False) -> Result
         raise first_error
     if not checks and not as_json:
         notes().print("no models here yet; `kvrecall models pull` fetches the default one")
+    return {"models": told}
+
+
+@models.command("rm")
+@verb
+def remove_models(
+    names: Annotated[list[str], typer.Argument(help="Known names; see `kvrecall models list`.")],
+    only_unpacked: Annotated[
+        bool, typer.Option("--unpacked", help="Only the unpacked copies; the next load makes them again.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Delete models and their unpacked copies from the disk."""
+    from kvrecall.models.registry import known
+    from kvrecall.models.remove import remove
+
+    for name in names:
+        known(name)  # all names are right, or nothing is deleted
+    told = [{"name": name, "bytes": remove(name, only_unpacked)} for name in names]
+    if not as_json:
+        for row in told:
+            print(f"{row['name']}: {size(row['bytes'])} freed")
     return {"models": told}
