@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm lint docs wheel format bench-cpu bench-gpu clean
+.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci lint docs wheel format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,12 @@ VLLM_ENV := .venv-vllm-$(VLLM)
 
 test-vllm: $(VLLM_ENV)/.installed ## Run the tests of vLLM's backend, in an environment with vLLM's CPU build (VLLM=0.32.0)
 	$(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q tests/backends/vllm tests/engine/test_serving.py $(ARGS)
+
+# Those that start one engine each for what another one shows, too, are left out.
+VLLM_CI := not several_answers and not small_budgets and not two_ranks and not scarce and not host_memory and not (covers and (exact or products))
+
+test-vllm-ci: $(VLLM_ENV)/.installed ## Run those of them that a change must pass, and tell their time
+	time $(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q --durations=8 tests/backends/vllm tests/engine/test_serving.py -k "$(VLLM_CI)" $(ARGS)
 
 $(VLLM_ENV)/.installed: pyproject.toml scripts/install_vllm.sh
 	@PYTHON="$(PYTHON)" bash scripts/install_vllm.sh $(VLLM_ENV) $(VLLM)

@@ -1,11 +1,16 @@
-"""vLLM on a GPU, with our backend or its own: prompts, decode steps and cached prefixes as one of its users sees them.
+"""vLLM with our backend or its own: prompts, decode steps, batches and cached prefixes as one of its users sees them.
 
-    python -m benchmarks.vllm_serving --engine stock --contexts 1024,65536,131072 --out stock.csv
-    python -m benchmarks.vllm_serving --engine kvrecall --contexts 1024,65536,131072 --out kvrecall.csv
+    python -m benchmarks.vllm_serving --engine stock --one 65536,131072,262144 --batches 131072x6,65536x8 --out stock.csv
+    python -m benchmarks.vllm_serving --engine kvrecall --one 65536,131072,262144 --batches 131072x12,65536x8 --out kvrecall.csv
 
-An 8B shape with random weights, greedy tokens that nobody reads: only speed is measured. Every length has a prompt of its own,
-whole calls of `LLM.generate` are timed, and a prompt is in the cache of prefixes when its decode steps are: what a call of one
-token takes is taken off. The statistics of the keys are those of the random weights: no direction matters more than another.
+An 8B shape with random weights (`vllm_weights.py`), greedy tokens: only speed is measured. Every sequence of a batch has a long
+text. A prompt of n tokens is its first n, so longer prompts find shorter ones in the cache of prefixes and read the rest.
+Steps are timed one by one, from the moment when every sequence of a batch decodes. The statistics of the keys are those of the
+random weights: no direction matters more than another.
+
+`--short-prompts` lets prompts of batches, and of `--one` lengths from the given number of tokens on, attend to their own chunk
+alone, which makes them in a third of the time or less: with ours only. Their keys are as random as others, and decode steps
+search and fetch them as they do others. Times of such prompts are left empty.
 """
 
 # vLLM is installed where this is run.
@@ -18,8 +23,11 @@ import csv
 import json
 import os
 import time
+import traceback
 from dataclasses import asdict, dataclass, fields
+from itertools import count, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,141 +38,325 @@ SHAPE = {
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+TINY = SHAPE | {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": 4096,
+}  # fmt: skip
+"""For a try on a CPU."""
 STEPS = 128
 _FOLLOW_UP = 100
 """Tokens of a question about a cached prompt."""
+_NAMES = count()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One length. Seconds of the prompt's first token, of one that is in the cache, and of a question behind that; milliseconds
-    per decode step; tokens that the engine has memory for; how many sequences decode together."""
+    """One length and number of sequences.
+
+    Seconds until the first token of the prompt, of which `read_tokens` were not in the cache of prefixes; of the cached prompt;
+    of a question behind it, None where that was not asked. Milliseconds per decode step, the median and the 90th percentile;
+    tokens per second of all sequences. Of ours: bytes that a step fetches, on all ranks together, the share of the bus's
+    bandwidth that it took on one, the share of selected rows that was still on the device. admitted_tokens: that the engine has
+    memory for. preempted: sequences that were thrown out meanwhile, which makes a row worthless.
+    """
 
     engine: str
+    gpu: str
+    vllm: str
+    ranks: int
+    layers: int
     context: int
     sequences: int
-    first_token_s: float
-    cached_s: float
-    follow_up_s: float
+    read_tokens: int
+    first_token_s: float | None
+    cached_s: float | None
+    follow_up_s: float | None
     step_ms: float
+    step_p90_ms: float
+    tokens_per_s: float
+    bytes_per_step: float | None
+    bus_share: float | None
+    reused_share: float | None
     admitted_tokens: int
+    preempted: int
     start_s: float
+    note: str
 
 
-def model_folder(folder: Path, longest: int) -> Path:
-    """A folder with the config of the shape, for sequences of up to `longest` tokens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": longest}))
-    return folder
+@dataclass(frozen=True)
+class Asked:
+    """What one call did: seconds until all sequences had a token, milliseconds of each later step, ids, cached tokens."""
+
+    first_s: float
+    steps_ms: list[float]
+    answers: list[list[int]]
+    logprobs: list[list[dict[int, float]]]
+    cached: int
 
 
 def write_maps(model: Path, path: Path) -> None:
     """Statistics of keys without structure, for a model of this config."""
     from transformers import AutoConfig
 
+    from benchmarks.vllm_weights import SPREAD
     from kvrecall.backends.transformers.calibration_file import CalibrationFile, write
     from kvrecall.backends.transformers.fingerprint import fingerprint_of_config
     from kvrecall.index.calibration import KeyStatistics
 
     config = AutoConfig.from_pretrained(model)
     heads, dim = config.num_key_value_heads, config.head_dim
-    # vLLM's random weights are uniform in +-1e-3, its normalised inputs have variance 1.
-    spread = config.hidden_size * 1e-6 / 3
-    square = (torch.eye(dim) * spread).expand(heads, dim, dim).double()
+    square = (torch.eye(dim) * config.hidden_size * SPREAD**2).expand(heads, dim, dim).double()
     known = KeyStatistics(4096, torch.zeros(heads, dim).double(), square, square)
     layers = dict.fromkeys(range(config.num_hidden_layers), known)
     write(path, CalibrationFile(fingerprint_of_config(config), "random", 4096, "none", layers))
 
 
-def engine(args: argparse.Namespace, folder: Path) -> tuple[Any, list[int]]:
-    """A vLLM of either kind, and the lengths to measure."""
+def engine(args: argparse.Namespace, longest: int) -> Any:
+    """A vLLM of either kind."""
     from vllm import LLM
 
-    contexts = [int(n) for n in args.contexts.split(",")]
-    longest = max(contexts) + 2 * _FOLLOW_UP + STEPS + 8
-    longest = -(-longest // 1024) * 1024
-    model = model_folder(folder / "8b", longest)
+    folder: Path = args.folder / args.name
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = TINY if args.tiny else SHAPE
+    shape = shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"], "max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(shape))
     settings: dict[str, Any] = {
-        "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": longest,
-        "max_num_seqs": args.sequences, "max_num_batched_tokens": 8192, "enable_prefix_caching": True,
-        "gpu_memory_utilization": 0.9, "disable_log_stats": False, "enforce_eager": args.eager,
+        "model": str(folder), "load_format": "seeded", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "max_model_len": longest, "max_num_seqs": args.most, "max_num_batched_tokens": 8192, "enable_prefix_caching": True,
+        "gpu_memory_utilization": args.utilization, "disable_log_stats": False, "tensor_parallel_size": args.ranks,
     }  # fmt: skip
+    if args.cache_gib:
+        settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
     if args.engine == "kvrecall":
         maps = folder / "maps.safetensors"
-        write_maps(model, maps)
+        write_maps(folder, maps)
         own = {"method": "pariskv-balanced", "maps": str(maps), **json.loads(args.kvrecall)}
         settings |= {"attention_backend": "CUSTOM", "block_size": args.block_size, "additional_config": {"kvrecall": own}}
-    if args.blocks:
-        settings["num_gpu_blocks_override"] = args.blocks
-    return LLM(**settings), contexts
+    return LLM(**settings)
 
 
-def measure(llm: Any, context: int, sequences: int, name: str, start_s: float) -> Row:
-    """One length."""
-    from vllm import SamplingParams
+class Bench:
+    """An engine and its texts."""
 
-    draw = torch.Generator().manual_seed(context)
-    prompts = [torch.randint(3, 128000, (context,), generator=draw).tolist() for _ in range(sequences)]
+    def __init__(self, llm: Any, args: argparse.Namespace, start_s: float) -> None:
+        self.llm, self.args, self.start_s = llm, args, start_s
+        self.cache, self.vocabulary = llm.llm_engine.vllm_config.cache_config, TINY["vocab_size"] if args.tiny else 128000
+        self._texts: dict[int, list[int]] = {}
+        self._preempted = 0.0
+        self.bus = _bus_bandwidth()
 
-    def call(more: list[int], tokens: int) -> float:
-        asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-        torch.cuda.synchronize()
+    def prompt(self, number: int, context: int) -> list[int]:
+        """The first tokens of a sequence's text."""
+        text = self._texts.setdefault(number, [])
+        if len(text) < context:  # the same whatever was asked before
+            draw = torch.Generator().manual_seed(number)
+            text[:] = torch.randint(3, self.vocabulary, (self.args.longest,), generator=draw).tolist()
+        return text[:context]
+
+    def ask(self, prompts: list[list[int]], tokens: int, logprobs: int | None = None) -> Asked:
+        """Answers of so many tokens, step by step."""
+        from vllm import SamplingParams
+
+        own, llm_engine = [], self.llm.llm_engine
+        asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs)
         begun = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p + more} for p in prompts], asked, use_tqdm=False)
+        for ids in prompts:
+            name = str(next(_NAMES))
+            llm_engine.add_request(name, {"prompt_token_ids": ids}, asked)
+            own.append(name)
+        made: dict[str, Any] = {}
+        seen: list[tuple[float, list[int]]] = []
+        while llm_engine.has_unfinished_requests():
+            for each in llm_engine.step():
+                made[each.request_id] = each
+            seen.append((time.perf_counter(), [len(made[n].outputs[0].token_ids) if n in made else 0 for n in own]))
+        first = next(now for now, counts in seen if min(counts) > 0)
+        steady = [now for now, counts in seen if min(counts) > 1 and max(counts) < tokens]
+        outputs = [made[n].outputs[0] for n in own]
+        told = [[{t: p.logprob for t, p in one.items()} for one in out.logprobs or []] for out in outputs]
+        return Asked(
+            first - begun, [(b - a) * 1e3 for a, b in pairwise(steady)],
+            [list(out.token_ids) for out in outputs], told, sum(made[n].num_cached_tokens or 0 for n in own),
+        )  # fmt: skip
+
+    def measure(self, context: int, sequences: int, short: bool, note: str = "") -> Row:
+        """One length. short: whether the prompts attend to their own chunks alone."""
+        prompts = [self.prompt(number, context) for number in range(sequences)]
+        self._shorten(short)
+        first = self.ask(prompts, 8)
+        before = self._counts()
+        steps = self.ask(prompts, STEPS + 1)
+        after, single = self._counts(), sequences == 1 and not short
+        follow = None
+        if single:
+            extra = torch.randint(3, self.vocabulary, (_FOLLOW_UP,), generator=torch.Generator().manual_seed(1)).tolist()
+            follow = self.ask([prompts[0] + extra], 2).first_s
+        step = median(steps.steps_ms)
+        size, share, reused = None, None, None
+        if before and after:
+            done, searches = {k: after[k] - before[k] for k in after}, sequences * STEPS
+            if done["searches"]:
+                size = done["fetched_bytes"] * sequences / done["searches"]
+                share = size / self.args.ranks / (step * 1e-3) / self.bus if self.bus else None
+                reused = 1 - done["fetched_rows"] / done["selected_rows"]
+            if done["searches"] != searches:
+                note = f"{note} searches: {done['searches']} of {searches};".strip()
+        if short:
+            note = f"{note} prompts attend to their own chunks alone;".strip()
+        preempted = self._preemptions()
+        config = self.llm.llm_engine.vllm_config
+        row = Row(
+            self.args.engine, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", _version(),
+            self.args.ranks, config.model_config.hf_config.num_hidden_layers, context, sequences,
+            context * sequences - first.cached, None if short else first.first_s, None if short else steps.first_s, follow,
+            step, sorted(steps.steps_ms)[int(len(steps.steps_ms) * 0.9)], sequences / step * 1e3, size, share, reused,
+            self.cache.num_gpu_blocks * self.cache.block_size, preempted, self.start_s, note,
+        )  # fmt: skip
+        self._shorten(False)
+        return row
+
+    def fits(self, context: int, wanted: int) -> int:
+        """Sequences of this length that the engine holds at once, `wanted` at most."""
+        size, blocks, own = self.cache.block_size, self.cache.num_gpu_blocks - 1, context + 2 * STEPS
+        if self.args.engine == "stock":
+            return min(wanted, blocks // -(-own // size))
+        held = self.args.window_blocks
+        return max(1, min(wanted, (blocks - self.args.passing_blocks) // (-(-own // size) + held)))
+
+    def answers(self, context: int) -> dict[str, Any]:
+        """Tokens and their likeliest neighbours behind a prompt, for a comparison with other numbers of ranks."""
+        made = self.ask([self.prompt(0, context)], 32, 20)
+        return {"engine": self.args.engine, "ranks": self.args.ranks, "context": context, "tokens": made.answers[0],
+                "logprobs": made.logprobs[0]}  # fmt: skip
+
+    def write_answers(self) -> None:
+        """Behind the prompts that were asked for."""
+        self.args.answers.write_text(json.dumps([self.answers(int(n)) for n in self.args.answers_at.split(",")]))
+
+    def _shorten(self, short: bool) -> None:
+        """Prompts attend to their own chunks alone, or as they should."""
+        if self.args.engine != "kvrecall":
+            assert not short
+            return
+        from kvrecall.backends.vllm import stream
+
+        if not hasattr(Bench, "_pieces"):
+            Bench._pieces = stream.Stream.pieces  # type: ignore[attr-defined]
+        own: Any = Bench._pieces  # type: ignore[attr-defined]
+        stream.Stream.pieces = (lambda s, host, table, stop: own(s, host, [], 0)) if short else own  # type: ignore[method-assign]
+
+    def _counts(self) -> dict[str, int]:
+        """Of ours, of all ranks: the searches are alike, the rows are added."""
+        if self.args.engine != "kvrecall":
+            return {}
+        told = self.llm.collective_rpc("retrieval_counts")
+        alike = ("searches", "searched_tokens")
+        return {k: told[0][k] if k in alike else sum(each[k] for each in told) for k in told[0]}
+
+    def _preemptions(self) -> int:
+        now = sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        since, self._preempted = now - self._preempted, now
+        return int(since)
+
+
+def _version() -> str:
+    import vllm
+
+    return vllm.__version__
+
+
+def _bus_bandwidth() -> float | None:
+    """Bytes per second from page-locked memory to the GPU."""
+    if not torch.cuda.is_available():
+        return None
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    times = []
+    for _ in range(5):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        there.copy_(host, non_blocking=True)
+        stop.record()
         torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    first = call([], 1)
-    call([], 8)  # whatever is done once
-    cached = min(call([], 1) for _ in range(2))
-    step = (min(call([], STEPS + 1) for _ in range(2)) - cached) / STEPS * 1e3
-    follow = call(torch.randint(3, 128000, (_FOLLOW_UP,), generator=draw).tolist(), 1)
-    cache = llm.llm_engine.vllm_config.cache_config
-    return Row(name, context, sequences, first, cached, follow, step, cache.num_gpu_blocks * cache.block_size, start_s)
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return host.numel() / min(times)
 
 
-def profile(llm: Any, context: int, path: Path) -> None:
+def profile(bench: Bench, context: int, path: Path) -> None:
     """Writes what the kernels of 32 decode steps took, the longest first."""
     from torch.profiler import ProfilerActivity
-    from vllm import SamplingParams
 
-    draw = torch.Generator().manual_seed(context)
-    prompt = torch.randint(3, 128000, (context,), generator=draw).tolist()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
-        asked = SamplingParams(max_tokens=33, temperature=0, ignore_eos=True, detokenize=False)
-        llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+        bench.ask([bench.prompt(0, context)], 33)
         torch.cuda.synchronize()
     path.write_text(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90))
+
+
+def wait_for(path: Path | None, ready: Path | None) -> None:
+    """Says that this engine is ready, and waits until it is its turn."""
+    if ready is not None:
+        ready.touch()
+    while path is not None and not path.exists():
+        time.sleep(0.2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("stock", "kvrecall"), required=True)
-    parser.add_argument("--contexts", default="1024,65536,131072")
-    parser.add_argument("--sequences", type=int, default=1, help="that decode together")
-    parser.add_argument("--blocks", type=int, default=0, help="of the cache, where host memory holds fewer than the GPU")
+    parser.add_argument("--name", default="8b", help="of the model's folder; engines that run at once need different ones")
+    parser.add_argument("--one", default="", help="contexts of one sequence, the shortest first: 65536,131072")
+    parser.add_argument("--batches", default="", help="CONTEXTxSEQUENCES, …; fewer where memory holds fewer")
+    parser.add_argument("--short-prompts", type=int, default=0, help="tokens from which on prompts attend to their own chunks")
+    parser.add_argument("--most", type=int, default=32, help="sequences that decode together")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
+    parser.add_argument("--layers", type=int, default=0, help="of the model; all if left out")
+    parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages; a share of it if left out")
+    parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
     parser.add_argument("--block-size", type=int, default=1024, help="tokens of a block of our backend")
-    parser.add_argument("--profile", type=Path, help="file for the time of each kernel in decode steps behind the last context")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--window-blocks", type=int, default=10, help="of ours, that the window of a sequence takes")
+    parser.add_argument("--passing-blocks", type=int, default=40, help="of ours, for windows of prompts on their way")
+    parser.add_argument("--answers", type=Path, help="file for tokens behind prompts, to compare engines and numbers of ranks")
+    parser.add_argument("--answers-at", default="1024", help="lengths of these prompts")
+    parser.add_argument(
+        "--profile", type=Path, help="file for the time of each kernel in decode steps behind the last of --one"
+    )
+    parser.add_argument("--ready", type=Path, help="file that is made when the engine is ready")
+    parser.add_argument("--wait-for", type=Path, help="file to wait for, before anything is measured")
+    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    ones = [int(n) for n in args.one.split(",") if n]
+    batches = [(int(a), int(b)) for a, b in (text.split("x") for text in args.batches.split(",") if text)]
+    args.longest = max([*ones, *(n for n, _ in batches)])
     begun = time.perf_counter()
-    llm, contexts = engine(args, args.folder)
+    llm = engine(args, -(-(args.longest + 2 * _FOLLOW_UP + STEPS + 8) // 1024) * 1024)
     start_s = time.perf_counter() - begun
     print(f"started in {start_s:.1f} s", flush=True)
+    wait_for(args.wait_for, args.ready)
+    bench = Bench(llm, args, start_s)
     with args.out.open("w", newline="") as file:
         rows = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         rows.writeheader()
-        for context in contexts:
-            row = measure(llm, context, args.sequences, args.engine, start_s)
+        for number, (context, wanted) in enumerate([*((n, 1) for n in ones), *batches]):
+            if args.answers and number == len(ones):
+                bench.write_answers()
+            sequences = bench.fits(context, wanted)
+            short = bool(args.short_prompts) and (wanted > 1 or context >= args.short_prompts)
+            try:
+                row = bench.measure(context, sequences, short)
+            except Exception:  # one length that fails leaves the others
+                traceback.print_exc()
+                continue
             rows.writerow({k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()})
             file.flush()
             print(row, flush=True)
+    if args.answers and not batches:
+        bench.write_answers()
     if args.profile:
-        profile(llm, contexts[-1], args.profile)
+        profile(bench, ones[-1], args.profile)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,15 @@ def test_plan(cli: Cli, tiny: Path) -> None:
     assert "1,000 tokens" in shown and "full attention" in shown and "available" in shown
 
 
+def test_plan_of_vllm(cli: Cli, tiny: Path) -> None:
+    asked = ["plan", "-m", tiny, "--context", "1_000", "--engine", "vllm", "--host-memory", "1GiB", "--device-memory", "1GiB"]
+    told = cli.json(*asked)
+    assert told["method"] == "pariskv-balanced" and told["blocks"] == min(told["host_blocks"], told["device_blocks"]) > 0
+    shown = cli(*asked).stdout
+    assert "blocks" in shown and "yes" in shown
+    assert "--engine vllm" in cli.error("plan", "--host-memory", "1GiB")
+
+
 @pytest.mark.parametrize("context", ["0", "-5", "many", "1.5k", "k", ""])
 def test_plan_of_something_that_is_no_count(cli: Cli, context: str) -> None:
     assert "--context: expected a count such as 32768, 32k or 1m" in cli.error("plan", f"--context={context}")

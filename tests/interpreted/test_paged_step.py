@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.backends.vllm.counts import Counts, forget
 from tests.backends.vllm import test_paged as paged
 from tests.backends.vllm.on_device import Device
-from tests.backends.vllm.test_paged import GROUP, HEADS, cut, dense, method_of, tokens
+from tests.backends.vllm.test_paged import DIM, GROUP, HEADS, cut, dense, method_of, tokens
 
 GIVEN = paged.GIVEN[:2]
 
@@ -65,6 +68,13 @@ def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: di
     for _ in range(2):
         both([2, 4, 3], [1, 1, 1])
     assert not device.layer.bad.any()
+
+    counted, wanted = Counts.of([device.layer], [device.plan]), Counts.of([bench.layer], [])
+    assert (counted.searches, counted.searched_tokens, counted.selected_rows) == astuple(wanted)[:3]
+    assert counted.fetched_rows == device.layer.read.sum() < counted.selected_rows
+    assert counted.fetched_bytes == counted.fetched_rows * 2 * DIM * 4
+    forget([device.layer, bench.layer], [device.plan])
+    assert Counts.of([device.layer], [device.plan]) == Counts.of([bench.layer], []) == Counts()
 
 
 def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:

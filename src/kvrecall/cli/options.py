@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from math import inf
 from typing import Annotated, Any
 
@@ -39,6 +40,14 @@ SuitedChunkTokens = Annotated[
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+class Engine(StrEnum):
+    """Who runs a model."""
+
+    VLLM = "vllm"
+    TRANSFORMERS = "transformers"
+
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_METHOD = "recommended"

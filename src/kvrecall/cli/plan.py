@@ -2,45 +2,125 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvrecall.cli import options
+from kvrecall.cli.options import Engine
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, notes, status, verb
+from kvrecall.core.errors import ParameterError
+
+_VLLM_METHOD = "pariskv-balanced"
 
 
 @verb
 def plan(
     context: Annotated[str, typer.Option(help="Tokens per sequence, prompt and answer: 32768, 32k, 1m.")] = "32k",
     model: options.Model = options.DEFAULT_MODEL,
-    method: options.MethodName = options.DEFAULT_METHOD,
+    method: Annotated[
+        str | None, typer.Option(help="Retrieval method; pariskv, or with --engine vllm pariskv-balanced, if left out.")
+    ] = None,
     settings: options.Settings = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of keys and values: bfloat16, float16 or float32.")] = "bfloat16",
+    engine: Annotated[Engine, typer.Option(help="Who runs the model.")] = Engine.TRANSFORMERS,
+    ranks: Annotated[int, typer.Option(min=1, help="Of vLLM: GPUs, by tensor parallelism.")] = 1,
+    block_size: Annotated[int | None, typer.Option(help="Of vLLM: tokens per block; 1024 if left out.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help='Of vLLM: for rows, such as "96GiB"; 80 % of what is free if left out.')
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of vLLM: per GPU, for pages; what a GPU here has beside weights if left out.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights are not counted."""
+    """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights count for vLLM alone."""
     context_tokens = options.token_count(context)
-    chosen = options.method_of(method, settings)
+    ours = {"--ranks": ranks if ranks > 1 else None, "--block-size": block_size, "--host-memory": host_memory}
+    if engine is Engine.VLLM:
+        return _vllm(
+            model, method or _VLLM_METHOD, settings, context_tokens, batch, dtype, ranks, block_size, host_memory,
+            device_memory, as_json,
+        )  # fmt: skip
+    for name, value in (ours | {"--device-memory": device_memory}).items():
+        if value is not None:
+            raise ParameterError(name, "--engine vllm beside it", value, "It is a setting of vLLM.")
+    chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
 
-    from kvrecall import engine
+    from kvrecall import engine as running
     from kvrecall.models import as_dtype, load_config
 
     kind = as_dtype(dtype)
     with status(f"reading the config of {model}", quiet=as_json):
         config = load_config(model)
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit and context_tokens > limit:
-        said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
-        notes().print(f"note: {said}", soft_wrap=True)
-    told = engine.plan(config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind).to_dict()
+    limit = _limit(model, config, context_tokens)
+    told = running.plan(config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind).to_dict()
     told["model_context_tokens"] = limit
     if not as_json:
         _show(model, told)
     return told
+
+
+def _limit(model: str, config: Any, context_tokens: int) -> int | None:
+    """Tokens that the model was made for; a note where they are fewer."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit and context_tokens > limit:
+        said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
+        notes().print(f"note: {said}", soft_wrap=True)
+    return limit
+
+
+def _vllm(
+    model: str, method: str, settings: list[str] | None, context_tokens: int, batch: int, dtype: str, ranks: int,
+    block_size: int | None, host_memory: str | None, device_memory: str | None, as_json: bool,
+) -> Result:  # fmt: skip
+    """The plan of vLLM's workers."""
+    from kvrecall.backends.vllm.memory import bytes_of
+    from kvrecall.backends.vllm.settings import BLOCK_TOKENS
+    from kvrecall.engine.plan_vllm import plan_vllm
+    from kvrecall.models import as_dtype, load_config
+
+    given: dict[str, Any] = {"method": method, **options.settings_of(settings)}
+    given |= {} if host_memory is None else {"host_memory": host_memory}
+    with status(f"reading the config of {model}", quiet=as_json):
+        config = load_config(model)
+    limit = _limit(model, config, context_tokens)
+    told = plan_vllm(
+        config, given, context_tokens=context_tokens, batch=batch, ranks=ranks, dtype=as_dtype(dtype),
+        block_size=block_size or BLOCK_TOKENS,
+        page_bytes=None if device_memory is None else bytes_of(device_memory, "--device-memory"),
+    ).to_dict()  # fmt: skip
+    told["model_context_tokens"] = limit
+    if not as_json:
+        _show_vllm(model, told)
+    return told
+
+
+def _show_vllm(model: str, told: Result) -> None:
+    table, ranks = plain_table(), told["ranks"]
+    each = " per GPU" if ranks > 1 else ""
+    shape = f"{told['layers']} layers, {told['kv_heads']} KV heads of {told['head_dim']}{each}, {told['dtype']}"
+    table.add_row("model", f"{model}: {shape}, {size(told['weight_bytes'])} of weights{each}")
+    table.add_row("context", f"{told['batch']} at once of {told['context_tokens']:,} tokens, method {told['method']}")
+    summaries = size(told["summary_bytes_per_token"])
+    table.add_row("per token", f"{size(told['host_bytes_per_token'])} of rows, {summaries} of summaries on the device{each}")
+    table.add_row("needed", f"{size(told['host_bytes'])} of host memory, {size(told['device_bytes'])} of pages{each}")
+    table.add_row("scratch", f"{size(told['scratch_bytes'])} on the device{each}")
+    hosts = f"host: {told['host_blocks']:,} in {size(told['host_limit'])}{each}"
+    device = told["device_blocks"]
+    there = "device: no GPU here to ask" if device is None else f"device: {device:,} in {size(told['page_bytes'])}"
+    table.add_row("blocks", f"{told['blocks']:,} of {told['block_size']:,} tokens ({hosts}; {there})")
+    table.add_row("admitted", f"{told['admitted_tokens']:,} tokens, {told['sequences']:,} such sequences at once")
+    fits = (
+        f"yes; {told['needed_blocks']:,} blocks are the least"
+        if told["fits"]
+        else f"NO: {told['needed_blocks']:,} blocks are the least"
+    )
+    table.add_row("fits", fits)
+    results().print(table)
 
 
 def _show(model: str, told: Result) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,18 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
+from kvrecall.cli.options import Engine
 from kvrecall.cli.session import open_session
 from kvrecall.cli.threads import leave_environment
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import MissingPackageError, ModelFilesError, ParameterError
 from kvrecall.core.extras import require_server
-
-
-class Engine(StrEnum):
-    """Whose server runs."""
-
-    VLLM = "vllm"
-    TRANSFORMERS = "transformers"
 
 
 @verb

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from kvrecall.backends.transformers.calibration import describe
 from kvrecall.backends.transformers.calibration_file import path_for, write
 from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
+from kvrecall.engine.plan_vllm import VllmPlan, plan_vllm
 from kvrecall.evaluate.key_statistics import gather
 
 SMALL = {"sink_tokens": 16, "local_tokens": 64}
@@ -70,6 +71,15 @@ def answers(home: Path, job: dict[str, Any], kvrecall: dict[str, Any] | None, **
     return json.loads(out.read_text())
 
 
+def planned(home: Path, kvrecall: dict[str, Any]) -> VllmPlan:
+    """What `kvrecall plan --engine vllm` says of such an engine, which has 1 GiB for pages."""
+    config, given = AutoConfig.from_pretrained(home / "tiny"), {**SMALL, "top_k": 4096, **kvrecall}
+    return plan_vllm(
+        config, given, context_tokens=ENGINE["max_model_len"], batch=ENGINE["max_num_seqs"], dtype=torch.float32,
+        block_size=ENGINE["block_size"], page_bytes=1 << 30,
+    )  # fmt: skip
+
+
 def prompts(lengths: list[int], shared: int, seed: int = 1) -> list[list[int]]:
     """Random tokens; all prompts but the last two begin with the same `shared` tokens."""
     draw = torch.Generator().manual_seed(seed)
@@ -78,9 +88,9 @@ def prompts(lengths: list[int], shared: int, seed: int = 1) -> list[list[int]]:
     return [first + ids for ids in own[:-2]] + own[-2:]
 
 
-SHARED = prompts([5, 130, 300, 40, 17, 900], shared=700)
+SHARED = prompts([5, 130, 300, 69, 17, 900], shared=700)
 TWICE = {"rounds": [SHARED, SHARED], "tokens": 24}
-"""In the second round, prompts are found in the cache of prefixes."""
+"""In the second round, prompts are found in the cache of prefixes: one of them but for its last token."""
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +102,20 @@ def tokens(made: dict[str, Any]) -> list[Any]:
     return [[each["tokens"] for each in one] for one in made["rounds"]]
 
 
+def cached(made: dict[str, Any]) -> list[list[int]]:
+    """Tokens of each prompt that were found in the cache."""
+    return [[each["cached"] for each in one] for one in made["rounds"]]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home: Path, stock: dict[str, Any]) -> None:
     """Prompts in chunks, mixed batches, shared prefixes that are read once, and prompts that are cached."""
     made = answers(home, TWICE, METHODS[name])
     assert tokens(made) == tokens(stock)
-    first, second = ([each["cached"] for each in one] for one in made["rounds"])
-    assert all(first[1:4]) and all(second[1:4]) and second[5] > 0
+    first, second = cached(made)
+    assert [first, second] == cached(stock) and all(first[1:4]) and second[3:] == [768, 0, 896]
     assert made["blocks"] > stock["blocks"]
+    assert made["blocks"] == planned(home, METHODS[name]).blocks
     assert not made["usage"]
 
 
@@ -215,7 +231,7 @@ def test_host_memory_bounds_the_blocks(home: Path) -> None:
     """Rows of a block of 128 tokens take 128 KiB in each of three layers of 2 heads of 64, fp32."""
     job, block = {"rounds": [prompts([60, 90], shared=0, seed=5)], "tokens": 8}, 3 * 2 * 128 * 2 * 64 * 4
     made = answers(home, job, METHODS["exact"] | {"host_memory": 130 * block})
-    assert made["blocks"] == 130
+    assert made["blocks"] == 130 == planned(home, METHODS["exact"] | {"host_memory": 130 * block}).blocks
     assert tokens(made) == tokens(answers(home, job, None))
     with pytest.raises(AssertionError, match=r"host memory: 2,048 tokens need"):
         answers(home, job, METHODS["exact"] | {"host_memory": 3 * block})

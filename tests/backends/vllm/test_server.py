@@ -137,6 +137,20 @@ def test_clients_at_once_get_what_one_gets_alone(server: Server, expected: str) 
     assert both[1:] == [server.complete(ids, 32) * 2 for ids in others]
 
 
+def test_metrics_tell_what_steps_have_searched_and_fetched(server: Server) -> None:
+    """31 steps behind a prompt of 300 tokens search in what 16 sinks and 64 recent ones leave; a budget that covers everything
+    selects all of it, in 3 layers of 2 heads of 64 numbers, fp32."""
+    assert server.settles("vllm:num_requests_running", 0)
+    time.sleep(2.5)
+    before = {name: server.count(f"kvrecall:{name}_total") for name in ("searches", "searched_tokens", "fetched_bytes")}
+    server.complete(PROMPT, 32)
+    among = sum(300 + n - 16 - 64 for n in range(1, 32))
+    assert server.settles("kvrecall:searches_total", before["searches"] + 31)
+    assert server.settles("kvrecall:searched_tokens_total", before["searched_tokens"] + among)
+    assert server.settles("kvrecall:fetched_bytes_total", before["fetched_bytes"] + among * 3 * 2 * 2 * 64 * 4)
+    assert server.count("kvrecall:fetched_rows_total") == server.count("kvrecall:selected_rows_total") > 0
+
+
 def test_a_client_that_hangs_up_leaves_nothing(server: Server, expected: str) -> None:
     before = server.count("vllm:generation_tokens_total")
     server.hang_up(PROMPT, 1500)

@@ -44,7 +44,7 @@ from kvrecall.backends.vllm.summaries import (
     width_of,
 )
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer
-from kvrecall.core.errors import CompositionError
+from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
@@ -136,6 +136,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self._drafts = served.drafts
         if device.type == "cuda":
             self._plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, device)
+            served.plans.append(self._plan)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
@@ -206,8 +207,11 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             device = torch.device("cuda", torch.cuda.current_device())
         settings = self._served.settings
         check_device(device, settings.index)
+        if not self._served.gives_later:
+            remedy = "Leave it out, or subclass kvrecall.backends.vllm.worker.Worker."
+            raise ParameterError("worker_cls", "ours, which reads windows back", "another", remedy)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
-        self._number, self._shape = extract_layer_index(name), shape
+        self._name, self._number, self._shape = name, extract_layer_index(name), shape
         self._served.shapes.append(shape)
         self._calibration = self._served.calibration(self._number)
         self._means = settings.method.rest_config()
@@ -266,6 +270,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
                 held = means_in(pages, summary_bytes(settings.index, shape, size), self._means, shape, size)
                 means = PagedMeans(held, self._means.page_tokens, settings.method.sink_tokens, host)
             self._layer = PagedLayer(self._number, shape, settings.method, self._params, summaries, means, host)
+        self._served.layers[self._number] = self._layer
+        self._served.windows[self._name] = self._near, host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 

@@ -19,14 +19,15 @@ from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
 @triton.jit
 def plan_kernel(
-    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, TABLE, LOCAL, SINKS, GENERATIONS,
+    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_counts, TABLE, LOCAL, SINKS, K,
+    GENERATIONS,
     BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the batch): its plan row, and whether it searches.
 
     begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: as vLLM has them; a row decodes if it brings one
     token. candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then
-    those of `plan.OWN_FIELDS`.
+    those of `plan.OWN_FIELDS`. counts int64 `[3]`: searches, tokens searched in and rows selected are added.
 
     A row of the batch is another sequence's from one step to the next, without a word. Its tag int32 `[b, 3]` says whose step
     was the last one here: the block of its newest token, that token's position, and the generation of the block. Generations
@@ -66,6 +67,10 @@ def plan_kernel(
     tl.store(p_row + SEARCH + 1, now)
     tl.store(p_row + SEARCH + 2, tl.where(same, 1 - now, 2))
     tl.store(p_fire + i_b, searches.to(tl.int32))
+    among = tl.where(searches, tokens - SINKS, 0).to(tl.int64)
+    tl.atomic_add(p_counts, searches.to(tl.int64), mask=searches, sem="relaxed")
+    tl.atomic_add(p_counts + 1, among, mask=searches, sem="relaxed")
+    tl.atomic_add(p_counts + 2, tl.minimum(among, K), mask=searches, sem="relaxed")
 
 
 @triton.jit

@@ -16,8 +16,8 @@ _SLAB_BYTES = 4 << 30
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-def bytes_of(given: object) -> int:
-    """A number of bytes, given as one or as text such as "96GiB". Raises ParameterError."""
+def bytes_of(given: object, name: str = "host_memory") -> int:
+    """A number of bytes, given as one or as text such as "96GiB". name: of the setting. Raises ParameterError."""
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     if isinstance(given, str):
@@ -25,7 +25,7 @@ def bytes_of(given: object) -> int:
         digits = given.removesuffix(unit).strip()
         if digits.isascii() and digits.replace(".", "", 1).isdigit() and float(digits) > 0:
             return int(float(digits) * _UNITS.get(unit, 1))
-    raise ParameterError("host_memory", 'bytes, or a text such as "96GiB"', given, "Leave it out for a share of what is free.")
+    raise ParameterError(name, 'bytes, or a text such as "96GiB"', given, "Leave it out for a share of what is free.")
 
 
 @dataclass(frozen=True)

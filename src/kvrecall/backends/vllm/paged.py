@@ -64,7 +64,8 @@ class Window(Protocol):
 
 
 class PagedLayer:
-    """Stores and attends for one layer. stats: what its decode steps did, summed over sequences."""
+    """Stores and attends for one layer. stats: what its decode steps did, summed over sequences. searched_tokens: how many
+    tokens their searches chose among."""
 
     def __init__(
         self, number: int, shape: LayerShape, method: Method, params: AttentionParams, summaries: Summaries,
@@ -73,6 +74,7 @@ class PagedLayer:
         self._number, self._shape, self._method, self._params = number, shape, method, params
         self._summaries, self._means, self._host = summaries, means, host
         self.stats = StepStats()
+        self.searched_tokens = 0
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, batch: Batch, window: Window) -> None:
         """keys, values `[T, H_kv, D]` of a pass; slots: int64 `[T]`, where they go, < 0 for tokens that are padding.
@@ -152,6 +154,7 @@ class PagedLayer:
         stats, dense_tokens = self.stats, len(searched) * (method.sink_tokens + method.local_tokens)
         stats.steps += 1
         stats.searches += len(searched)
+        self.searched_tokens += sum(end - method.sink_tokens for end in ends)
         stats.retrieved_tokens += retrieved
         stats.attended_rows += len(searched) * heads
         stats.attended_tokens += retrieved + dense_tokens * heads

@@ -25,7 +25,10 @@ def register() -> None:
     except ImportError as error:
         warnings.warn(f"this vLLM has no place for kvrecall's attention backend: {error}", RuntimeWarning, stacklevel=2)
         return
+    from kvrecall.backends.vllm import metrics
+
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    metrics.register()
     _choose_worker(type(current_platform), AttentionBackendEnum.CUSTOM)
     if current_platform.is_cpu():
         _choose_on_cpu(type(current_platform), AttentionBackendEnum.CUSTOM)

@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from kvrecall.backends.vllm.counts import Counts, forget
 from kvrecall.backends.vllm.device import DeviceLayer, Scratch
 from kvrecall.backends.vllm.finite import FiniteWatch
 from kvrecall.backends.vllm.maps import calibrations_of
 from kvrecall.backends.vllm.memory import HostPlan
+from kvrecall.backends.vllm.paged import PagedLayer
+from kvrecall.backends.vllm.plan import PassPlan
+from kvrecall.backends.vllm.refill import refill
 from kvrecall.backends.vllm.settings import Settings
 from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.summaries import check_maps
+from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
@@ -45,6 +51,13 @@ class Served:
         self.plan: HostPlan | None = None
         self.gives_later = False
         """Whether somebody calls `give` for every block that is handed out."""
+        self.layers: dict[int, DeviceLayer | PagedLayer] = {}
+        """By number, of those that have pages."""
+        self.plans: list[PassPlan] = []
+        self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
+        """By the name of the attention layer, of those that have pages."""
+        self.groups: dict[str, int] = {}
+        """vLLM's cache group of every layer."""
         self._hosts: list[HostBlocks] = []
         self._given = 1
         _check(vllm_config)
@@ -94,6 +107,14 @@ class Served:
         self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # others were for a trial
         return made
 
+    def refill(self, blocks: Sequence[Sequence[int]], computed: int) -> None:
+        """The window of a sequence whose first tokens, so many, are in blocks that somebody has filled. blocks: ids by cache
+        group."""
+        start = max(0, computed - self.settings.method.local_tokens)
+        for name, (window, host) in self.windows.items():
+            pages, own = blocks[self.groups[window.name]], blocks[self.groups[name]]
+            refill(window.kv_cache, pages, host, own, start, computed)
+
     def give(self, blocks: int) -> None:
         """The first `blocks` of all layers will be used from now on."""
         if blocks > self._given:
@@ -101,6 +122,14 @@ class Served:
             self._given = cdiv(blocks, slab) * slab
             for host in self._hosts:
                 host.give(self._given)
+
+    def counts(self) -> Counts:
+        """What decode steps of this rank have done since the engine was ready. Waits for a GPU."""
+        return Counts.of(self.layers.values(), self.plans)
+
+    def forget_counts(self) -> None:
+        """What has been done so far is not counted."""
+        forget(self.layers.values(), self.plans)
 
     def device_layer(
         self, number: int, shape: LayerShape, params: AttentionParams, calibration: LayerCalibration | None

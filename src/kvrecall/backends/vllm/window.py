@@ -1,4 +1,4 @@
-"""The recent tokens of every sequence, in device memory: a cache group of vLLM's own, which hands out and frees its pages.
+"""The recent tokens of every sequence, in device memory: a cache group of vLLM's own, whose pages `window_pages.py` hands out.
 
 A layer of its own beside each attention layer. vLLM takes it for one with a sliding window. Its pages take as many bytes as
 those of the summaries, for both groups draw on one pool.
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvrecall.core.errors import ParameterError
+from kvrecall.backends.vllm.capacity import window_page_tokens
+from kvrecall.backends.vllm.window_pages import WindowSpec, ahead_of, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 
@@ -90,16 +90,13 @@ class WindowLayer(nn.Module, AttentionLayerBase):
     def get_attn_backend(self) -> type[WindowBackend]:
         return WindowBackend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> SlidingWindowSpec:
-        """Pages as large as those of summaries, with the largest power of two of tokens that fits: cached prefixes are found by
-        the least common multiple of both groups' pages. Raises ParameterError where not one token fits in such a page."""
+    def get_kv_cache_spec(self, vllm_config: Any) -> WindowSpec:
+        """Pages as large as those of summaries. Raises ParameterError where not one token fits in such a page."""
         shape, size = self.shape, vllm_config.cache_config.block_size
-        page, token = size * shape.kv_heads * self.width, 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        if token > page:
-            raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
-        return SlidingWindowSpec(
-            block_size=1 << (page // token).bit_length() - 1, num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
-            dtype=shape.dtype, sliding_window=self.tokens, page_size_padded=page,
+        return WindowSpec(
+            block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
+            dtype=shape.dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
+            passes=passes_of(vllm_config), ahead=ahead_of(vllm_config),
         )  # fmt: skip
 
 
@@ -113,7 +110,9 @@ class PassWindow:
         """Keeps keys, values `[T, H_kv, D]`, which are `tokens` of the pass."""
         slots, size = self._metadata.slots[tokens].long(), self._rows.shape[2]
         rows = torch.cat([keys, values], -1).to(self._rows.dtype)
-        self._rows[slots // size, :, slots % size] = rows
+        m_page = slots >= 0  # tokens that no later one attends to here have none
+        slots = slots[m_page]
+        self._rows[slots // size, :, slots % size] = rows[m_page]
 
     def span(self, row: int, start: int, stop: int) -> Tensor:
         """Rows `[H_kv, stop - start, K|V, D]` of positions start .. stop - 1 of a sequence, which must be recent enough."""

@@ -7,15 +7,18 @@ page-locked as they are handed out."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-from kvrecall.backends.vllm.memory import HostPlan
+from kvrecall.backends.vllm.capacity import Capacity
+from kvrecall.backends.vllm.metrics import Teller
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.stream import HostBlocks
+from kvrecall.backends.vllm.window_pages import ahead_of, passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
 
@@ -38,14 +41,15 @@ class Worker(StockWorker):
         """Device bytes for pages: of no more blocks than the host has rows for. Raises HostMemoryError where those do not even
         hold one sequence of the longest length."""
         available, served, config = super().determine_available_memory(), Served.of(self.vllm_config), self.vllm_config
-        specs = self.get_kv_cache_spec()
-        groups = get_kv_cache_groups(config, specs)
-        page = max(spec.page_size_bytes for spec in specs.values())
-        per_block = page * max(len(group.layer_names) for group in groups)
+        groups = get_kv_cache_groups(config, self.get_kv_cache_spec())
         size, ranks = config.cache_config.block_size, config.parallel_config.world_size
+        capacity = Capacity.of(
+            served.settings, served.shapes, size, served.longest, passes_of(config), ranks, ahead_of(config),
+            max(len(group.layer_names) for group in groups),
+        )  # fmt: skip
         if served.settings.residency == "device":
-            return self._with_rows(available, per_block, size)
-        plan = served.plan = HostPlan.of(served.shapes, size, served.settings.host_memory, ranks)
+            return self._with_rows(available, capacity.device_block_bytes, size)
+        plan = served.plan = capacity.host
         kinds = [group.kv_cache_spec for group in groups]
         needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
         if plan.blocks < needed:
@@ -55,6 +59,7 @@ class Worker(StockWorker):
             raise ParameterError(
                 "num_gpu_blocks_override", f"at most {plan.blocks:,}, the host has no more", asked, "Lower it."
             )
+        per_block = capacity.device_block_bytes
         allowed = min(available, plan.blocks * per_block)
         _log.info(
             "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d)", allowed // per_block, size,
@@ -73,11 +78,40 @@ class Worker(StockWorker):
         _log.info("kvrecall: %d blocks of %d tokens, rows on the device", blocks, size)
         return blocks * per_block
 
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Which layer is in which group is known from here on."""
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        Served.of(self.vllm_config).groups = {name: i for i, group in groups for name in group.layer_names}
+        super().initialize_from_config(kv_cache_config)
+
+    _teller: Teller | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        """From here on passes are counted: graphs have been recorded, which a thread of its own would disturb."""
+        made, served, parallel = (
+            super().compile_or_warm_up_model(),
+            Served.of(self.vllm_config),
+            self.vllm_config.parallel_config,
+        )
+        served.forget_counts()
+        if self._teller is None:
+            device = served.shapes[0].device
+            self._teller = Teller(served.counts, parallel.data_parallel_index, self.rank, device)
+        return made
+
+    def retrieval_counts(self) -> dict[str, int]:
+        """What decode steps of this rank have searched and fetched (`counts.Counts`). Waits for the device."""
+        return asdict(Served.of(self.vllm_config).counts())
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        Served.of(self.vllm_config).watch.look()
-        highest = highest_block(scheduler_output)
+        served, highest = Served.of(self.vllm_config), highest_block(scheduler_output)
+        served.watch.look()
+        if self._teller is not None:
+            self._teller.passed()
         if highest is not None:
-            Served.of(self.vllm_config).give(highest + 1)
+            served.give(highest + 1)
+        for blocks, computed in beginning(scheduler_output):
+            served.refill(blocks, computed)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 
@@ -86,3 +120,16 @@ def highest_block(scheduler_output: Any) -> int | None:
     told = scheduler_output
     groups: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
     return max((max(ids) for each in groups if each for ids in each if ids), default=None)
+
+
+def beginning(scheduler_output: Any) -> list[tuple[Sequence[Sequence[int]], int]]:
+    """(blocks by cache group, how many tokens they hold) of every sequence that a pass begins behind its first tokens: those
+    are cached, or it has been thrown out before."""
+    told = scheduler_output
+    cached = told.scheduled_cached_reqs
+    again = [
+        (blocks, computed)
+        for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        if name in cached.resumed_req_ids and blocks is not None
+    ]
+    return [(b, n) for b, n in [*((new.block_ids, new.num_computed_tokens) for new in told.scheduled_new_reqs), *again] if n]

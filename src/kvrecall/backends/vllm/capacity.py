@@ -1,0 +1,127 @@
+"""What an engine of vLLM will hold: its worker counts so, and `kvrecall plan --engine vllm` before anything is loaded. Knows
+nothing of vLLM.
+
+All numbers are of one rank, which has its share of the KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from kvrecall.backends.vllm.device import DeviceLayer
+from kvrecall.backends.vllm.memory import HostPlan
+from kvrecall.backends.vllm.plan import PassPlan
+from kvrecall.backends.vllm.settings import Settings
+from kvrecall.backends.vllm.summaries import check_block_size, least_block, width_of
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import AttentionParams
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere.config import SphereConfig
+
+
+def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
+    """Tokens of the window in a page of as many bytes as the summaries of a block: a power of two, as blocks are. Raises
+    ParameterError where not one token fits in it."""
+    page, token = block_size * shape.kv_heads * width, 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    if token > page:
+        raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
+    return 1 << (page // token).bit_length() - 1
+
+
+def window_blocks(local_tokens: int, page_tokens: int, longest: int, passes: int = 0, ahead: int = 0) -> int:
+    """Blocks that the window of one sequence takes at most: its own, and what each of so many passes on their way will leave.
+    ahead: tokens of a pass that may turn out not to be the sequence's. longest: tokens of a sequence."""
+    own = cdiv(local_tokens + ahead, page_tokens) + 1
+    return min((1 + passes) * own, cdiv(longest, page_tokens) + 1)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Blocks of one rank.
+
+    device_block_bytes: pages of all layers. host: memory for rows. sequence_blocks: of one sequence of the longest length.
+    window_blocks: of its window with passes on their way; steady_blocks: of its window while it decodes.
+    """
+
+    block_size: int
+    page_tokens: int
+    device_block_bytes: int
+    host: HostPlan
+    sequence_blocks: int
+    window_blocks: int
+    steady_blocks: int
+
+    @staticmethod
+    def of(
+        settings: Settings, shapes: Sequence[LayerShape], block_size: int, longest: int, passes: int, ranks: int = 1,
+        ahead: int = 0, layers: int = 0,
+    ) -> Capacity:  # fmt: skip
+        """For layers of these shapes, whose pages are alike. longest: tokens of a sequence. passes: that may be on their way at
+        once. layers: of vLLM's largest cache group; all of them, if left out."""
+        check_block_size(block_size, least_block(settings.method.rest_config()))
+        shape, local = shapes[0], settings.method.local_tokens
+        width = width_of(settings.index, settings.method.rest_config(), shape)
+        page = window_page_tokens(shape, width, block_size)
+        return Capacity(
+            block_size, page, block_size * shape.kv_heads * width * (layers or len(shapes)),
+            HostPlan.of(list(shapes), block_size, settings.host_memory, ranks), cdiv(longest, block_size),
+            window_blocks(local, page, longest, passes, ahead), window_blocks(local, page, longest),
+        )  # fmt: skip
+
+    @property
+    def needed(self) -> int:
+        """Blocks for one sequence of the longest length: vLLM keeps one to itself."""
+        return 1 + self.sequence_blocks + self.window_blocks
+
+    def blocks(self, device_bytes: int) -> int:
+        """Blocks of an engine with so much device memory for pages."""
+        return min(device_bytes // self.device_block_bytes, self.host.blocks)
+
+    def sequences(self, blocks: int) -> int:
+        """Sequences of the longest length that so many blocks hold while they decode."""
+        return max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks)
+
+
+def scratch_bytes(settings: Settings, shapes: Sequence[LayerShape], most: int, longest: int) -> int:
+    """Device memory that is neither page nor weight: kept rows, scores, maps. shapes: of the layers, all alike. most: rows of a
+    batch. Nothing is allocated."""
+    index = settings.index
+    if not isinstance(index, SphereConfig):
+        return 0
+    shape = shapes[0]
+    there = LayerShape(1, shape.query_heads, shape.kv_heads, shape.head_dim, shape.dtype, torch.device("meta"))
+    params = AttentionParams(shape.head_dim**-0.5)
+    first = DeviceLayer(0, there, settings.method, index, params, None, most, longest)
+    second = DeviceLayer(1, there, settings.method, index, params, None, most, longest, first.scratch)
+    plan = PassPlan(most, longest, settings.method, index, there.device)
+    one = held_bytes([first])
+    return one + (len(shapes) - 1) * (held_bytes([first, second]) - one) + held_bytes(plan)
+
+
+def held_bytes(*held: object) -> int:
+    """Bytes of the tensors that objects of ours hold, each memory once."""
+    memory: dict[int, int] = {}
+    seen: set[int] = set()
+    todo: list[object] = list(held)
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            storage = one.untyped_storage()
+            memory[storage._cdata] = storage.nbytes()
+        elif isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, list | tuple | set):
+            todo += one
+        elif is_dataclass(one) and not isinstance(one, type):
+            todo += [getattr(one, f.name) for f in fields(one)]
+        elif type(one).__module__.startswith("kvrecall.") and hasattr(one, "__dict__"):
+            todo += vars(one).values()
+    return sum(memory.values())

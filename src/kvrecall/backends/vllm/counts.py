@@ -1,0 +1,63 @@
+"""What decode steps have searched and fetched, counted where they run. Knows nothing of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kvrecall.backends.vllm.device import DeviceLayer
+from kvrecall.backends.vllm.paged import PagedLayer
+from kvrecall.backends.vllm.plan import PassPlan
+from kvrecall.core.structs import StepStats
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one rank, since its engine was ready.
+
+    searches: one per sequence and decode step; searched_tokens: how many tokens they chose among. Both are alike on all ranks.
+    selected_rows: what they selected, summed over layers and KV heads. fetched_rows: those of them that host memory was read
+    for; the others were still on the device. fetched_bytes: of these.
+    """
+
+    searches: int = 0
+    searched_tokens: int = 0
+    selected_rows: int = 0
+    fetched_rows: int = 0
+    fetched_bytes: int = 0
+
+    @staticmethod
+    def of(layers: Iterable[DeviceLayer | PagedLayer], plans: Iterable[PassPlan]) -> Counts:
+        """Of all layers of a rank, and of what its passes were told. Waits for a GPU."""
+        made = list(layers)
+        ours = [layer for layer in made if isinstance(layer, DeviceLayer)]
+        if not ours:
+            return Counts._on_cpu([layer for layer in made if isinstance(layer, PagedLayer)])
+        told, read = [plan.counts for plan in plans], torch.stack([layer.read for layer in ours]).sum(1)
+        searches, tokens, selected = torch.stack(told).sum(0).tolist() if told else (0, 0, 0)
+        rows = read.tolist()
+        sizes = [2 * layer.shape.head_dim * layer.shape.dtype.itemsize for layer in ours]
+        heads = sum(layer.shape.kv_heads for layer in ours)
+        return Counts(searches, tokens, selected * heads, sum(rows), sum(n * size for n, size in zip(rows, sizes, strict=True)))
+
+    @staticmethod
+    def _on_cpu(layers: list[PagedLayer]) -> Counts:
+        """Nothing stays on the device there, so every selected row is fetched."""
+        if not layers:
+            return Counts()
+        first, stats = layers[0], [layer.stats for layer in layers]
+        rows, size = sum(each.retrieved_tokens for each in stats), sum(each.bytes_fetched for each in stats)
+        return Counts(first.stats.searches, first.searched_tokens, rows, rows, size)
+
+
+def forget(layers: Iterable[DeviceLayer | PagedLayer], plans: Iterable[PassPlan]) -> None:
+    """Counts from 0 again: what an engine does before it is ready is nobody's."""
+    for plan in plans:
+        plan.counts.zero_()
+    for layer in layers:
+        if isinstance(layer, DeviceLayer):
+            layer.read.zero_()
+        else:
+            layer.stats, layer.searched_tokens = StepStats(), 0

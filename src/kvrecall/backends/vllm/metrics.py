@@ -1,0 +1,134 @@
+"""What decode steps have searched and fetched, in `/metrics` of vLLM's server. Knows nothing of vLLM.
+
+Workers are other processes than the server, and what vLLM's own workers tell the server has no place for us. So:
+
+1. The first process, which becomes the server, names a folder in the environment; the others inherit it.
+2. In every worker a thread of its own reads the counters once a second, if there was a pass since, and writes them to a file.
+   No step waits for it: on a GPU it has a stream of its own.
+3. When the server is asked, a collector of prometheus' reads the files.
+
+Imports no kernels and no compilers: vLLM imports this when it starts, and looks through what has been imported by then.
+"""
+
+# vLLM brings prometheus' client along.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from prometheus_client.core import REGISTRY, CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from kvrecall.core.whole_files import write_text
+
+if TYPE_CHECKING:
+    from kvrecall.backends.vllm.counts import Counts
+
+_FOLDER = "KVRECALL_VLLM_COUNTS"
+"""The environment variable that names the folder."""
+_SECONDS = 1.0
+
+_METRICS = {
+    "searches": ("searches", "Searches of decode steps: one per sequence and step."),
+    "searched_tokens": ("searched_tokens", "Tokens that searches chose among."),
+    "selected_rows": ("selected_rows", "Rows that searches selected, of all layers, KV heads and ranks."),
+    "fetched_rows": ("fetched_rows", "Selected rows that were read from host memory; the others were still on the device."),
+    "fetched_bytes": ("fetched_bytes", "Bytes of these rows, which go over the bus where there is a GPU."),
+}
+"""Field of `Counts`, name behind `kvrecall:`, and what it is."""
+_ALIKE = ("searches", "searched_tokens")
+"""The same on all ranks of an engine."""
+_registered = False
+
+
+def register() -> None:
+    """In every process of a server, before others are started: names the folder, and adds the metrics to prometheus' registry.
+    Does nothing where it has been called."""
+    global _registered
+    if _registered:
+        return
+    os.environ.setdefault(_FOLDER, str(Path(tempfile.gettempdir()) / f"kvrecall-vllm-{os.getpid()}-{secrets.token_hex(8)}"))
+    REGISTRY.register(_Counted())
+    _registered = True
+
+
+class Teller:
+    """Writes the counts of one rank, from a thread of its own."""
+
+    def __init__(self, read: Callable[[], Counts], engine: int, rank: int, device: torch.device) -> None:
+        """read: what has been counted. engine: number of the engine, of those that share the requests. rank: within it."""
+        self._read, self._passes, self._told = read, 0, -1
+        folder = Path(os.environ[_FOLDER])
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._path = folder / f"{engine}-{rank}.json"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ends = threading.Event()
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._run, name="kvrecall-counts", daemon=True)
+        self._thread.start()
+
+    def passed(self) -> None:
+        """A pass has been started."""
+        self._passes += 1
+
+    def close(self) -> None:
+        """Ends the thread and removes the file."""
+        self._ends.set()
+        self._thread.join(5)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+            self._path.parent.rmdir()  # by the last of them
+
+    def _run(self) -> None:
+        last: Counts | None = None
+        while not self._ends.wait(_SECONDS):
+            passes = self._passes
+            if passes == self._told:
+                continue
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                counts = self._read()
+            with suppress(OSError):
+                write_text(self._path, json.dumps(asdict(counts)))
+            if counts == last:  # a pass that was under way when it was counted is counted the next time
+                self._told = passes
+            last = counts
+
+
+class _Counted(Collector):
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Once per request to `/metrics`."""
+        told = by_engine(Path(os.environ.get(_FOLDER, os.devnull)))
+        for field, (name, text) in _METRICS.items():
+            family = CounterMetricFamily(f"kvrecall:{name}", text, labels=["engine"])
+            for engine, counts in sorted(told.items()):
+                family.add_metric([engine], counts[field])
+            yield family
+
+    def describe(self) -> list[Any]:
+        """Asks for nothing while it is registered."""
+        return []
+
+
+def by_engine(folder: Path) -> dict[str, Mapping[str, int]]:
+    """The counts of every engine, of all its ranks together."""
+    found: dict[str, list[dict[str, int]]] = {}
+    for path in sorted(folder.glob("*-*.json")):
+        with suppress(OSError, ValueError):
+            found.setdefault(path.stem.split("-")[0], []).append(json.loads(path.read_text()))
+    fields = tuple(_METRICS)
+    return {
+        engine: {f: max(r[f] for r in ranks) if f in _ALIKE else sum(r[f] for r in ranks) for f in fields}
+        for engine, ranks in found.items()
+    }

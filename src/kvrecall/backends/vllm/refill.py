@@ -1,0 +1,28 @@
+"""The window of a sequence that begins behind filled blocks, read back from their rows. Knows nothing of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvrecall.backends.vllm.stream import HostBlocks
+
+
+def refill(rows: Tensor, pages: Sequence[int], host: HostBlocks, blocks: Sequence[int], start: int, stop: int) -> None:
+    """Writes the pages that hold tokens start .. stop - 1 of a sequence, the last of them whole.
+
+    rows: `[pages, H_kv, page_tokens, 2 D]`. pages: of the sequence, 0 where it has none. blocks: of the sequence; a page
+    lies within one. Waits for nothing: the copies are made in the order of the current stream.
+    """
+    size, block_size = rows.shape[2], host.block_size
+    assert block_size % size == 0
+    near: dict[int, Tensor] = {}
+    for first in range(start // size * size, stop, size):
+        page, block = pages[first // size], blocks[first // block_size]
+        if not page:
+            continue
+        if block not in near:  # all of it, which lies in one piece
+            near = {block: host.rows[block].to(rows.device, non_blocking=True).flatten(-2)}
+        at = first % block_size
+        rows[page] = near[block][:, at : at + size]

@@ -1,0 +1,28 @@
+"""Windows are read back from the rows of blocks that somebody else has filled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrecall.backends.vllm.refill import refill
+from kvrecall.backends.vllm.stream import HostBlocks
+from tests.backends.vllm.test_paged import HEADS, SHAPE, SIZE
+
+PAGE, BLOCKS, PAGES = 16, [5, 2, 7], [0] * 3 + [9, 0, 4, 1, 3, 8, 2, 6, 7]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (50, 144), (63, 64), (64, 65), (100, 192)])
+def test_pages_hold_the_rows_of_their_blocks(start: int, stop: int) -> None:
+    host = HostBlocks(8, SHAPE, SIZE)
+    host.rows.copy_(torch.randn(host.rows.shape))
+    rows = torch.full((12, HEADS, PAGE, 2 * SHAPE.head_dim), float("nan"))
+    refill(rows, PAGES, host, BLOCKS, start, stop)
+    whole = host.rows[BLOCKS].transpose(0, 1).flatten(1, 2).flatten(-2)  # [H_kv, n, 2 D]
+    written = {PAGES[at // PAGE] for at in range(start, stop)} - {0}
+    for page in range(12):
+        if page in written:
+            at = PAGES.index(page) * PAGE
+            assert torch.equal(rows[page], whole[:, at : at + PAGE])
+        else:
+            assert rows[page].isnan().all()

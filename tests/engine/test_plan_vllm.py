@@ -1,0 +1,72 @@
+"""What vLLM with our backend will need: the arithmetic of one published shape, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvrecall.backends.vllm.capacity import held_bytes
+from kvrecall.core.errors import KVRecallError
+from kvrecall.engine.plan_vllm import plan_vllm
+from tests.engine.test_plan import LLAMA_8B
+
+GIVEN = {"method": "pariskv-balanced", "host_memory": "214GiB"}
+
+
+def test_llama_8b_at_128k() -> None:
+    """Rows of 128 KiB per token, pages of 81 + 8 bytes per token and KV head, a window of 1,024 tokens in pages of 128."""
+    told = plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=12, page_bytes=100 << 30)
+    assert (told.host_bytes_per_token, told.summary_bytes_per_token) == (128 << 10, 89 * 8 * 32)
+    assert (told.window_page_tokens, told.block_host_bytes) == (128, 128 << 20)
+    assert (told.host_blocks, told.blocks, told.admitted_tokens) == (1712, 1712, 1712 * 1024)
+    assert told.host_bytes == 12 * (128 + 9) * (128 << 20) and told.sequences == 12
+    assert told.needed_blocks == 1 + 128 + 3 * 9 and told.fits
+    assert told.weight_bytes == pytest.approx(11.87e9, rel=0.01)  # 5.93 billion numbers: the vocabulary is small
+    assert not plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=13, page_bytes=100 << 30).fits
+
+
+def test_the_lesser_of_device_and_host_counts() -> None:
+    device = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=10 << 30)
+    assert device.blocks == device.device_blocks == (10 << 30) // device.block_bytes < device.host_blocks
+    nothing = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536)
+    if not torch.cuda.is_available():
+        assert nothing.device_blocks is None and nothing.blocks == nothing.host_blocks
+    assert not plan_vllm(LLAMA_8B, GIVEN | {"host_memory": "8GiB"}, context_tokens=65536, page_bytes=10 << 30).fits
+
+
+def test_ranks_share_heads_and_host_memory() -> None:
+    one, two = (plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, ranks=n, page_bytes=10 << 30) for n in (1, 2))
+    assert (two.kv_heads, two.block_bytes, two.block_host_bytes) == (4, one.block_bytes // 2, one.block_host_bytes // 2)
+    assert two.host_blocks == one.host_blocks and two.host_bytes == one.host_bytes
+    assert two.device_blocks == (10 << 30) // two.block_bytes > one.blocks and two.scratch_bytes < one.scratch_bytes
+
+
+def test_scratch_grows_with_rows_and_lengths() -> None:
+    def scratch(batch: int, tokens: int) -> int:
+        return plan_vllm(LLAMA_8B, GIVEN, context_tokens=tokens, batch=batch).scratch_bytes
+
+    kept = 32 * 8 * (64 + 2 * 100) * 2 * 128 * 2  # sinks and selected rows of all layers, for each row of a batch
+    assert scratch(8, 65536) - scratch(7, 65536) >= kept
+    assert scratch(8, 1 << 20) > scratch(8, 65536)
+
+
+def test_memory_is_counted_once() -> None:
+    one = torch.zeros(100, device="meta")
+    assert held_bytes([one, one[:10], {"again": one}], torch.zeros(3, 5)) == 460
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "said"),
+    [
+        ({"method": "prkv"}, {}, "Served are"),
+        ({"host_memory": "much"}, {}, "host_memory"),
+        ({}, {"block_size": 1000}, "block_size"),
+        ({}, {"context_tokens": 0}, "context_tokens"),
+        ({}, {"ranks": 5}, "ranks.*query heads"),
+    ],
+)
+def test_what_is_not_served_is_refused(given: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    with pytest.raises(KVRecallError, match=said):
+        plan_vllm(LLAMA_8B, given, **{"context_tokens": 65536, **more})
