@@ -137,6 +137,16 @@ def test_clients_at_once_get_what_one_gets_alone(server: Server, expected: str) 
     assert both[1:] == [server.complete(ids, 32) * 2 for ids in others]
 
 
+def test_beams_are_transformers_own(server: Server, home: Path) -> None:  # noqa: F811
+    """Every step of a beam is a request of its own, which finds the beam's blocks in the cache."""
+    model: Any = LlamaForCausalLM.from_pretrained(home / "tiny", dtype=torch.float32)
+    made = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=8, min_new_tokens=8, do_sample=False, num_beams=3, num_return_sequences=3
+    )
+    expected = [word_tokenizer(512).decode(ids[len(PROMPT) :]).split() for ids in made]
+    assert [text.split() for text in server.complete(PROMPT, 8, n=3, use_beam_search=True)] == expected
+
+
 def test_metrics_tell_what_steps_have_searched_and_fetched(server: Server) -> None:
     """31 steps behind a prompt of 300 tokens search in what 16 sinks and 64 recent ones leave; a budget that covers everything
     selects all of it, in 3 layers of 2 heads of 64 numbers, fp32."""
