@@ -226,3 +226,20 @@ def test_an_index_is_read_back_as_it_was_written(model: Any, tmp_path: Path) -> 
     before, _ = read_index(tmp_path)
     rewritten(tmp_path, lambda held: None)
     assert read_index(tmp_path)[0] == before
+
+
+def test_compact_rows_are_near_and_small_and_the_rest_is_exact(model: Any, tmp_path: Path) -> None:
+    cache = read(model, count=900)
+    plain, small = cache.save(tmp_path / "plain"), cache.fork().save(tmp_path / "small", rows="fp8")
+    assert small.rows == "fp8" and small.nbytes < 0.6 * plain.nbytes
+    loaded = RetrievalCache.load(tmp_path / "small", model.config)
+    for own, other in zip(cache.retrieval_layers, loaded.retrieval_layers, strict=True):
+        assert own.state is not None and other.state is not None
+        assert torch.equal(own.state.store.resident.view(0), other.state.store.resident.view(0))
+        mine, theirs = (torch.cat(list(each.state.store.host[0].blocks()), 1) for each in (own, other))  # type: ignore[union-attr]
+        assert ((mine - theirs).abs().amax(-1) <= mine.abs().amax(-1) / 16).all() and not torch.equal(mine, theirs)
+    assert decode(model, loaded, 3).isfinite().all()
+    loaded.save(tmp_path / "small")
+    assert read_info(tmp_path / "small").rows == "plain"
+    with pytest.raises(kvrecall.errors.ParameterError, match="fp8"):
+        cache.save(tmp_path / "other", rows="fp4")  # type: ignore[arg-type]
