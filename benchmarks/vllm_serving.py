@@ -141,6 +141,8 @@ class Bench:
     def __init__(self, llm: Any, args: argparse.Namespace, start_s: float) -> None:
         self.llm, self.args, self.start_s = llm, args, start_s
         self.cache, self.vocabulary = llm.llm_engine.vllm_config.cache_config, TINY["vocab_size"] if args.tiny else 128000
+        # vLLM's config tells the smallest block of all cache groups, which is that of our windows.
+        self.block_size = args.block_size if args.engine == "kvrecall" else self.cache.block_size
         self._texts: dict[int, list[int]] = {}
         self._preempted = 0.0
         self.bus = _bus_bandwidth()
@@ -210,14 +212,14 @@ class Bench:
             self.args.ranks, config.model_config.hf_config.num_hidden_layers, context, sequences,
             context * sequences - first.cached, None if short else first.first_s, None if short else steps.first_s, follow,
             step, sorted(steps.steps_ms)[int(len(steps.steps_ms) * 0.9)], sequences / step * 1e3, size, share, reused,
-            self.cache.num_gpu_blocks * self.cache.block_size, preempted, self.start_s, note,
+            self.cache.num_gpu_blocks * self.block_size, preempted, self.start_s, note,
         )  # fmt: skip
         self._shorten(False)
         return row
 
     def fits(self, context: int, wanted: int) -> int:
         """Sequences of this length that the engine holds at once, `wanted` at most."""
-        size, blocks, own = self.cache.block_size, self.cache.num_gpu_blocks - 1, context + 2 * STEPS
+        size, blocks, own = self.block_size, self.cache.num_gpu_blocks - 1, context + 2 * STEPS
         if self.args.engine == "stock":
             return min(wanted, blocks // -(-own // size))
         held = self.args.window_blocks
