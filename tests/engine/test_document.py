@@ -59,7 +59,7 @@ def test_pieces_come_as_they_are_made_and_every_question_s_are_its_answer(model:
     ended: list[int] = []
     read: list[tuple[int, int]] = []
     answers = kvrecall.ask(
-        model, tiny_tokenizer(), TEXT, QUESTIONS, method=METHOD, max_new_tokens=12, temperature=0.5, seed=1, chunk_tokens=50,
+        model, tiny_tokenizer(), TEXT, QUESTIONS, method=METHOD, max_new_tokens=12, temperature=0.5, seed=3, chunk_tokens=50,
         on_prefill=lambda done, total: read.append((done, total)), on_text=lambda number, text: pieces.append((number, text)),
         on_answer=lambda number, answer: ended.append(number),
     )  # fmt: skip

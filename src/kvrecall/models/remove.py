@@ -23,8 +23,15 @@ def stored_bytes(name: str) -> tuple[int, int]:
     """Bytes on the disk of a known model's file and of its unpacked copies. Raises `UnknownNameError`."""
     model = known(name)
     path = path_of(model)
-    unpacked = sum(file.stat().st_size for folder in copies_of(model) for file in folder.rglob("*") if file.is_file())
-    return path.stat().st_size if path.is_file() else 0, unpacked
+    return _size(path), sum(_size(file) for folder in copies_of(model) for file in folder.rglob("*"))
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 of what is none, or may not be looked at."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
 
 
 def remove(name: str, only_unpacked: bool = False) -> int:

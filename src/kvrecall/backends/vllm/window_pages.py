@@ -49,7 +49,7 @@ class WindowManager(SlidingWindowManager):
     ) -> None:
         """Nothing is cached, and who comes first to a sequence finds no page of it."""
         before = self.get_num_skipped_tokens(num_local_computed_tokens) // self.block_size
-        self.req_to_blocks[request_id].extend([self._null_block] * before)
+        self.req_to_blocks[request_id].extend([self.block_pool.null_block] * before)
         self.num_cached_block[request_id] = before
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -57,7 +57,7 @@ class WindowManager(SlidingWindowManager):
         held = self.req_to_blocks[request_id]
         ends = cdiv(num_tokens, self.block_size)
         nulls = max(0, min(ends, self._unneeded(num_tokens)) - len(held))
-        made = [self._null_block] * nulls + self.block_pool.get_new_blocks(max(0, ends - len(held) - nulls))
+        made = [self.block_pool.null_block] * nulls + self.block_pool.get_new_blocks(max(0, ends - len(held) - nulls))
         held.extend(made)
         return made
 
@@ -76,7 +76,7 @@ class WindowManager(SlidingWindowManager):
         if last <= start:
             return
         freed = [block for block in held[start:last] if not block.is_null]
-        held[start:last] = [self._null_block] * (last - start)
+        held[start:last] = [self.block_pool.null_block] * (last - start)
         self._released[request_id] = last
         self.block_pool.free_blocks(freed)
 
