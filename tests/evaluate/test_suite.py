@@ -195,9 +195,10 @@ def test_summary(finished: list[dict]) -> None:
     assert rounds(made)["multi-turn:2", 400, "full"] == [1.0, 0.0]
 
 
-def test_problem_sets_have_pass_at_k_and_attempts_that_differ(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", *['{"problem": "the red boat", "answer": "7"}'] * 2)
-    plan = Plan((f"aime:{file}",), attempts=4, temperature=1.5, max_new_tokens=12)
+def test_problem_sets_have_pass_at_k_and_attempts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # Seeds depend on the task's text, so its file has the same name in every run.
+    written(tmp_path / "a.jsonl", *['{"problem": "the red boat", "answer": "7"}'] * 2)
+    plan = Plan(("aime:a.jsonl",), attempts=4, temperature=1.5, max_new_tokens=12)
     folder, again = RunFolder(tmp_path / "a", plan.to_dict()), RunFolder(tmp_path / "b", plan.to_dict())
     for each in (folder, again):
         suite(plan, 8).run(each)
