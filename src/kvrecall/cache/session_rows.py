@@ -1,6 +1,7 @@
-"""Compact sessions: rows in eight bits (e4m3), each key and each value with a scale of its own.
+"""The forms of a saved block: plain, as it lies in memory, or, for rows, in eight bits.
 
-A row's largest number becomes 448, the largest of e4m3, so a row loses at most 1/16 of each number, whatever its size.
+In eight bits (e4m3) each key and each value has a scale of its own. A row's largest number becomes 448, the largest of e4m3, so
+a row loses at most 1/16 of each number, whatever its size.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from math import prod
 
 import torch
 from torch import Tensor
+
+from kvrecall.cache.session_files import BlockMemory
 
 _LARGEST = 448.0
 
@@ -31,3 +34,15 @@ def restored(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
     numbers = prod(shape)
     small = held[:numbers].view(torch.float8_e4m3fn).view(shape)
     return (small.float() * held[numbers:].view(torch.float32).view(*shape[:-1], 1)).to(dtype)
+
+
+def block_nbytes(memory: BlockMemory, form: str) -> int:
+    """Bytes of each block of a memory as it is written. form: "plain", as it lies in memory, or "fp8"."""
+    block = memory.tensor.shape[1:]
+    return compact_bytes(tuple(block)) if form == "fp8" else block.numel() * memory.tensor.element_size()
+
+
+def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: str) -> Tensor:
+    """A block as it is written, a tensor of `block_nbytes` on the CPU. place, tokens: as `BlockMemory.cleared`."""
+    held = memory.cleared(block, place, tokens)
+    return compact(held) if form == "fp8" else held

@@ -1,0 +1,56 @@
+"""What a saved session tells without being loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.cache.session_files import OpenFiles
+from kvrecall.cache.session_folder import DATA
+from kvrecall.cache.session_index import SavedSession, read_index
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """What a folder holds. tokens: of each sequence, padding included. nbytes: of all its files. ids: int64 `[B, tokens]`, None
+    where they are not known. settings: what differs from the method's defaults. about: what `save` was given."""
+
+    folder: Path
+    model: str
+    method: str
+    settings: dict[str, Any]
+    tokens: int
+    sequences: int
+    dtype: str
+    rows: str
+    nbytes: int
+    files: int
+    ids: Tensor | None
+    about: dict[str, Any]
+
+
+def read_info(folder: str | Path) -> SessionInfo:
+    """What a folder holds. Raises SessionError."""
+    path = Path(os.path.realpath(folder))
+    session, _ = read_index(path)
+    ids = None
+    if (held := session.cache.tensors.get("tokens.ids")) is not None and held.dtype == "int64":
+        name = session.files[held.file]
+        with OpenFiles.of(path / DATA, {name.name: name.nbytes}) as files:
+            ids = torch.empty(held.shape, dtype=torch.int64)
+            files.read(session.place(held), ids, True)
+    return info_of(path, session, ids)
+
+
+def info_of(path: Path, session: SavedSession, ids: Tensor | None) -> SessionInfo:
+    """What the index of a folder says. ids: int64 `[B, tokens]` of the session."""
+    nbytes = sum(file.nbytes for file in session.files)
+    return SessionInfo(
+        path, session.model.type, session.method, dict(session.settings), session.tokens, len(session.tables), session.dtype,
+        session.rows, nbytes, len(session.files), ids, dict(session.about),
+    )  # fmt: skip

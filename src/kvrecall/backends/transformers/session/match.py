@@ -1,0 +1,71 @@
+"""What a session must share with the model and the release that load it: sizes, config, weights, dtype, method, heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from kvrecall.backends.transformers.families import Heads
+from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of_config
+from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.cache.session_index import SavedSession
+from kvrecall.core.errors import KVRecallError, SessionError
+from kvrecall.layer.state import LayerState
+from kvrecall.methods.base import Method
+from kvrecall.methods.registry import name_of
+from kvrecall.methods.settings import from_settings
+
+_OTHER_MODEL = "Load it with the model that read the documents, or read them again with this one."
+
+
+def check_model(session: SavedSession, config: PretrainedConfig, model: PreTrainedModel | None) -> None:
+    """Raises SessionError unless the session is of this config and, if the model is given, of its dtype. Weights are compared
+    by `SavedState.meet`."""
+    saved, signature = session.model, ModelSignature.of(config)
+    held = ModelSignature(saved.type, saved.layers, saved.query_heads, saved.kv_heads, saved.head_dim)
+    if held != signature:
+        raise SessionError("model", f"the one that it was saved with ({held})", str(signature), _OTHER_MODEL)
+    compare("config", Fingerprint(saved.config, None), fingerprint_of_config(config))
+    if model is None:
+        return
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype != session.dtype:
+        raise SessionError("dtype", f"a model in {session.dtype}", dtype, "Load it in that dtype.")
+
+
+def compare(name: str, expected: Fingerprint, got: Fingerprint) -> None:
+    """Raises SessionError for the fingerprint of another model. name: of what is compared."""
+    if not expected.fits(got):
+        part = "config" if expected.config != got.config else "weights"
+        hashes = [str(getattr(one, part))[:16] for one in (expected, got)]
+        wanted = f"the model that it was saved with ({part} {hashes[0]}…)"
+        raise SessionError(name, wanted, f"another ({hashes[1]}…)", _OTHER_MODEL)
+
+
+def method_of(path: Path, session: SavedSession) -> Method:
+    """The method of a session. Raises SessionError where this release has none of that name with these settings."""
+    try:
+        return from_settings(session.method, session.settings)
+    except KVRecallError as error:
+        raise SessionError(f"{path.name} method", "a method of this release with its settings", str(error)) from None
+
+
+def registered_name(method: Method) -> str:
+    """The name by which `method_of` finds a method again. Raises SessionError for one that has none."""
+    try:
+        return name_of(method)
+    except KVRecallError as error:
+        remedy = "Give the class a name by kvrecall.methods.registry.register."
+        raise SessionError("method", "one that is registered", type(method).__name__, remedy) from error
+
+
+def check_heads(config: PretrainedConfig, states: list[LayerState]) -> None:
+    """Raises SessionError for the layers of a tensor-parallel process, which hold some of the model's heads."""
+    text = config.get_text_config(decoder=True)
+    for state in states:
+        heads, shape = Heads.of(text, state.layer), state.shape
+        if (shape.query_heads, shape.kv_heads) != (heads.query, heads.kv):
+            got = f"{shape.query_heads} and {shape.kv_heads}, as a process of a tensor-parallel model has"
+            expected = f"all heads of the model ({heads.query} and {heads.kv})"
+            raise SessionError(f"layer {state.layer}", expected, got, "Load the model in one process.")

@@ -1,0 +1,97 @@
+"""Saves a RetrievalCache to a folder.
+
+Layers are archived -> blocks that have changed and all tensors go to new files -> the index takes the old one's place -> files
+that no index names are removed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of, fingerprint_of_config
+from kvrecall.backends.transformers.session import parts
+from kvrecall.backends.transformers.session.info import SessionInfo, info_of
+from kvrecall.backends.transformers.session.match import check_heads, registered_name
+from kvrecall.backends.transformers.session.new_session import NewSession
+from kvrecall.backends.transformers.session.state import SavedState
+from kvrecall.cache.session_files import sync_folder, write
+from kvrecall.cache.session_folder import DATA, clean, locked
+from kvrecall.cache.session_index import checksum_of, write_index
+from kvrecall.core.archive import Notes, Writer
+from kvrecall.core.errors import ParameterError, SessionError
+from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.whole_files import written_to
+from kvrecall.layer.saved import archive_layer
+from kvrecall.layer.state import LayerState
+
+if TYPE_CHECKING:
+    from kvrecall.backends.transformers.cache import RetrievalCache
+
+
+def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
+    """See `RetrievalCache.save`."""
+    if rows not in ("plain", "fp8"):
+        raise ParameterError("rows", '"plain" or "fp8"', rows, '"fp8" is half as large, at a loss.')
+    cache._check_idle("save")
+    cache.settle()
+    states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
+    if not cache.get_seq_length() or len(states) < len(cache.retrieval_layers) or cache.tables is None:
+        raise SessionError("cache", "one that holds tokens", "an empty one", "Read a prompt first.")
+    method = registered_name(cache.method)
+    check_heads(cache._config, states)
+    _check_about(about or {})
+    known, model = cache._session, None if cache._model is None else cache._model()
+    about = about if about is not None else {} if known is None else known.about
+    fingerprint = _fingerprint(cache)
+    notes = _archived(cache, states)
+    with written_to(folder), locked(Path(folder)) as path:
+        before = known if known is not None and known.folder == str(path) and known.checksum == checksum_of(path) else None
+        new = NewSession(cache, states[0].store.pool.block_size, rows, before)
+        try:
+            for part, noted in notes.items():
+                new.add(part, noted)
+            write(path / DATA, new.files)
+            session = new.index(method, fingerprint, str(states[0].shape.dtype).removeprefix("torch."), about)
+            checksum = write_index(path, session)
+            sync_folder(path)
+        finally:
+            clean(path)
+    sizes = {file.name: file.nbytes for file in session.files}
+    cache._session = SavedState(str(path), checksum, fingerprint, sizes, new.memories, about=about)
+    cache._session.met(model)
+    if known is not None:
+        cache._session.rotaries = known.rotaries
+    for table in cache.tables:
+        table.saved()
+    return info_of(path, session, cache.tokens.ids())
+
+
+def _fingerprint(cache: RetrievalCache) -> Fingerprint:
+    """Of the cache's model; what a loaded session says of it, or the config alone, where no model has used the cache yet."""
+    model = None if cache._model is None else cache._model()
+    if model is not None:
+        return fingerprint_of(model)
+    return fingerprint_of_config(cache._config) if cache._session is None else cache._session.fingerprint
+
+
+def _archived(cache: RetrievalCache, states: list[LayerState]) -> dict[str, Notes]:
+    """What each layer and then the cache itself remember, by the part's name in the index. Nothing is copied."""
+    noted, own = {}, Writer(torch.device("cpu"))
+    with lasting_tensors(), torch.no_grad():
+        parts.archive_cache(cache, own)
+        for state in states:
+            writer = Writer(state.shape.device)
+            writer.integers("tokens", [zone.length for zone in state.store.host])
+            archive_layer(state, writer)
+            noted[f"{state.layer}"] = writer.notes
+    return {**noted, "cache": own.notes}
+
+
+def _check_about(about: dict[str, Any]) -> None:
+    for name, value in about.items():
+        texts = value if isinstance(value, list) else [name] if isinstance(value, int) and value >= 0 else [name, value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ParameterError(f"about[{name!r}]", "a text, a count or a list of texts", value, "Say it in text.")
