@@ -165,17 +165,6 @@ def test_the_saved_session_stays_when_a_loaded_one_changes(model: Any, tmp_path:
     assert torch.equal(decode(model, RetrievalCache.load(tmp_path, model.config), 30), expected)
 
 
-def test_forks_of_a_session_share_its_rows(model: Any, tmp_path: Path) -> None:
-    read(model).save(tmp_path)
-    cache = RetrievalCache.load(tmp_path, model.config)
-    pool = cache.retrieval_layers[0].state.store.pool  # type: ignore[union-attr]
-    before = pool.named
-    forks = [cache.fork() for _ in range(1000)]
-    assert pool.named == before
-    assert torch.equal(decode(model, forks[0], 3), decode(model, forks[-1], 3))
-    assert pool.named <= before + 4
-
-
 def refused(folder: Path, config: Any, match: str, **more: Any) -> None:
     with pytest.raises(SessionError, match=match):
         RetrievalCache.load(folder, config, **more)

@@ -30,6 +30,8 @@ _PAGE = 65_536
 _ALIGNMENT = 64
 _WRITTEN = 256 << 10
 """Bytes that are written at a time, or left out where all are zero, as behind the last token of a block."""
+_VERIFIED = 1 << 20
+"""Bytes that are read at a time where only their checksum is wanted."""
 _MOST_THREADS = 16
 
 
@@ -169,19 +171,31 @@ class OpenFiles:
         """Fills a contiguous CPU tensor of as many bytes."""
         target, at = as_bytes(into), 0
         while at < place.nbytes:
-            count = os.preadv(self.descriptors[place.file], [target[at:]], place.offset + at)
-            if not count:
-                raise SessionError(place.file, f"{place.offset + place.nbytes:,} bytes", f"{place.offset + at:,}")
-            at += count
+            at += self._read(place, target[at:], at)
         if verify:
-            check(place, target)
+            _check(place, zlib.crc32(target))
+
+    def verify(self, place: Place) -> None:
+        """Reads bytes piece by piece and keeps none of them. Raises SessionError for other ones than were written."""
+        piece, at, found = memoryview(bytearray(min(place.nbytes, _VERIFIED))), 0, 0
+        while at < place.nbytes:
+            count = self._read(place, piece[: place.nbytes - at], at)
+            found = zlib.crc32(piece[:count], found)
+            at += count
+        _check(place, found)
+
+    def _read(self, place: Place, into: memoryview, at: int) -> int:
+        """Reads some of a place's bytes from number `at` on; returns how many. Raises SessionError where the file ends."""
+        count = os.preadv(self.descriptors[place.file], [into], place.offset + at)
+        if not count:
+            raise SessionError(place.file, f"{place.offset + place.nbytes:,} bytes", f"{place.offset + at:,}")
+        return count
 
 
-def check(place: Place, held: memoryview) -> None:
-    """Raises SessionError for other bytes than were written."""
-    found = zlib.crc32(held)
-    if found != place.crc:
-        raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{found:08x}")
+def _check(place: Place, crc: int) -> None:
+    """Raises SessionError for the checksum of other bytes than were written."""
+    if crc != place.crc:
+        raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{crc:08x}")
 
 
 @contextmanager
@@ -207,8 +221,8 @@ def fill_blocks(
 ) -> None:  # fmt: skip
     """Makes the blocks below id `blocks` of an empty memory usable, with the bytes of a file for those that have a place.
 
-    On a CPU they are mapped, not read, unless `verify` has them looked at. restored: makes a block of the bytes that were
-    written, uint8 `[n]`, where they are not the block itself.
+    On a CPU they are mapped. verify: all bytes are read for their checksums; those of mapped blocks are not kept. restored:
+    makes a block of the bytes that were written, uint8 `[n]`, where they are not the block itself.
     """
     region = memory.region
     mapped = region is not None and restored is None and all(region.mappable(place.offset) for place in places.values())
@@ -224,9 +238,8 @@ def _map(
     for first, count in _runs(places):
         place = places[first]
         region.map(files.descriptors[place.file], place.offset, first, count)
-    if verify:
-        blocks = memory.tensor
-        finish([pool.submit(lambda b=b, p=p: check(p, as_bytes(blocks[b]))) for b, p in places.items()])
+    if verify:  # in the file: pages of the mapping would stay in the process's memory
+        finish([pool.submit(files.verify, place) for place in places.values()])
 
 
 def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
