@@ -226,6 +226,67 @@ def test_the_least_recently_used_goes_but_never_what_is_in_use(tmp_path: Path) -
     assert there(kept.folder) == {"e"}
 
 
+def test_kept_sessions_are_listed_and_removed(cli: Cli, tiny: Path, text: Path, kept: Path, tmp_path: Path) -> None:
+    call = ("boat", "--keep", "-m", tiny, *SHORT)
+    other = Path(shutil.copy(text, tmp_path / "other.txt"))
+    first = Path(cli.json("ask", text, *call, *METHOD)["session"]["folder"])
+    other.write_text("the harbour . " * 40, encoding="utf-8")
+    second = Path(cli.json("ask", other, *call)["session"]["folder"])
+    os.utime(first, (0, 86400))  # the second day of 1970
+    told = cli.json("sessions", "list", "--keep-limit", "1g")
+    assert told["folder"] == str(kept) and told["limit_bytes"] == 1 << 30
+    assert [row["name"] for row in told["sessions"]] == [second.name, first.name]  # the most recently used first
+    row = told["sessions"][1]
+    assert row["files"] == [str(text)] and row["last_used"] == "1970-01-02T00:00:00+00:00" and row["model"] == str(tiny)
+    assert row["method"] == "pariskv" and row["settings"] == {"top_k": 50} and row["in_use"] is False
+    about = cli.json("info", first)
+    assert (row["tokens"], row["dtype"], row["bytes"]) == (about["tokens"], about["dtype"], on_disk(first))
+    assert told["total_bytes"] == on_disk(first) + on_disk(second)
+    shown = cli("sessions", "list").stdout
+    for words in (
+        first.name[:12],
+        "log.txt",
+        "other.txt",
+        f"{row['tokens']:,}",
+        "pariskv (top_k=50)",
+        "1970-01-02",
+        "32.0 GiB",
+    ):
+        assert words in " ".join(shown.split())
+    freed = cli("sessions", "rm", first.name[:12])
+    assert freed.stdout.startswith(f"{first.name[:12]}: ") and there(kept) == {second.name}
+    (second / "session.json").write_text("{}")  # damaged: it is told, and can be removed
+    (row,) = cli.json("sessions", "list")["sessions"]
+    assert row["state"] == "damaged" and "damaged" in cli("sessions", "list").stdout
+    removed = cli.json("sessions", "rm", "--all")
+    assert removed["sessions"] == [{"name": second.name, "bytes": row["bytes"]}] and removed["bytes"] == row["bytes"]
+    assert there(kept) == set() and "no sessions in" in cli("sessions", "list").stderr
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of a kept session, as its limit counts them: with the folder of its files."""
+    return sum(path.stat().st_size for path in folder.rglob("*"))
+
+
+def test_what_is_not_kept_or_in_use_is_not_removed(cli: Cli, kept: Path) -> None:
+    assert cli.json("sessions", "list")["sessions"] == [] and not kept.exists()
+    held = Kept(kept)
+    for name in ("aa1", "aa2", "b"):
+        put(held, name, 10)
+    assert "got 'aa'. 2 names begin so" in cli.error("sessions", "rm", "aa")
+    assert "expected the name of a kept session, or how one name alone begins, got 'c'" in cli.error("sessions", "rm", "b", "c")
+    assert "expected names, or --all alone, got []" in cli.error("sessions", "rm")
+    assert "expected names, or --all alone, got ['b', '--all']" in cli.error("sessions", "rm", "b", "--all")
+    with held.used("b"):
+        assert "expected one that no process uses, got 'b'" in cli.error("sessions", "rm", "aa1", "b")
+        assert there(kept) == {"aa1", "aa2", "b"}
+        assert [row["in_use"] for row in cli.json("sessions", "list")["sessions"]] == [True, False, False]
+        result = cli("sessions", "rm", "--all")
+        assert result.exit_code == 0 and "1 in use" in result.stderr and there(kept) == {"b"}
+    assert cli.json("sessions", "rm", "b", "b")["sessions"] == [{"name": "b", "bytes": 10}]
+    assert there(kept) == set()
+
+
 def test_a_process_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     """It held one session in use and was about to keep another."""
     code = """

@@ -32,6 +32,9 @@ VERBS = [
     "models pull",
     "models check",
     "models rm",
+    "sessions",
+    "sessions list",
+    "sessions rm",
 ]
 
 
@@ -39,7 +42,7 @@ VERBS = [
 def test_help(cli: Cli, verb: str) -> None:
     result = cli(*verb.split(), "--help")
     assert result.exit_code == 0 and "Usage:" in result.output
-    assert verb == "models" or "--json" in result.output
+    assert verb in ("models", "sessions") or "--json" in result.output
 
 
 def test_bare_command_shows_the_verbs(cli: Cli) -> None:

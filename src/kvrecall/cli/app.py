@@ -22,6 +22,7 @@ from kvrecall.cli.read import read
 from kvrecall.cli.recall import recall
 from kvrecall.cli.report_page import report
 from kvrecall.cli.serve import serve
+from kvrecall.cli.sessions import sessions
 from kvrecall.cli.trace import trace
 from kvrecall.cli.tune import tune
 
@@ -56,4 +57,5 @@ for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, 
 app.command("calibrate-maps")(calibrate_maps)
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")
+app.add_typer(sessions, name="sessions")
 app.add_typer(bench, name="bench")

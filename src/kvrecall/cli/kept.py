@@ -18,9 +18,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import written_to
 
 _USE = ".use"
+NO_LIMIT = 2**63 - 1
 
 
 def kept_folder() -> Path:
@@ -54,10 +56,21 @@ class Put:
     removed: int
 
 
+@dataclass(frozen=True)
+class KeptSession:
+    """A session that is kept. nbytes: of its files. last_used: seconds since 1970. in_use: by a process, at this moment."""
+
+    name: str
+    folder: Path
+    nbytes: int
+    last_used: float
+    in_use: bool
+
+
 class Kept:
     """The kept sessions of a folder. limit_bytes: of all together."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int = NO_LIMIT) -> None:
         """Makes the folder. Raises OutputFileError."""
         self.folder, self.limit_bytes = folder, limit_bytes
         with written_to(folder):
@@ -100,6 +113,37 @@ class Kept:
                 shutil.rmtree(place, ignore_errors=True)
         self.clean()
         return Put(fits, nbytes, total, len(gone))
+
+    def sessions(self) -> list[KeptSession]:
+        """What is kept, the most recently used first."""
+        with self._lock:
+            return [
+                KeptSession(path.name, path, _size(path), path.stat().st_mtime, self._in_use(path.name))
+                for path in reversed(self._sessions())
+            ]
+
+    def named(self, text: str) -> KeptSession:
+        """The one session whose name begins with a text. Raises ParameterError where none does, or several do."""
+        found = [session for session in self.sessions() if text and session.name.startswith(text)]
+        if len(found) != 1:
+            remedy = f"{len(found)} names begin so: give more of it." if found else "See `kvrecall sessions list`."
+            raise ParameterError("session", "the name of a kept session, or how one name alone begins", text, remedy)
+        return found[0]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes sessions by their whole names; those that are gone already are left out.
+
+        Raises ParameterError, and removes nothing, where a process uses one.
+        """
+        with written_to(self.folder), self._lock:
+            there = [name for name in names if (self.folder / name).is_dir()]
+            for name in there:
+                if self._in_use(name):
+                    remedy = "Wait until the process ends; nothing was removed."
+                    raise ParameterError("session", "one that no process uses", name, remedy)
+            for name in there:
+                self._put_away(name)
+        self.clean()
 
     def clean(self) -> None:
         """Removes what was put away, and what processes left that were ended while they saved."""

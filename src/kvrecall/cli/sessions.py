@@ -1,0 +1,112 @@
+"""`kvrecall sessions list|rm`"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from kvrecall.cli import options
+from kvrecall.cli.kept import Kept, KeptSession, kept_folder
+from kvrecall.cli.report import plain_table, size
+from kvrecall.cli.screen import results
+from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.core.errors import ParameterError, SessionError
+
+sessions = typer.Typer(help="The sessions that `ask --keep` and `chat --keep` keep.", no_args_is_help=True)
+
+SHOWN_DIGITS = 12
+"""Of a session's name in a table; as many tell it from every other one."""
+
+
+@sessions.command("list")
+@verb
+def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT, as_json: options.AsJson = False) -> Result:
+    """List the kept sessions: document, tokens, size, model, method, last use."""
+    limit = options.byte_count(keep_limit, "--keep-limit")
+    folder = kept_folder()
+    found = [_told(session) for session in (Kept(folder).sessions() if folder.is_dir() else [])]
+    total = sum(row["bytes"] for row in found)
+    told: Result = {"folder": str(folder), "sessions": found, "total_bytes": total, "limit_bytes": limit}
+    if not as_json:
+        _show(told)
+    return told
+
+
+@sessions.command("rm")
+@verb
+def remove_sessions(
+    names: Annotated[list[str] | None, typer.Argument(help="Names, or how they begin; see `kvrecall sessions list`.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that no process uses.")] = False,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Delete kept sessions from the disk."""
+    if bool(names) == every:
+        got = [*names, "--all"] if names else []
+        raise ParameterError("sessions", "names, or --all alone", got, "See `kvrecall sessions list`.")
+    kept = Kept(kept_folder())
+    if every:
+        found = kept.sessions()
+        chosen = [session for session in found if not session.in_use]
+        if len(chosen) < len(found):
+            notes().print(f"note: {len(found) - len(chosen)} in use, which stay")
+    else:
+        chosen = list({session.name: session for session in map(kept.named, names or [])}.values())
+    told: Result = {"sessions": [{"name": session.name, "bytes": session.nbytes} for session in chosen]}
+    kept.remove([session.name for session in chosen])
+    if not as_json:
+        for session in chosen:
+            print(f"{session.name[:SHOWN_DIGITS]}: {size(session.nbytes)} freed")
+    return told | {"bytes": sum(session.nbytes for session in chosen)}
+
+
+def _told(kept: KeptSession) -> dict[str, Any]:
+    """What is known of a kept session. One whose index cannot be read is told, too, so that it can be removed."""
+    from kvrecall.cache.session_index import read_index
+
+    row: dict[str, Any] = {"name": kept.name, "folder": str(kept.folder), "bytes": kept.nbytes, "in_use": kept.in_use}
+    row["last_used"] = datetime.fromtimestamp(kept.last_used, UTC).isoformat(timespec="seconds")
+    try:
+        session, _ = read_index(kept.folder)
+    except SessionError as error:
+        return {**row, "state": "damaged", "problem": error.problem}
+    about = session.about
+    return {
+        **row, "state": "ready", "files": about.get("files", []), "first_words": about.get("first_words"),
+        "tokens": session.tokens, "model": about.get("model"), "model_type": session.model.type, "dtype": session.dtype,
+        "method": session.method, "settings": session.settings,
+    }  # fmt: skip
+
+
+def _show(told: Result) -> None:
+    folder = told["folder"]
+    if not told["sessions"]:
+        notes().print(f"no sessions in {folder}; `kvrecall ask FILE QUESTION --keep` keeps one", soft_wrap=True)
+        return
+    table = plain_table(None, "name", "document", "tokens", "size", "model", "method", "last used")
+    for row in told["sessions"]:
+        used = datetime.fromisoformat(row["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
+        used += ", in use" if row["in_use"] else ""
+        name = row["name"][:SHOWN_DIGITS]
+        if row["state"] == "damaged":
+            table.add_row(name, "damaged", "–", size(row["bytes"]), "–", "–", used)
+            continue
+        settings = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
+        method = row["method"] + (f" ({settings})" if settings else "")
+        table.add_row(
+            name, _document(row), f"{row['tokens']:,}", size(row["bytes"]), row["model"] or row["model_type"], method, used
+        )
+    console = results()
+    console.print(table)
+    total = f"{size(told['total_bytes'])} of {size(told['limit_bytes'])}"
+    console.print(Text(f"\n{len(told['sessions'])} in {folder}: {total}"), soft_wrap=True)
+
+
+def _document(row: dict[str, Any]) -> str:
+    """The file that was read, without its folder, or else how its text begins."""
+    if row["files"]:
+        return ", ".join(Path(file).name for file in row["files"])
+    return (row["first_words"] or "–")[:30]
