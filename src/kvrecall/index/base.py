@@ -1,4 +1,4 @@
-"""What every index offers. An index owns whatever depends on the memory layout of its summaries."""
+"""The interface of every index. An index alone knows the memory layout of its summaries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     calibration: LayerCalibration | None = field(default=None, compare=False)
-    """Rotary embedding and key statistics of the layer; None: an index that needs them gathers those of its first keys."""
+    """Rotary embedding and key statistics of the layer; None: an index that needs statistics gathers them from its first
+    keys."""
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
 
@@ -49,7 +50,7 @@ def calibrated(shape: LayerShape, calibration: LayerCalibration | None) -> Layer
 
 
 class RowSource(Zone, Protocol):
-    """The retrieval-zone rows of one sequence on the host, also by their ids."""
+    """The retrieval-zone rows of one sequence on the host, readable by id."""
 
     @property
     def length(self) -> int:
@@ -61,13 +62,13 @@ class RowSource(Zone, Protocol):
         ...
 
     def table(self, device: torch.device) -> HostTable | None:
-        """Where the rows lie, for reads by `device`; None where it cannot read them there."""
+        """Addresses of the rows for reads by `device`; None if the device cannot read them."""
         ...
 
 
 @runtime_checkable
 class BlockSource(Protocol):
-    """The zone of one sequence of one layer, as far as an index needs it that keeps its summaries in the same blocks."""
+    """The blocks of one sequence of one layer, for an index that keeps its summaries in blocks of the same ids."""
 
     @property
     def layer(self) -> int:
@@ -76,14 +77,14 @@ class BlockSource(Protocol):
 
     @property
     def blocks_of_all_layers(self) -> BlockTable:
-        """The block table of the sequence, which has room for a token before the token is appended to the index."""
+        """The block table of the sequence. It has room for a token before the token is appended to the index."""
         ...
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What a captured step can do beside the search of an index. static: leave out a static set. page_means: estimate what is
-    not found."""
+    """What captured steps of an index support besides the search. static: static sets. page_means: an estimate of the
+    tokens that were not found."""
 
     static: bool = False
     page_means: bool = False
@@ -91,11 +92,11 @@ class Captured:
 
 @dataclass(frozen=True)
 class IndexConfig(Part, ABC):
-    """What an index is made with: its hyper-parameters, and how the query heads of a group share its search (`gqa`)."""
+    """The hyper-parameters of an index. gqa: how the query heads of a group share its search."""
 
     role: ClassVar[str] = "index"
     modes: ClassVar[tuple[str, ...]] = GQA_MODES
-    """The GQA modes it supports."""
+    """The supported GQA modes."""
 
     gqa: str = "mean_softmax"
 
@@ -110,39 +111,39 @@ class IndexConfig(Part, ABC):
         return ""
 
     weighs: ClassVar[bool] = False
-    """Whether its selections have a bias, so that every token counts."""
+    """Whether its selections have a bias: each token has a weight of its own."""
 
     estimates: ClassVar[bool] = False
-    """Whether its selections have rows that stand for tokens that were not found."""
+    """Whether its selections contain rows that stand for groups of tokens that were not found."""
 
     captured: ClassVar[Captured | None] = None
-    """What its searches can do in captured steps; None: they ask the host, so they cannot be in one."""
+    """What captured steps support; None: its searches need the host, so they cannot be captured."""
 
     in_blocks: ClassVar[bool] = False
-    """Whether the summaries of a sequence lie in its blocks, so that they take memory for whole ones."""
+    """Whether the summaries lie in blocks, so that they take memory for whole blocks."""
 
     searches_on_host: ClassVar[bool] = False
-    """Whether the CPU searches where it attends to the selection."""
+    """Whether the CPU searches when the method attends on the host."""
 
     watches: ClassVar[bool] = False
-    """Whether its indexes look at the attention of every query, of the prompt too (`Index.watch`)."""
+    """Whether the index sees the attention of every query, including the prompt's (`Index.watch`)."""
 
     static_refusal: ClassVar[str] = ""
-    """Why there can be no static set beside it; empty: there can."""
+    """Why a static set is refused; empty if static sets are supported."""
 
     @property
     def observed_queries(self) -> int:
-        """How many of a prompt's last queries it wants to see at the end of the prompt."""
+        """How many of a prompt's last queries are passed to `Index.end_of_prompt`."""
         return 0
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it wants to know the model's rotary embedding and the statistics of its keys (`LayerShape.calibration`)."""
+        """Whether it needs the model's rotary embedding and key statistics (`LayerShape.calibration`)."""
         return False
 
     @property
     def segment_lengths(self) -> tuple[int, int] | None:
-        """Usual and longest length in tokens of the segments in which generated tokens are to arrive; None: any will do."""
+        """Usual and longest segment of generated tokens, in tokens; None: segments do not matter."""
         return None
 
     @abstractmethod
@@ -168,51 +169,51 @@ class Index(ABC):
     """Tokens indexed per sequence."""
 
     def take_rows(self, sequence: int, rows: Tensor) -> None:  # noqa: B027 - optional: most indexes need no values
-        """Shows rows `[H_kv, n, 2, D]` (any float dtype, on the layer's device) whose keys are appended next; what is kept of
-        them must be a copy. Keys also come without rows: of an index that is made anew, or of steps that were captured."""
+        """Shows rows `[H_kv, n, 2, D]` (any float dtype, on the layer's device) whose keys are appended next. An index must
+        copy what it keeps. Keys may come without rows: when an index is rebuilt, and after captured steps."""
 
     @abstractmethod
     def append(self, sequence: int, keys: Tensor) -> None:
-        """Indexes keys `[H_kv, n, D]` (any float dtype, on the layer's device) behind those of one sequence."""
+        """Adds keys `[H_kv, n, D]` (any float dtype, on the layer's device) at the end of one sequence."""
 
     def append_generated(self, sequence: int, keys: Tensor) -> None:
         """As `append`, for one segment of tokens that left the window while decoding."""
         self.append(sequence, keys)
 
     def bind(self, sources: Sequence[RowSource]) -> None:  # noqa: B027 - optional: most indexes never look at rows again
-        """Gives access to the rows that the indexed keys belong to, one source per sequence; called before anything else and
-        again whenever the sequences change. Rows are stored before their keys are appended."""
+        """Gives access to the rows of the indexed keys, one source per sequence. Called before everything else, and again
+        whenever the sequences change. Rows are stored before their keys are appended."""
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:  # noqa: B027 - optional
-        """A prompt has been read in, decoding begins. observed: its last queries; None if nobody looked at them.
+        """A prompt has been read, decoding begins. observed: the prompt's last queries, None if they were not recorded.
         offset: position of the retrieval zone's first token."""
 
     def mark_prompt(self, sequence: int, begin: int, end: int) -> None:  # noqa: B027 - optional: few care who wrote a token
-        """Decoding begins: the tokens begin .. end - 1 came with a prompt. They are counted as the zone's are: those before 0
-        are in the sink, the last ones may be in the window still and will come by `append_generated`."""
+        """Decoding begins: tokens begin .. end - 1 came with a prompt. Numbers are ids in the retrieval zone: negative ones
+        are in the sink; the last ones may still be in the window and arrive later by `append_generated`."""
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        """Ascending ids int32 `[H_kv, m]` that searches must not return (they are attended anyway); replaces earlier ones."""
+        """Sets the ids, ascending int32 `[H_kv, m]`, that searches must not return because they are attended anyway."""
         raise NotImplementedError(type(self).__name__)
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Any]:
-        """Makes what `restructure` needs, in pieces worth their tokens, and changes nothing. keys: those of the first n tokens,
-        `[H_kv, n, D]` on the layer's device; they are read as long as the work lasts."""
+        """Prepares `restructure` in pieces of work and changes nothing. keys: of the first n tokens, `[H_kv, n, D]` on the
+        layer's device; they are read until the work is done."""
         return
         yield
 
     def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
-        """As `exclude`, with what `restructured` made for the same ids; tokens may have come since then."""
+        """As `exclude`. made: the result of `restructured` for the same ids; tokens may have been added since."""
         self.exclude(sequence, ids)
 
     watches: bool = False
-    """Whether it wants to be told by `watch`."""
+    """Whether `watch` must be called."""
 
     def watch(  # noqa: B027 - optional: few indexes look at past attention
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
         attended: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Queries have attended, to what is resident and to `attended`; everything is stored by now.
+        """Shows queries after their attention to the resident tokens and to `attended`. All tokens are stored.
 
         resident: keys `[H_kv, n, D]` outside the retrieval zone, with the position of their first. offset: position of the
         zone's first token. attended: ids int32 `[H_kv, m]` of the zone's tokens that a decode step attended to, -1 for none;
@@ -220,47 +221,47 @@ class Index(ABC):
         """
 
     def learn(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
-        """Takes over what the last search of these sequences found out; called after their attention."""
+        """Learns from the last search of these sequences; called after their attention."""
 
     @abstractmethod
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of one sequence."""
 
     def mark(self, sequence: int, prompt: bool) -> Any:
-        """What is known of the sequence before a decode step, for `rewind`. prompt: the step ends a prompt."""
+        """The state of the sequence before a decode step, for `rewind`. prompt: the step ends a prompt."""
         return self.lengths[sequence]
 
     def rewind(self, sequence: int, mark: Any) -> None:
-        """Undoes the last decode step of the sequence, before which `mark` gave the mark. By default as `truncate` does; an
-        index that concludes more from a step than its tokens brings that back, too."""
+        """Undoes the last decode step of the sequence. mark: from `mark` before the step. By default as `truncate`; an index
+        that learns from a step must restore that, too."""
         self.truncate(sequence, mark)
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
-        """Writes down, or takes over, all that is known of every sequence; see `core.archive`. Before it takes over, the index
-        is empty and bound to the sequences' blocks. tokens: of each sequence's zone; all of them are indexed.
+        """Saves or loads the state of every sequence; see `core.archive`. Before loading, the index is empty and bound to
+        the sequences' blocks. tokens: of each sequence's zone, all of them indexed.
 
-        Raises SessionError for what it cannot be, and by default, for an index that cannot be saved."""
+        Raises SessionError for impossible values. By default raises SessionError: the index cannot be saved."""
         remedy = "Save a fork() under another method, or give the index a method `archive` (docs/design/sessions.md)."
         raise SessionError("index", "one that can be saved", type(self).__name__, remedy)
 
     @abstractmethod
     def select(self, sequences: list[int]) -> Self:
-        """A new index whose sequence i is this one's `sequences[i]`; the two share nothing that either may change. One that
-        keeps summaries in blocks and is bound must be bound to the copies' blocks before anything else."""
+        """A new index whose sequence i is this one's `sequences[i]`. They share only memory that neither changes. An index
+        with summaries in blocks must be bound to the copies' blocks before anything else."""
 
     def prepare(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most tables are whole at any time
-        """Makes what a search of these sequences needs and no append has made; after an error the index must be made anew."""
+        """Computes what the next search of these sequences needs. After an error the index must be rebuilt."""
 
     @abstractmethod
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        """Finds the tokens to fetch. Changes nothing that another search would see; the result stays valid after later appends.
+        """Finds the tokens to fetch. Does not influence other searches; the result stays valid after later appends.
 
         queries: `[len(sequences), H_q, D]`, post-RoPE, any float dtype. Sequences with fewer tokens than the budget get all.
         """
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
-        """What the first stage of a search leaves for the last one, per sequence int64 `[H_kv, 1 or G, C]`; None where a
-        search has one stage. For evaluation only."""
+        """The candidates that the first stage of a search leaves, per sequence int64 `[H_kv, 1 or G, C]`; None if a search
+        has one stage. For evaluation only."""
         return None
 
     @property
@@ -272,11 +273,11 @@ class Index(ABC):
         """Announces that each sequence will reach `tokens` tokens, so that growth need not copy."""
 
     def slot_step(self, spec: SlotSpec) -> IndexStep:
-        """This index's part of a device step, for sequences of indexes like this one; only where its config is `captured`."""
+        """This index's part of a device step, for all sequences of indexes of this kind. Only if its config is `captured`."""
         raise NotImplementedError(type(self).__name__)
 
     def slot_plan(self, sizes: ZoneSizes, top_k: int, slots: int) -> ZonePlan | None:
-        """The plan of its part's zones where the host counts them; None where the device does."""
+        """The plan of the zones if the host counts them; None if the device does."""
         return None
 
 

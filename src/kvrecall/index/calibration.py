@@ -1,7 +1,7 @@
-"""What is known of a layer's keys and queries whatever the text: its rotary embedding, and their statistics before it.
+"""What a layer's keys and queries have in common in every text: the rotary embedding, and the statistics before it.
 
-From both follow mean and covariance of the keys at any position, also beyond the longest text that was ever looked at: what
-drifts with the position is the rotary embedding alone.
+Both together give mean and covariance of the keys at any position, also at positions that were never seen, because keys drift
+with their position only by the rotary embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrecall.index.enough import ENOUGH_TOKENS
 
 
 class Rotary(ABC):
-    """A layer's rotary embedding, a linear map of a head's D coordinates that depends on the position p alone:
+    """A layer's rotary embedding, a linear map of a head's D coordinates that depends only on the position p:
 
     x[i] at position p becomes cos[p, i] x[i] + sin[p, i] x[partner[i]].
 
@@ -27,10 +27,10 @@ class Rotary(ABC):
     """
 
     partner: Tensor
-    """int64 `[D]` on the CPU; a coordinate that is not turned is its own partner."""
+    """int64 `[D]` on the CPU; a coordinate without rotation is its own partner."""
 
     positions: int | None = None
-    """How many positions it can be asked for; None: as many as anybody wants."""
+    """How many positions it knows; None: any number."""
 
     @abstractmethod
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ class Rotary(ABC):
 
 
 class NoRotary(Rotary):
-    """Of a layer that does not turn its keys."""
+    """The embedding of a layer that does not rotate its keys."""
 
     def __init__(self, dim: int) -> None:
         self.partner = torch.arange(dim)
@@ -58,12 +58,12 @@ class NoRotary(Rotary):
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
-    """Vectors `[..., n, D]` as the rotary embedding leaves them at the positions of cos and sin `[n, D]`."""
+    """Applies the rotary embedding to vectors `[..., n, D]`, with cos and sin `[n, D]` of their positions."""
     return cos * x + sin * x[..., partner]
 
 
 def turn_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
-    """Undoes `turn`, where it can be undone."""
+    """The inverse of `turn`, where there is one."""
     # A pair (i, j): y_i = c_i x_i + s_i x_j and y_j = c_j x_j + s_j x_i.
     alone = partner == torch.arange(len(partner), device=partner.device)
     other = cos[..., partner]
@@ -73,10 +73,10 @@ def turn_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """Of one layer's keys and queries before the rotary embedding, fp64 on the CPU.
+    """Statistics of one layer's keys and queries before the rotary embedding, fp64 on the CPU.
 
     key_mean `[H_kv, D]`; key_covariance `[H_kv, D, D]`; query_second `[H_kv, D, D]`, about zero, of the query heads of
-    each KV head together. tokens: how many they were gathered from; 0 says that nothing is known.
+    each KV head together. tokens: how many tokens they come from; 0: nothing is known.
     """
 
     tokens: int
@@ -90,28 +90,28 @@ class KeyStatistics:
         return self.key_covariance + self.key_mean.unsqueeze(-1) * self.key_mean.unsqueeze(-2)
 
     def of_heads(self, first: int, count: int) -> KeyStatistics:
-        """Those of consecutive KV heads, such as one rank has."""
+        """The statistics of consecutive KV heads, for example of one rank."""
         mine = slice(first, first + count)
         return KeyStatistics(self.tokens, self.key_mean[mine], self.key_covariance[mine], self.query_second[mine])
 
     @staticmethod
     def nothing(kv_heads: int, dim: int) -> KeyStatistics:
-        """Of no token."""
+        """Statistics of no token."""
         square = torch.zeros(kv_heads, dim, dim, dtype=torch.float64)
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64), square, square)
 
 
 KEPT_TENSORS = {"key_mean": 1, "key_covariance": 2, "query_second": 2}
-"""What files keep of `KeyStatistics`, each `[H_kv, D]` or `[H_kv, D, D]`: name -> how many dimensions of D."""
+"""The tensors of `KeyStatistics` in files, each `[H_kv, D]` or `[H_kv, D, D]`: name -> how many dimensions of D."""
 
 Mark = tuple[int, tuple[Tensor, ...] | None]
-"""Tokens, and sums over them; neither is changed in place."""
+"""(tokens, sums over them); never changed in place."""
 
 
 class LayerCalibration:
-    """A layer's rotary embedding and its statistics, which are gathered from the first tokens unless they are given.
+    """A layer's rotary embedding and key statistics. Statistics are gathered from the first tokens unless they are given.
 
-    Once they are settled they never change: codes that were written by them stay what they are.
+    Settled statistics never change, so codes that were written with them stay valid.
     """
 
     def __init__(self, rotary: Rotary, statistics: KeyStatistics | None = None) -> None:
@@ -120,7 +120,7 @@ class LayerCalibration:
         self._tokens = 0
         self._sums: tuple[Tensor, ...] | None = None
         self.made: dict[Any, Any] = {}
-        """What indexes have made of the settled statistics, by what it depends on; shared by all of them."""
+        """What indexes have computed from the settled statistics, by their settings; shared by all indexes."""
 
     @property
     def settled(self) -> bool:
@@ -129,14 +129,14 @@ class LayerCalibration:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the statistics are, or will be, gathered from."""
+        """How many tokens the statistics come from, or have come from so far."""
         return self._tokens if self._settled is None else self._settled.tokens
 
     def see(self, keys: Tensor, queries: Tensor | None, first: int) -> None:
-        """Shows tokens as attention has them: keys `[H_kv, n, D]`, queries `[H_q, n, D]` of the positions from `first` on.
+        """Adds tokens to the statistics: post-RoPE keys `[H_kv, n, D]` and queries `[H_q, n, D]` from position `first` on.
 
-        Without queries, all their directions are equally likely. Does nothing once the statistics are settled, or known of
-        `ENOUGH_TOKENS`."""
+        Without queries all their directions count as equally likely. Does nothing if the statistics are settled or come
+        from `ENOUGH_TOKENS` tokens."""
         with self._lock:
             count = min(keys.shape[1], ENOUGH_TOKENS - self._tokens)
             if self.settled or count <= 0:
@@ -147,7 +147,8 @@ class LayerCalibration:
             self._sums, self._tokens = sums, self._tokens + count
 
     def _sums_of(self, keys: Tensor, queries: Tensor | None, first: int, count: int) -> tuple[Tensor, ...]:
-        """Over the first `count` tokens: of keys `[H_kv, D]`, of their squares and of the queries' `[H_kv, D, D]`, fp64."""
+        """Sums over the first `count` tokens, fp64: of keys `[H_kv, D]`; of outer products of keys, and of queries,
+        `[H_kv, D, D]`."""
         # Turns of all positions, since some kinds of scaling look at the longest one of a call.
         cos, sin = (x[:count].to(keys.device, torch.float64) for x in self.rotary.turns(first, keys.shape[1]))
         partner = self.rotary.partner.to(keys.device)
@@ -160,18 +161,18 @@ class LayerCalibration:
         return k.sum(1), k.mT @ k, of_queries
 
     def mark(self) -> Mark:
-        """What has been seen so far, for `rewind`."""
+        """The sums so far, for `rewind`."""
         with self._lock:
             return self._tokens, self._sums
 
     def rewind(self, mark: Mark) -> None:
-        """Forgets what was seen since `mark`, unless the statistics are settled by now."""
+        """Forgets the tokens since `mark`, unless the statistics are settled."""
         with self._lock:
             if not self.settled:
                 self._tokens, self._sums = mark
 
     def archive(self, archive: Archive, kv_heads: int, dim: int) -> None:
-        """Writes down, or takes over, the statistics, or what has been seen for them; see `core.archive`."""
+        """Saves or loads the statistics, or the sums so far; see `core.archive`."""
         shapes = [(kv_heads, dim), (kv_heads, dim, dim), (kv_heads, dim, dim)]
         with self._lock:
             known = self._settled
@@ -188,9 +189,9 @@ class LayerCalibration:
                 self._tokens = tokens
 
     def settle(self, kv_heads: int, dim: int) -> KeyStatistics:
-        """The statistics; what has been seen so far becomes final, rounded to fp32 as files hold it.
+        """Makes the statistics final, rounded to fp32 as in files, and returns them.
 
-        Sums that are not finite are no statistics: then nothing is known."""
+        If the sums are not finite, the statistics count as unknown."""
         with self._lock:
             if self._settled is None:
                 made = None if self._sums is None else _moments(*(x.cpu() / self._tokens for x in self._sums))
@@ -204,6 +205,6 @@ def _moments(mean: Tensor, second: Tensor, queries: Tensor) -> list[Tensor]:
     """(mean, covariance, the queries' second moments), rounded to fp32; second: of the keys, about zero, in fp64."""
     covariance = second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
     size = second.diagonal(dim1=-2, dim2=-1).sqrt()
-    noise = 1e-12 * size.unsqueeze(-1) * size.unsqueeze(-2)  # what rounding leaves of keys that are all the same
+    noise = 1e-12 * size.unsqueeze(-1) * size.unsqueeze(-2)  # rounding error of keys that are all equal
     covariance = torch.where(covariance.abs() <= noise, 0.0, covariance)
     return [x.float().double() for x in (mean, covariance, queries)]

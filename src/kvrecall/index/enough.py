@@ -1,6 +1,6 @@
-"""How much of a text statistics of keys need. The command line's help says so, and it does not wait for torch."""
+"""How many tokens key statistics need. In a file of its own, so that the command line's help need not import torch."""
 
 from __future__ import annotations
 
 ENOUGH_TOKENS = 4096
-"""Tokens that statistics are gathered from; more of them change no map by more than its noise."""
+"""Tokens that statistics are gathered from; more tokens change a map by less than its noise."""

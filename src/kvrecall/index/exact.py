@@ -1,6 +1,6 @@
 """Exact top-k by inner product: the ground truth that other indexes are measured against.
 
-Its "summary" is a copy of the keys on the compute device, so it saves no device memory for keys; values still live on the host.
+Its summary is a copy of the keys on the device, so only values save device memory.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class ExactStep(TokenStep):
 def inner_products(queries: Tensor, keys: Tensor) -> Tensor:
     """Inner products fp32 `[…, H_kv, G', n]` of queries `[…, H_kv, G', D]` and keys `[…, H_kv, n, D]`.
 
-    Summed in float64 and rounded, so that equal keys score the same wherever they lie: matrix products sum the rows at the
-    edge of a tile in another order.
+    Summed in float64 and rounded, so that equal keys have equal scores at every place: matrix products sum rows at the edge of
+    a tile in another order.
     """
     pieces = keys.split(_SCORED_TOKENS, dim=-2)
     return torch.cat([queries.double() @ piece.double().transpose(-1, -2) for piece in pieces], -1).float()

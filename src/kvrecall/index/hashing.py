@@ -12,7 +12,7 @@ _HASHED_TOKENS = 2048
 
 
 def check_tables(bits: int, tables: int, remedy: str) -> None:
-    """Raises ParameterError for sizes that cannot be."""
+    """Raises ParameterError for sizes out of range."""
     if not isinstance(bits, int) or not 1 <= bits <= 14:
         raise ParameterError("bits", "an integer in 1 .. 14", bits, remedy)
     if not isinstance(tables, int) or tables < 1:
@@ -26,8 +26,8 @@ def hyperplanes(head_dim: int, tables: int, bits: int, seed: int, device: torch.
 
 
 def hash_codes(vectors: Tensor, planes: Tensor) -> Tensor:
-    """Codes int16 `[H_kv, n, tables]` of vectors `[H_kv, n, D]`: bit j says that the vector does not lie on the negative side
-    of plane j of a table. Summed in float64, so that a code does not depend on how many vectors are hashed at a time."""
+    """Codes int16 `[H_kv, n, tables]` of vectors `[H_kv, n, D]`: bit j is 1 unless the vector lies on the negative side of
+    plane j of a table. Summed in float64, so that a code does not depend on how many vectors are hashed at a time."""
     weights = 2 ** torch.arange(planes.shape[1], device=planes.device)
     normals, pieces = planes.double().flatten(0, 1).T, []
     for piece in vectors.split(_HASHED_TOKENS, dim=1):

@@ -1,11 +1,11 @@
 """An index's part of a device step: its summaries in slots of fixed addresses, and the launches that search them.
 
-A layer (`layer/slots/search.py`) has what every index needs: the rows of the windows, the trigger, the zones. The index brings
-what depends on its summaries. A step of it launches kernels, or calls torch functions of fixed sizes, and asks the device
-nothing, so it can be recorded once and replayed.
+The layer (`layer/slots/search.py`) holds windows, trigger and zones; the index adds what depends on its summaries. A step
+launches kernels, or calls torch functions of fixed sizes, and never waits for the device. So it can be recorded once and
+replayed.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ if TYPE_CHECKING:
 
 
 class Estimates(Protocol):
-    """What stands for the tokens that a search did not find: parts of the same merge."""
+    """Estimates of the tokens that a search did not find, as parts of the same merge."""
 
     parts: int
 
     def attend(
         self, queries: Tensor, ids: Tensor, out: Tensor, lse: Tensor, first: int, params: AttentionParams, pairs: range
     ) -> None:
-        """Fills the parts `first` and on, for `pairs` of slots and KV heads."""
+        """Fills the parts from `first` on, for `pairs` of slots and KV heads."""
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """What an index makes its part of a step for.
+    """What an index needs to make its part of a step.
 
-    shape: of the layer, with one sequence per slot. tokens: most tokens behind the sink. top_k: most tokens that a search
+    shape: of the layer, with one sequence per slot. tokens: most tokens after the sink. top_k: most tokens that a search
     finds. host: the rows on the host, and int32 `[slots, W]`, the blocks of each slot's sequence. plan: of the zones, None
-    where the device counts. early: whether a search with the queries of the step before comes first. every_step: whether every
-    step searches. longest_segment: most tokens of a segment, 0 where there are none. estimates: what is attended to beside the
-    selection.
+    if the device counts. early: whether a search with the queries of the step before comes first. every_step: whether every
+    step searches. longest_segment: most tokens of a segment, 0 without segments. estimates: attended to besides the selection.
     """
 
     shape: LayerShape
@@ -63,7 +62,7 @@ class SlotSpec:
 
     @property
     def slots(self) -> int:
-        """Places for sequences."""
+        """The number of slots."""
         return self.shape.sequences
 
     @property
@@ -74,11 +73,11 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class SlotStep:
-    """What one step of all slots works on.
+    """The input of one step of all slots.
 
     queries `[slots, H_q, 1, D]`, keys, values `[slots, H_kv, 1, D]`, contiguous. parity: int64 `[1]`, the step's number modulo
-    2. fire: int32 `[slots, width]`, whether to search. attention: rows of the windows, and the parts of the merge. log, lse
-    fp32 `[slots, H_q]`: where queries and the log-sum-exp of their attention go, if a static set needs them.
+    2. fire: int32 `[slots, width]`, whether to search. attention: rows of the windows, and the parts of the merge. log and
+    lse fp32 `[slots, H_q]` receive queries and the log-sum-exp of their attention, if a static set needs them.
     """
 
     queries: Tensor
@@ -94,36 +93,36 @@ class SlotStep:
 
 
 class IndexStep(ABC):
-    """Summaries of all slots, and the launches that search them. A subclass needs `search`, `join` and `fits`; whether tokens
-    are summarised when they come or when they leave the window is its own business."""
+    """Summaries of all slots, and the launches that search them. A subclass needs `search`, `join` and `fits`. It may summarise
+    tokens when they come, or when they leave the window."""
 
     ids: Tensor
-    """int32 `[slots, H_kv, K]`: what the last searches found, ascending, padded with -1."""
+    """int32 `[slots, H_kv, K]`: the current selections, ascending, padded with -1."""
     counts: Tensor
-    """int32 `[slots, H_kv]`: how many of each are real."""
+    """int32 `[slots, H_kv]`: how many ids of each are valid."""
     width = 1
     """Flags of the trigger per slot: 1, or one for each KV head."""
     estimated_parts = 0
-    """Parts of the merge beside those of the selection and the window."""
+    """Parts of the merge besides selection and window."""
     spread = False
-    """Whether selected rows are read by as many programs as there may be."""
+    """Whether selected rows are read by as many programs as possible."""
 
     def __init__(self, spec: SlotSpec) -> None:
         self.spec = spec
 
     @abstractmethod
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
-        """Whether the sequences of an index of this kind, with these zones, can join for `room` steps."""
+        """Whether sequences with these zones, of an index of this kind, can join for `room` steps."""
 
     @abstractmethod
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        """A sequence of an index takes a slot. window: rows `[H_kv, n, 2, D]` of the tokens behind the zone, oldest first.
-        budget: tokens that a search may find. room: steps to come. Until the first step it may be called again."""
+        """Gives a slot to a sequence of an index. window: rows `[H_kv, n, 2, D]` of the tokens after the zone, oldest first.
+        budget: tokens that a search may find. room: steps to come. May be called again until the first step."""
 
     @abstractmethod
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
-        """Fills ids and counts of the slots whose flag is not 0, for queries `[slots, H_q, 1, D]` or without the 1; those of
-        others stay as they are."""
+        """Fills ids and counts of the slots with `fire` not 0, for queries `[slots, H_q, 1, D]` or `[slots, H_q, D]`; the other
+        slots keep theirs."""
 
     def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         """As `search`, the first of two in a step."""
@@ -140,8 +139,8 @@ class IndexStep(ABC):
         return out
 
     def end(self, asked: SlotStep) -> None:
-        """Stores the tokens of a step for good, and lets go of those that leave the window. Here: for summaries that this
-        class's `step` has written already, or needs none."""
+        """Stores the step's tokens, and moves tokens out of the window. Here: for an index whose summaries `step`
+        has written, or that has none."""
         from kvrecall.cache.slot_kernels import tokens_kernel
 
         grid = (self.spec.slots * self.spec.shape.kv_heads,)
@@ -149,29 +148,29 @@ class IndexStep(ABC):
         tokens_kernel[grid](*args.begin, *args.logs, *args.numbers, args.window, **sizes)
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
-        """The index of a sequence gets what the steps have added: it knows the first `tokens` tokens of its zone afterwards.
-        keys: those that are new, `[H_kv, n, D]`; only called where there are any. Synchronises."""
+        """Updates the index of a sequence after steps: afterwards it covers the first `tokens` tokens of the zone.
+        keys: returns the new keys, `[H_kv, n, D]`; only called if there are any. Synchronises."""
         if tokens > index.lengths[sequence]:
             index.append(sequence, keys())
 
     def forget(self, slot: int, index: Index, sequence: int) -> None:  # noqa: B027 - optional
-        """The slot is free; what the index refers to must be its own again."""
+        """The slot is free: the index may no longer refer to the slot's memory."""
 
     def lacks(self, slot: int, tokens: int) -> bool:
         """Whether `catch_up` is due before a step over a zone of `tokens` tokens, where the host counts them."""
         return False
 
     def catch_up(self, slot: int, tokens: int) -> None:  # noqa: B027 - optional
-        """Between two steps: takes in what a zone of `tokens` tokens has more; its rows are on the host."""
+        """Between two steps: adds the new tokens of a zone of `tokens` tokens; their rows are on the host."""
 
     def estimated(self, slot: int) -> int:
-        """Groups of tokens whose attention the next step estimates."""
+        """Rows that the next step attends to as estimates."""
         return 0
 
 
 @dataclass(frozen=True)
 class EndArguments:
-    """What the kernels that end a step take, in their order; between `begin` and `logs` an index may have its own."""
+    """Arguments of the kernels that end a step, in their order; an index may add its own between `begin` and `logs`."""
 
     begin: tuple[Tensor, ...]
     logs: tuple[Tensor, Tensor, Tensor]

@@ -1,8 +1,8 @@
-"""Rows of summaries on the device, by sequence and KV head: what indexes keep of tokens, or of pages of tokens.
+"""Rows of summaries on the device, one per token or per page, by sequence and KV head.
 
-Rows that follow from a token, or from a page, alone lie in the blocks of their sequence (`TokenTable`): copies of a sequence
-share them as they share the rows of the host, and no sequence takes room for another. Rows that follow from what a sequence
-has learnt, or has been asked, are its own (`SequenceRows`).
+Rows that depend only on a token, or on a page, lie in the blocks of their sequence (`TokenTable`), so copies of a sequence
+share them like the rows on the host. Rows that depend on what a sequence has learnt or was asked belong to the sequence
+(`SequenceRows`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.base import BlockSource, RowSource
 
 WIDE = 16
-"""Tokens in a multiple of which a captured decode lays summaries out, so that they are read in wide loads."""
+"""Captured decoding rounds tokens up to a multiple of this, so that summaries are read by wide loads."""
 _ALIGNMENT = 64
-"""Bytes in a multiple of which blocks lie, so that kernels know that wide loads are aligned."""
+"""Blocks begin at multiples of this many bytes, so that wide loads are aligned."""
 _MOST_SPARE = 65_536
 
 
@@ -32,8 +32,8 @@ _MOST_SPARE = 65_536
 class RowLayout:
     """Rows in a block: `[H_kv, rows, width]`, one for every `page_tokens` tokens.
 
-    A page's row lies in the block of the page's last token. So it is written after that token is stored, when the block is
-    the sequence's own, also where pages end in other blocks than they begin in.
+    A page's row lies in the block of the page's last token. It is written after that token is stored. Then the block belongs
+    to the sequence alone, even if the page begins in another, shared block.
     """
 
     heads: int
@@ -44,7 +44,7 @@ class RowLayout:
 
     @property
     def rows(self) -> int:
-        """Rows that there is room for in a block."""
+        """Room for rows in a block."""
         return cdiv(self.block_size, self.page_tokens)
 
     @property
@@ -53,15 +53,15 @@ class RowLayout:
         return _ALIGNMENT * cdiv(self.heads * self.rows * self.width * self.dtype.itemsize, _ALIGNMENT)
 
     def place(self, row: int) -> int:
-        """In which of a sequence's blocks a row lies."""
+        """Number of the block, among the sequence's blocks, that holds a row."""
         return ((row + 1) * self.page_tokens - 1) // self.block_size
 
     def before(self, place: int) -> int:
-        """Rows of a sequence in the blocks before that one."""
+        """Rows of a sequence in the blocks before block number `place`."""
         return place * self.block_size // self.page_tokens
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the blocks of a sequence of so many tokens."""
+        """Bytes of the blocks of a sequence of `tokens` tokens."""
         return cdiv(tokens, self.block_size) * self.block_bytes
 
 
@@ -74,7 +74,7 @@ class RowMemory(BlockBytes):
         with lasting_tensors():
             part = self.tensor[:, : numbers * layout.dtype.itemsize].view(layout.dtype)
             self.rows = part.unflatten(1, (layout.heads, layout.rows, layout.width))
-        """`[blocks, H_kv, rows, width]`; only what was given may be used."""
+        """`[blocks, H_kv, rows, width]`; only blocks with memory may be used."""
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
         copy, layout = self.tensor[block].to("cpu", copy=True), self.layout
@@ -86,7 +86,7 @@ class RowMemory(BlockBytes):
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The first `count` rows of one sequence, in the blocks that it has when they are read."""
+    """The first `count` rows of one sequence; its blocks are looked up when they are read."""
 
     memory: RowMemory
     table: BlockTable
@@ -99,7 +99,7 @@ class StoredRows:
         return self.copies(most)
 
     def copies(self, most: int) -> Iterator[Tensor]:
-        """Copies of up to `most` rows in order, or of one block: a GPU is given few things to do, not many small ones."""
+        """Copies of up to `most` rows in order, at least of one block each, so that a GPU gets few large copies."""
         layout = self.memory.layout
         blocks, start = max(1, most // layout.rows), 0
         while start < self.count:
@@ -108,7 +108,7 @@ class StoredRows:
             start = stop
 
     def gather(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy `[H_kv, n, width]` of the rows start .. stop - 1, by default of all; one launch moves all of them."""
+        """A copy `[H_kv, n, width]` of the rows start .. stop - 1, by default of all, by one launch."""
         layout, rows, stop = self.memory.layout, self.memory.rows, self.count if stop is None else stop
         if start >= stop:
             return rows.new_empty(rows.shape[1], 0, rows.shape[3])
@@ -123,7 +123,7 @@ class StoredRows:
 
 
 def places(memory: RowMemory, blocks: list[int], start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Where the rows start .. stop - 1 of a sequence with these blocks lie: views `[H_kv, n, width]`, each with the number of
+    """Yields views `[H_kv, n, width]` of the rows start .. stop - 1 of a sequence with these blocks, each with the number of
     its first row."""
     layout, at = memory.layout, start
     while at < stop:
@@ -136,27 +136,27 @@ def places(memory: RowMemory, blocks: list[int], start: int, stop: int) -> Itera
 class TokenTable:
     """Rows of the tokens of each sequence, or of its pages of `page_tokens` tokens, in the blocks of these tokens.
 
-    A table that is bound uses the zones' block tables: rows of the host are stored before those of their tokens are appended,
-    so blocks are there and are not shared. One that is not bound, or is a copy that is not bound again, has tables of its own.
+    A bound table uses the zones' block tables. Rows of the host are stored before the summaries of their tokens are appended,
+    so the blocks exist and are not shared. A table that is not bound, and a copy until it is bound, has its own block tables.
     """
 
     def __init__(
         self, of: Hashable, sequences: int, heads: int, width: int, dtype: torch.dtype, device: torch.device,
         page_tokens: int = 1,
     ) -> None:  # fmt: skip
-        """of: what the rows are, and all that they depend on beside their tokens. Tables of a layer for which it is equal
-        share a memory, so each must write the same for the same tokens."""
+        """of: names what the rows are and everything they depend on besides their tokens. Tables of a layer with equal `of`
+        share a memory, so they must write the same for the same tokens."""
         self._of, self._device = of, device
         self._kind = heads, width, dtype, page_tokens
         self.page_tokens = page_tokens
         self.lengths = [0] * sequences
-        """Rows of each sequence."""
+        """How many rows each sequence has."""
         self._tables, self._layer, self._bound = block_tables(sequences, device), 0, False
         self._memory: RowMemory | None = None
 
     @property
     def layout(self) -> RowLayout:
-        """What lies where in a block."""
+        """The layout of a block."""
         return RowLayout(*self._kind, self._tables[0].pool.block_size)
 
     @property
@@ -170,12 +170,12 @@ class TokenTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sequences' blocks, those included that wait for tokens; a block that several use counts once."""
+        """Bytes of the sequences' blocks, including blocks without tokens yet; a shared block counts once."""
         return len({block for table in self._tables for block in table.blocks}) * self.layout.block_bytes
 
     def bind(self, sources: Sequence[RowSource]) -> None:
-        """Uses the blocks of these zones, one per sequence, to which rows that are there already move. Zones without blocks
-        leave the table as it is."""
+        """Uses the blocks of these zones, one zone per sequence, and moves existing rows there. Does nothing for zones without
+        blocks."""
         zones = [source for source in sources if isinstance(source, BlockSource)]
         if len(zones) < len(sources):
             return
@@ -189,7 +189,7 @@ class TokenTable:
             self.write(b, 0, rows)
 
     def reserve(self, tokens: int) -> None:
-        """Announces that each sequence will reach `tokens` tokens, so that memory is asked for at once."""
+        """Announces that each sequence will reach `tokens` tokens, so that memory is allocated at once."""
         size, pool = self.layout.block_size, self._tables[0].pool
         if not self._bound:
             for table, rows in zip(self._tables, self.lengths, strict=True):
@@ -207,13 +207,13 @@ class TokenTable:
         self._hold(sequence, stop)
 
     def write(self, sequence: int, start: int, rows: Tensor) -> None:
-        """Stores rows `[H_kv, n, width]` from row `start` on, in blocks that are there, without counting them."""
+        """Stores rows `[H_kv, n, width]` from row `start` on in existing blocks, without counting them."""
         self.make_room(sequence)
         for at, own in places(self.memory, self._tables[sequence].blocks, start, start + rows.shape[1]):
             own.copy_(rows[:, at - start : at - start + own.shape[1]])
 
     def make_room(self, sequence: int) -> None:
-        """Has memory for all blocks of a sequence, also those that wait for tokens."""
+        """Allocates memory for all blocks of a sequence, including blocks without tokens yet."""
         self._give(max(self._tables[sequence].blocks, default=-1) + 1)
 
     def truncate(self, sequence: int, rows: int) -> None:
@@ -231,8 +231,8 @@ class TokenTable:
         return chosen
 
     def archive(self, archive: Archive, name: str, tokens: list[int]) -> None:
-        """Its rows in the blocks of a bound table. tokens: of each sequence. A table of tokens has a row for each of them, one
-        of pages has rows for whole pages at most."""
+        """Saves or loads the rows in the blocks of a bound table. tokens: of each sequence. A table of tokens has a row for
+        each token; a table of pages has rows for at most the whole pages."""
         most = [count // self.page_tokens for count in tokens]
         rows = archive.integers(f"{name}.rows", self.lengths, count=len(most))
         if any(own > all_ or (own < all_ and self.page_tokens == 1) for own, all_ in zip(rows, most, strict=True)):
@@ -241,7 +241,7 @@ class TokenTable:
         archive.blocks(name, self.memory, [count * self.page_tokens for count in rows])
 
     def stored(self, sequence: int) -> StoredRows:
-        """The rows of one sequence, where they lie."""
+        """The rows of one sequence in their blocks."""
         return StoredRows(self.memory, self._tables[sequence], self.lengths[sequence])
 
     def gather(self, sequence: int) -> Tensor:
@@ -253,19 +253,19 @@ class TokenTable:
         return self.stored(sequence).pieces(most)
 
     def take(self, sequence: int, ids: Tensor) -> Tensor:
-        """Copies `[H_kv, n, width]` of the rows of tokens, ids int64 `[H_kv, n]`, where there is one row per token."""
+        """Copies `[H_kv, n, width]` of the rows of tokens int64 `[H_kv, n]`, in a table with one row per token."""
         size = self.layout.block_size
         block = self._tables[sequence].on(self._device).long()[ids // size]
         heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return self.memory.rows[block, heads, ids % size]
 
     def _give(self, blocks: int) -> None:
-        """Makes the rows of the blocks below id `blocks` usable."""
+        """Gives memory to the blocks below id `blocks`."""
         if blocks:
             self.memory.give(blocks)
 
     def _hold(self, sequence: int, rows: int) -> None:
-        """Counts the rows of a sequence."""
+        """Sets the number of rows of a sequence."""
         self.lengths[sequence] = rows
         if not self._bound:
             self._tables[sequence].lengths[self._layer] = rows * self.page_tokens
@@ -274,8 +274,7 @@ class TokenTable:
 class SequenceRows:
     """Rows `[H_kv, n, width]` of each sequence, in one growing tensor each. Copies share it until one of them writes.
 
-    Growth copies once per enlargement by an eighth, so memory stays within 12.5% of what the tokens need and a million
-    single appends still cost O(1) each.
+    Capacity grows by an eighth at a time, so at most 12.5% of the memory is unused and an append costs O(1) on average.
     """
 
     def __init__(self, sequences: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -283,11 +282,11 @@ class SequenceRows:
             none = torch.empty(heads, 0, width, dtype=dtype, device=device)
         self._rows, self._own = [none] * sequences, [True] * sequences
         self.lengths = [0] * sequences
-        """Rows of each sequence."""
+        """How many rows each sequence has."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, spare capacity included; what several sequences share counts once."""
+        """Bytes allocated, including spare capacity; a shared tensor counts once."""
         return sum(rows.nbytes for rows in {id(rows): rows for rows in self._rows}.values())
 
     def append(self, sequence: int, rows: Tensor) -> None:
@@ -312,16 +311,16 @@ class SequenceRows:
         return chosen
 
     def view(self, sequence: int) -> Tensor:
-        """The rows of one sequence, `[H_kv, n, width]`, to be read; valid until the next append."""
+        """The rows of one sequence, `[H_kv, n, width]`, for reading; valid until the next append."""
         return self._rows[sequence][:, : self.lengths[sequence]]
 
     def writable(self, sequence: int) -> Tensor:
-        """The same, to be written to: no other sequence sees it."""
+        """The rows of one sequence for writing: no other sequence shares them."""
         self._make_own(sequence, self.lengths[sequence])
         return self.view(sequence)
 
     def archive(self, archive: Archive, name: str, lengths: list[int | None]) -> None:
-        """The rows of every sequence. lengths: how many each has, None for any number."""
+        """Saves or loads the rows of every sequence. lengths: how many each has, None for any number."""
         heads, _, width = self._rows[0].shape
         for b, count in enumerate(lengths):
             rows = archive.tensor(f"{name}.{b}", self.view(b), (heads, count, width), self._rows[b].dtype)
@@ -329,8 +328,7 @@ class SequenceRows:
                 self._rows[b], self.lengths[b], self._own[b] = rows, rows.shape[1], True
 
     def _make_own(self, sequence: int, rows: int) -> None:
-        """Has a tensor of the sequence alone, with room for so many rows; where there is too little, there will be some to
-        spare."""
+        """Ensures that the sequence has its own tensor with room for `rows` rows. A new tensor has spare room."""
         before = self._rows[sequence]
         room = before.shape[1]
         if rows > room:
@@ -345,6 +343,6 @@ class SequenceRows:
 
 
 def in_whole_blocks(tokens: int, device: torch.device) -> int:
-    """Tokens of the blocks that so many take where a device computes."""
+    """`tokens` rounded up to whole blocks of a device."""
     size = block_size_on(device)
     return size * cdiv(tokens, size)

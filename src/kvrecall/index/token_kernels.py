@@ -1,4 +1,4 @@
-"""What a device step stores of its token: a row of a summary, in the block of the token."""
+"""Stores the summary of a device step's token in the token's block."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The part of a device step of an index over single tokens, by torch functions of fixed sizes.
 
-Each token is summarised when it comes, and searched from when it has left the window. Reads all summaries that there is room
-for: an index with many tokens to search brings kernels of its own.
+Each token is summarised when it comes, and can be found after it has left the window. A search reads all summaries that there
+is room for, so an index that must be fast over many tokens needs its own kernels.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import top_k_positions
 
 _PIECE_TOKENS = 8192
-"""Tokens of each slot that are scored at a time: bounds what is gathered of the blocks at once."""
+"""Tokens of each slot that are scored at a time: bounds the copy that is gathered from blocks."""
 
 
 class TokenStep(IndexStep):
-    """Summaries of the tokens of all slots, in the blocks of their sequences. A subclass says what they are and how queries
-    score them; equal scores go to the lower position."""
+    """Summaries of the tokens of all slots, in the blocks of their sequences. A subclass defines the summaries and their
+    scores; ties go to the lower position."""
 
     def __init__(self, index: TokenIndex, spec: SlotSpec, gqa: str) -> None:
-        """index: of the kind that is to join. gqa: how the query heads of a group share a search."""
+        """index: any index of the kind that will join. gqa: how the query heads of a group share a search."""
         super().__init__(spec)
         self._kind, self._gqa = type(index), gqa
         self._memories = [table.memory for table in self.tables(index)]
         for memory in self._memories:
-            memory.give(1)  # which slots without a sequence read
+            memory.give(1)  # slots without a sequence read block 0
         size, device = (spec.slots, spec.shape.kv_heads), spec.shape.device
         self.width = spec.shape.kv_heads
         self.ids = torch.full((*size, spec.top_k), -1, dtype=torch.int32, device=device)
@@ -49,16 +49,16 @@ class TokenStep(IndexStep):
 
     @abstractmethod
     def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
-        """What an index keeps of its tokens."""
+        """The tables of an index."""
 
     @abstractmethod
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
-        """What the tables hold of keys `[…, D]`: `[…, width]` for each."""
+        """The summaries of keys `[…, D]`, `[…, width]` for each table."""
 
     @abstractmethod
     def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
-        """fp32 `[slots, H_kv, G', n]` of queries fp32 `[slots, H_kv, G', D]` and what each table holds of n tokens,
-        `[slots, H_kv, n, width]`; times `scaling` they are logits."""
+        """Scores fp32 `[slots, H_kv, G', n]` of queries fp32 `[slots, H_kv, G', D]` with n tokens, whose summaries are
+        `[slots, H_kv, n, width]` for each table. A score times `scaling` is a logit."""
 
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
         if type(index) is not self._kind:
@@ -69,7 +69,7 @@ class TokenStep(IndexStep):
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
         tables, new = self.tables(cast("TokenIndex", index)), self.summaries(window[:, :, 0])
         for table, rows in zip(tables, new, strict=True):
-            table.write(sequence, zones.retrieval, rows)  # and has memory for the tokens that come
+            table.write(sequence, zones.retrieval, rows)  # also gives memory to the blocks of later tokens
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         assert isinstance(zones, DeviceZones)
@@ -103,6 +103,6 @@ class TokenStep(IndexStep):
         return super().step(asked)
 
     def _gathered(self, blocks: Tensor) -> list[Tensor]:
-        """What each table holds of blocks int32 `[slots, w]`: `[slots, H_kv, w * block_size, width]`."""
+        """The summaries in blocks int32 `[slots, w]`, `[slots, H_kv, w * block_size, width]` for each table."""
         at = blocks.long().unsqueeze(1), self._heads
         return [memory.rows[at].flatten(2, 3) for memory in self._memories]

@@ -1,4 +1,4 @@
-"""Search over single tokens: every token of the zone has a score of its own, and the best ones are taken."""
+"""Search over single tokens: every token of the zone is scored, and the best are selected."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvrecall.select.topk import top_k_positions, union_rows
 
 
 class TokenIndex(Index):
-    """Base of the indexes that score every token; a subclass keeps what the scores need. Ties go to the lowest position."""
+    """Base of the indexes that score every token; a subclass keeps the summaries. Ties go to the lowest position."""
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self._gqa = shape.kv_heads, config.gqa
         self.excluded: list[Tensor | None] = [None] * shape.sequences
-        """Ids int32 `[H_kv, n]` of the tokens that no search finds, by sequence."""
+        """Excluded ids int32 `[H_kv, n]`, by sequence."""
 
     @abstractmethod
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        """fp32 `[H_kv, G', n]` of queries fp32 `[H_kv, G', D]`; times `scaling` they are attention logits. Equal keys score the
-        same wherever they lie; -inf for a token that is not to be found."""
+        """Scores fp32 `[H_kv, G', n]` of queries fp32 `[H_kv, G', D]`. A score times `scaling` is a logit. Equal keys have
+        equal scores at every place; -inf for a token that must not be found."""
 
     def rank(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """Ranking scores fp32 `[H_kv, S, n]`: S = G searches for `per_head`, else one."""
@@ -46,7 +46,7 @@ class TokenIndex(Index):
         self.exclude(sequence, excluded)
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
-        """What every such index has; a subclass adds its tables."""
+        """Saves or loads the excluded ids; a subclass adds its tables."""
         for b, own in archive.each("sequence", len(tokens)):
             self.excluded[b] = archive_excluded(own, self.excluded[b], self._kv_heads, tokens[b])
 
@@ -65,13 +65,13 @@ class TokenIndex(Index):
 
 
 def archive_excluded(archive: Archive, ids: Tensor | None, heads: int, tokens: int) -> Tensor | None:
-    """Excluded ids int32 `[H_kv, m]` of a sequence of so many tokens."""
+    """Saves or loads excluded ids int32 `[H_kv, m]` of a sequence of `tokens` tokens."""
     return archive.optional("excluded", ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
 
 
 def best_tokens(ranks: Tensor, top_k: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ids and counts, as `stack_selections` takes them, of the best tokens by ranking scores fp32 `[H_kv, S, n]`: the union
-    of S searches. barred: ids int32 `[H_kv, m]` that may not be found."""
+    """Ids and counts, for `stack_selections`, of the best tokens by ranking scores fp32 `[H_kv, S, n]`: the union of S
+    searches. barred: ids int32 `[H_kv, m]` that must not be found."""
     if barred is not None:
         top_k = min(top_k, ranks.shape[-1] - barred.shape[-1])
         ranks = ranks.scatter(-1, barred.long().unsqueeze(1).expand(-1, ranks.shape[1], -1), float("-inf"))

@@ -18,9 +18,9 @@ from kvrecall.select.queries import ObservedQueries
 
 
 class TrainedIndex(TokenIndex):
-    """Learns at the end of a prompt from everything that the zone holds; keys generated later are coded by what was learnt.
+    """Learns one tensor per sequence from all keys of the zone at the end of a prompt; later keys are coded with it.
 
-    What is learnt is one tensor per sequence, never written to, only replaced.
+    The tensor is never written to, only replaced.
     """
 
     def __init__(self, shape: LayerShape, config: IndexConfig, width: int, dtype: torch.dtype) -> None:
@@ -28,12 +28,12 @@ class TrainedIndex(TokenIndex):
         self._device = shape.device
         self._codes = SequenceRows(shape.sequences, shape.kv_heads, width, dtype, shape.device)
         self._trained: list[Tensor | None] = [None] * shape.sequences
-        self._waiting = [0] * shape.sequences  # tokens that came before anything was learnt
+        self._waiting = [0] * shape.sequences  # tokens that wait for the first training
         self._sources: Sequence[RowSource] = ()
 
     @abstractmethod
     def train(self, keys: Tensor) -> Tensor:
-        """What is to be learnt from keys `[H_kv, n, D]`, n > 0."""
+        """The learnt tensor for keys `[H_kv, n, D]`, n > 0."""
 
     @abstractmethod
     def encode(self, keys: Tensor, trained: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class TrainedIndex(TokenIndex):
     @property
     @abstractmethod
     def trained_shape(self) -> tuple[int, ...]:
-        """Of what is learnt of a sequence."""
+        """Shape of the learnt tensor of a sequence."""
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
@@ -97,11 +97,11 @@ class TrainedIndex(TokenIndex):
             self.trained(b)
 
     def codes(self, sequence: int) -> Tensor:
-        """The codes of all tokens of a sequence; ask for `trained` first."""
+        """The codes of all tokens of a sequence; call `trained` first."""
         return self._codes.view(sequence)
 
     def trained(self, sequence: int) -> Tensor | None:
-        """What was learnt of a sequence, now if need be; None for a zone that has always been empty."""
+        """The learnt tensor of a sequence, computed if needed; None for a zone that has always been empty."""
         count = self._waiting[sequence]
         if self._trained[sequence] is None and count:
             keys = zone_rows(self._sources[sequence], 0, count)[:, :, 0].to(self._device)

@@ -1,7 +1,7 @@
-"""Search over units (pages, clusters, segments): groups of tokens that share one representation and are taken as a whole.
+"""Search over units (pages, clusters, segments): groups of tokens that share one representation and are selected together.
 
-Units are ranked by the softmax of their scores (LouisKV, Appendix B) and taken best first until the budget, counted in tokens,
-is filled; the last unit is cut, its lowest positions stay. Equal scores go to the lower unit.
+Units are ranked by the softmax of their scores (LouisKV, Appendix B) and selected best first until the budget, in tokens, is
+full. Of the last unit only the lowest positions are selected. Ties go to the lower unit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Units:
     """The units of one sequence. Never written to, only replaced, so copies of a sequence may share them.
 
-    reps: `[H_kv, U, R]`, what queries are compared with. members: int32 `[H_kv, n]`, token ids, those of a unit side by side
-    and ascending. offsets: int32 `[H_kv, U + 1]`, where each unit begins in `members`; a unit may be empty.
+    reps: `[H_kv, U, R]`, the representations. members: int32 `[H_kv, n]`, token ids, ascending within each unit.
+    offsets: int32 `[H_kv, U + 1]`, where each unit begins in `members`; a unit may be empty.
     """
 
     reps: Tensor
@@ -49,7 +49,7 @@ class Units:
         return sum(x.numel() * x.element_size() for x in (self.reps, self.members, self.offsets))
 
     def own(self) -> Units:
-        """The same for a copy of the sequence."""
+        """The units for a copy of the sequence."""
         return self
 
     @staticmethod
@@ -60,12 +60,12 @@ class Units:
         return Units(reps, torch.empty(heads, 0, **ints), torch.zeros(heads, 1, **ints))
 
     def joined(self, other: Units) -> Units:
-        """These units, then the other ones."""
+        """These units followed by the others."""
         offsets = torch.cat([self.offsets, other.offsets[:, 1:] + self.offsets[:, -1:]], 1)
         return Units(torch.cat([self.reps, other.reps], 1), torch.cat([self.members, other.members], 1), offsets)
 
     def without(self, ids: Tensor) -> Units:
-        """The same units less the tokens `ids` int `[H_kv, m]`; the members must be all tokens from 0 on."""
+        """The units without the tokens `ids` int `[H_kv, m]`; the members must be all tokens from 0 on."""
         heads, tokens = self.members.shape
         gone = torch.zeros(heads, tokens, dtype=torch.bool, device=ids.device).scatter_(1, ids.long(), True)
         kept = ~gone.gather(1, self.members.long())
@@ -78,7 +78,7 @@ class Units:
 class GrowingUnits(Units):
     """Units in the memory of a slot, where a device step changes the last one as it grows.
 
-    last: `[H_kv, 1, R]`, its representation before. `members` and `offsets` stay as they are.
+    last: `[H_kv, 1, R]`, the last unit's representation before. `members` and `offsets` do not change.
     """
 
     last: Tensor
@@ -87,36 +87,36 @@ class GrowingUnits(Units):
         return Units(torch.cat([self.reps[:, :-1], self.last], 1), self.members.clone(), self.offsets)
 
     def settled(self) -> Units:
-        """The same units, which no step changes from here on."""
+        """A copy of the units that no step changes."""
         self.reps[:, -1:] = self.last
         return Units(self.reps, self.members, self.offsets)
 
 
 class UnitIndex(Index):
-    """Base of the indexes over units; a subclass builds them and says how queries score them."""
+    """Base of the indexes over units; a subclass builds the units and scores them."""
 
     of_sequence: ClassVar[tuple[str, ...]] = ()
-    """Lists with one entry per sequence: all that is known of it. Entries are never written to, only replaced."""
+    """Attributes that are lists with one entry per sequence. Entries are never written to, only replaced."""
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self.gqa = shape.kv_heads, config.gqa
         """gqa: how the query heads of a group share a search."""
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuUnitSearch | None = None  # scratch of the last search on a GPU
-        self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # what it was told, which changes when units do
+        self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # units, plan and flags of the last search
 
     @property
     @abstractmethod
     def kind(self) -> UnitKind:
-        """What the kernels must know of the units."""
+        """Properties of the units for the kernels."""
 
     @abstractmethod
     def units(self, sequence: int) -> Units:
-        """The searchable units of one sequence, excluded tokens left out."""
+        """The searchable units of one sequence, without excluded tokens."""
 
     @abstractmethod
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
-        """fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', D]`; times `scaling` they are attention logits."""
+        """Scores fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', D]`; a score times `scaling` is a logit."""
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         if self._kernels and self.gqa != "per_head":
@@ -125,15 +125,15 @@ class UnitIndex(Index):
         return stack_selections([self._search_one(q, b, budget) for q, b in zip(grouped, sequences, strict=True)])
 
     def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
-        """Scratch that serves a search for queries `[len(sequences), H_q, D]`, its plan and its flags; synchronises only where
-        units have changed since the last one."""
+        """(scratch, plan, flags) of a search for queries `[len(sequences), H_q, D]`. Synchronises only if units have changed
+        since the last search."""
         from kvrecall.index.unit_kernels import search as kernels
 
         searched = [self.units(b) for b in sequences]
         reps = searched[0].reps
         most, gpu = max(1, *(units.reps.shape[1] for units in searched)), self._gpu
         if gpu is None or not gpu.serves(len(searched), top_k, most):
-            # Room to grow: a search that was captured, or is repeated, need not be made anew for every page that fills up.
+            # With room to grow, so that a repeated or captured search need not be allocated again for every new page.
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
                 gpu = kernels.GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
@@ -167,7 +167,7 @@ class UnitIndex(Index):
 
     def select(self, sequences: list[int]) -> Self:
         chosen = copy(self)
-        chosen._gpu = chosen._planned = None  # what a search writes to is never shared
+        chosen._gpu = chosen._planned = None  # scratch is never shared
         for name in self.of_sequence:
             entries = [getattr(self, name)[b] for b in sequences]
             setattr(chosen, name, [entry.own() if isinstance(entry, Units) else entry for entry in entries])
@@ -182,7 +182,7 @@ class UnitIndex(Index):
 
 
 def archive_units(archive: Archive, units: Units, width: int, dtype: torch.dtype, tokens: int) -> Units:
-    """Units of a sequence of so many tokens, whose representations have `width` numbers of that dtype."""
+    """Saves or loads the units of a sequence of `tokens` tokens, with representations of `width` numbers of dtype `dtype`."""
     own = units.own() if archive.saving else units
     heads = own.reps.shape[0]
     reps = archive.tensor("reps", own.reps, (heads, None, width), dtype)
@@ -198,9 +198,9 @@ def archive_units(archive: Archive, units: Units, width: int, dtype: torch.dtype
 
 
 def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
-    """fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', R]` and representations `[H_kv, U, R]`.
+    """Inner products fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', R]` and representations `[H_kv, U, R]`.
 
-    Summed in float64 and rounded, so that equal units score the same wherever they lie, and on every device.
+    Summed in float64 and rounded, so that equal units have equal scores at every place and on every device.
     """
     if reps.device.type == "cpu" and _have_numba():
         from kvrecall.index import units_cpu

@@ -1,8 +1,8 @@
 """Scoring units and filling a budget with the best of them on the CPU, by numba; as `units.score` and
 `units.fill_budget`.
 
-Bytes per search and KV head: the representations, once for all query heads of the group. A sort of all units would cost
-U log U; a heap costs U, plus log U for each of the few units that are taken.
+Bytes per search and KV head: the representations, once for all query heads of the group. Time: a heap of U units takes U, plus
+log U for each selected unit; a sort would take U log U.
 """
 
 from __future__ import annotations

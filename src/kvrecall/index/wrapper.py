@@ -1,4 +1,4 @@
-"""An index around another one: whatever it does not change is the other one's. Pruning and page means are such indexes."""
+"""An index around another index, which it calls for everything that it does not change. Used by pruning and page means."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvrecall.select.queries import ObservedQueries
 
 
 class Pruning(Part, ABC):
-    """What keeps part of each selection of any index: its hyper-parameters, a frozen dataclass."""
+    """Base of the hyper-parameters of a pruning method, which keeps part of each selection; a frozen dataclass."""
 
     role: ClassVar[str] = "prune"
 
     @abstractmethod
     def build(self, index: Index, shape: LayerShape, gqa: str) -> Index:
-        """An index around that of one layer, which prunes its selections. gqa: how the heads of a group share its search."""
+        """Wraps the index of one layer and prunes its selections. gqa: how the heads of a group share its search."""
 
     @abstractmethod
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
@@ -35,11 +35,11 @@ class Pruning(Part, ABC):
 
 
 class IndexWrapper(Index):
-    """Hands everything on to `base`; a subclass keeps tables of its own beside it."""
+    """Passes everything on to `base`; a subclass may keep its own tables."""
 
     def __init__(self, base: Index, *tables: TokenTable) -> None:
         self.base, self.tables = base, tables
-        """The index around which this one is, and tables that a copy takes along."""
+        """The inner index, and tables that are copied with it."""
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]

@@ -1,8 +1,8 @@
 """LouisKV's units: k-means clusters of the prompt's keys, segments of the generated ones (section 4.2).
 
-The prompt is clustered in fixed stretches of `stretch_tokens`, so the clusters do not depend on how prefill cuts it; the last,
-unfinished stretch is clustered when decoding begins, and again if the prompt goes on. A segment is what leaves the window at
-once while decoding. Both are represented by the mean of their keys.
+The prompt is clustered in fixed stretches of `stretch_tokens`, so clusters do not depend on the chunks of prefill. The last,
+unfinished stretch is clustered when decoding begins, and again if another prompt follows. A segment is a run of generated
+tokens that leaves the window together. Clusters and segments are represented by the mean of their keys.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class ClusterConfig(IndexConfig):
     """cluster_tokens: mean tokens per cluster. stretch_tokens: prompt tokens that are clustered together.
 
-    iterations: of k-means, at most. max_segment_tokens: where a segment ends at the latest. size_correction: adds
-    log(tokens) to a unit's logit, so that large units count for what their tokens add up to (the paper does not).
+    iterations: at most, of k-means. max_segment_tokens: length of the longest segment. size_correction: adds log(tokens) to a
+    unit's logit, so that a unit counts with all its tokens (not in the paper).
     """
 
     name: ClassVar[str] = "clusters"
@@ -77,9 +77,9 @@ class ClusterIndex(UnitIndex):
         self.shape, self.config = shape, config
         empty = Units.none(shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
         self._closed = [empty] * shape.sequences  # whole stretches and segments
-        self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at the end of each of those
-        self._open = [0] * shape.sequences  # tokens of the unfinished stretch, which follow those of the closed units
-        self._units: list[Units | None] = [None] * shape.sequences  # all of them, less what is excluded; made when asked for
+        self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at each end
+        self._open = [0] * shape.sequences  # tokens of the unfinished stretch
+        self._units: list[Units | None] = [None] * shape.sequences  # all units without excluded tokens; computed when needed
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._sources: Sequence[RowSource] = ()
 
@@ -114,7 +114,7 @@ class ClusterIndex(UnitIndex):
     def append_grouped(self, sequence: int, keys: Tensor, assigned: Tensor, clusters: int, lengths: list[int]) -> None:
         """Appends keys `[H_kv, n, D]` as `clusters` units of their own, by cluster numbers int64 `[H_kv, n]`.
 
-        lengths: tokens of each part that a cut dissolves as a whole, n in all: one unit each, or all where there is one part.
+        lengths: tokens of each part, n in all. A cut dissolves whole parts. A part is one unit, or a single part has all units.
         """
         self._close(sequence, self._open[sequence])
         start = self._closed[sequence].members.shape[1]
@@ -127,12 +127,12 @@ class ClusterIndex(UnitIndex):
         self._excluded[sequence], self._units[sequence] = ids, None
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        """Units that reach behind the cut are dissolved: the tokens before it join the unfinished stretch."""
+        """Dissolves the units that reach beyond the cut; their remaining tokens join the unfinished stretch."""
         length = self.lengths[sequence]
         if tokens >= length:
             return
         closed = self._closed[sequence]
-        # The clusters of a stretch overlap in position, so whole stretches and segments go.
+        # Clusters of a stretch overlap in position, so whole stretches and segments are dissolved.
         borders = tuple(end for end in self._borders[sequence] if end[0] <= tokens)
         border, kept = borders[-1] if borders else (0, 0)
         self._borders[sequence] = borders
@@ -187,7 +187,7 @@ class ClusterIndex(UnitIndex):
         return made
 
     def move(self, sequence: int, units: Units) -> None:
-        """Refers to the same units at another place."""
+        """Uses the same units in other memory."""
         if self._excluded[sequence] is None and not self._open[sequence]:
             self._closed[sequence] = units
         self._units[sequence] = units

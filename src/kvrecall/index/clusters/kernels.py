@@ -18,8 +18,8 @@ def segment_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head): the oldest segment of a full window becomes a unit, its mean key (LouisKV section 4.2).
 
-    A segment ends before the next marked token (marks uint8 `[B, MARKED]`), after LONGEST <= BM tokens at most. The
-    table that the program's row of plan int64 `[bh, FIELDS]` tells of, and the row's counts, get one unit more.
+    A segment ends before the next marked token (marks uint8 `[B, MARKED]`), or after LONGEST <= BM tokens. The new unit goes to
+    the table whose addresses are in the program's row of plan int64 `[bh, FIELDS]`; the row's counts grow by one.
     """
     i_bh = tl.program_id(0)
     i_b = i_bh // HEADS

@@ -9,8 +9,8 @@ from torch import Tensor
 def cluster(keys: Tensor, clusters: int, iterations: int) -> Tensor:
     """Cluster number int64 `[H_kv, n]` of keys `[H_kv, n, D]`, in 0 .. clusters - 1; some may stay empty.
 
-    Keys are centred by their mean per head and normalised, so that what they share does not hide how they differ; a key
-    joins the centre of the largest cosine, among equals the first. The centres begin at evenly spaced keys.
+    Keys are centred by their mean per head and normalised, so that their common part does not hide differences. A key joins
+    the centre with the largest cosine, among equals the first. Centres start at evenly spaced keys.
     """
     return torch.stack([_cluster_head(head, clusters, iterations) for head in keys.float()])
 
@@ -23,8 +23,8 @@ def _cluster_head(keys: Tensor, clusters: int, iterations: int) -> Tensor:
 def lloyd(points: Tensor, clusters: int, iterations: int, *, spherical: bool) -> tuple[Tensor, Tensor]:
     """Cluster numbers int64 `[n]` of fp32 points `[n, d]`, and the centres `[clusters, d]`; equally near centres: the first.
 
-    spherical: the centre of the largest product, centres are unit vectors; otherwise the nearest centre, centres are means.
-    A centre that nothing is near stays where it is. The centres begin at evenly spaced points.
+    spherical: centres are unit vectors, a point joins the one with the largest product. Otherwise centres are means, and a
+    point joins the nearest. A centre without points keeps its place. Centres start at evenly spaced points.
     """
     count = points.shape[0]
     centres = points[torch.arange(clusters, device=points.device) * count // clusters]

@@ -1,6 +1,6 @@
 """Segments' part of a device step: the oldest segment of a full window becomes a unit (LouisKV section 4.2)."""
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKENS = 16
 
 
 class SegmentStep(UnitStep):
-    """Clusters of prompts and segments of what was generated, of all slots. A step adds one segment at most."""
+    """Clusters of prompts and segments of generated tokens, of all slots. A step adds at most one segment."""
 
     def __init__(self, index: ClusterIndex, spec: SlotSpec) -> None:
         most = max(index.units(b).reps.shape[1] + spec.tokens - length for b, length in enumerate(index.lengths))

@@ -1,4 +1,4 @@
-"""The page means' hyper-parameter, and what they cost."""
+"""The hyper-parameter of page means, and their memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvrecall.parts import Part
 
 @dataclass(frozen=True)
 class PageMeans(Part):
-    """Every page of `page_tokens` tokens is one row more, its mean key and mean value, which counts as often as it has tokens
-    that are not attended (RetroInfer's estimate, for all of the zone and beside any search).
+    """Adds one row per page of `page_tokens` tokens: its mean key and mean value, counted once for each token of the page that
+    is not attended (RetroInfer's estimate, for the whole zone and with any search).
 
     Fewer tokens per page estimate better and take more memory: 4 D / page_tokens bytes per token in 16-bit types.
     """
@@ -30,11 +30,11 @@ class PageMeans(Part):
             raise ParameterError("page_tokens", "an integer >= 2", self.page_tokens, "The default is 64.")
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
-        """Device bytes that the means, and the rows of a page that is not whole, take for a sequence of `tokens` tokens."""
-        begun = min(tokens, self.page_tokens - 1)  # rows that wait for their page to be whole, at most
+        """Device bytes of the means, and of the rows of an unfinished page, for a sequence of `tokens` tokens."""
+        begun = min(tokens, self.page_tokens - 1)  # most rows of an unfinished page
         row = shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
         return self.layout(shape, block_size_on(shape.device)).nbytes(tokens) + begun * row
 
     def layout(self, shape: LayerShape, block_size: int) -> RowLayout:
-        """Rows of whole pages in a block, mean key and mean value side by side."""
+        """Layout of a block: one row per whole page, mean key and mean value side by side."""
         return RowLayout(shape.kv_heads, 2 * shape.head_dim, shape.dtype, self.page_tokens, block_size)

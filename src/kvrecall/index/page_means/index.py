@@ -1,9 +1,9 @@
-"""An index around any other: pages of the zone stand, by their means, for those of their tokens that were not found.
+"""An index around any other. The mean of a page stands for those of its tokens that were not found.
 
-A page whose mean key is c and mean value v, of whose tokens m are not attended, adds m exp(q c) to the softmax's sum and that
-times v to the output: one row with log m added to its logit. The means are those of all its tokens, chosen ones included. That
-was measured to be nearer to full attention than the means of the others: the exponential's mean lies above the exponential of
-the mean, and keys that were chosen pull the mean in the right direction.
+Take a page with mean key c and mean value v, m of whose tokens are not attended. It adds m exp(q c) to the softmax's sum, and
+the same times v to the output: one row with log m added to its logit. The means are over all tokens of the page, selected ones
+included. Measured, this is nearer to full attention than means without them: the mean of exponentials lies above the
+exponential of the mean, and selected keys pull the mean in that direction.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from kvrecall.index.step import IndexStep, SlotSpec
 
 _PIECE_TOKENS = 8192
-"""Rows whose means are taken at a time: bounds what is there in fp32, and what comes from the host at once."""
+"""Rows that are averaged at a time: bounds the fp32 copy, and the copy from the host."""
 
 
 @dataclass(frozen=True)
 class MeanRows:
-    """Means that a search has weighed, of a batch. They stay in their blocks until they are attended to, so who holds a
-    selection holds no copy of them.
+    """Means of a batch with their weights in a selection. The means stay in their blocks until they are attended to, so a held
+    selection needs no copy.
 
     lengths: int32 `[H_kv]`, bias: fp32 `[H_q, pages]` of each sequence.
     """
@@ -59,11 +59,11 @@ class PageMeansIndex(IndexWrapper):
     """Searches in `base` and adds the means of whole pages, `[H_kv, pages, 2 D]` in the cache's dtype, in the blocks of the
     sequences.
 
-    The tokens behind the last whole page are not estimated. A row never changes while its page is there, so what a search
-    returned stays valid as long.
+    Tokens after the last whole page are not estimated. A row never changes while its page exists, so the result of a search
+    stays valid.
 
-    Means are taken of rows that pass on their way to the host; those of a page that is not whole yet wait on the device. Rows
-    that did not pass are read from the host: of a zone that captured steps have grown, or of an index that is made anew.
+    Means are computed from rows on their way to the host; rows of an unfinished page wait on the device. After captured steps,
+    and when an index is rebuilt, rows are read back from the host.
     """
 
     def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
@@ -72,7 +72,7 @@ class PageMeansIndex(IndexWrapper):
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self._begun = [nothing] * shape.sequences
-        """Rows `[H_kv, < page_tokens, 2, D]` behind the last page whose means were taken; never written to, so copies share."""
+        """Rows `[H_kv, < page_tokens, 2, D]` of the unfinished page, per sequence; never written to, so copies share them."""
         size = shape.sequences, shape.kv_heads, 2 * shape.head_dim, shape.dtype, shape.device
         super().__init__(base, TokenTable("page means", *size, config.page_tokens))
 
@@ -114,7 +114,7 @@ class PageMeansIndex(IndexWrapper):
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
         whole = self.means.lengths[sequence] * self.page_tokens
-        self._begun[sequence] = self._begun[sequence][:, : max(0, tokens - whole)]  # of a page that was whole: none
+        self._begun[sequence] = self._begun[sequence][:, : max(0, tokens - whole)]  # empty after a cut inside a whole page
         self.means.truncate(sequence, tokens // self.page_tokens)
 
     def mark(self, sequence: int, prompt: bool) -> Any:
@@ -164,13 +164,13 @@ class PageMeansIndex(IndexWrapper):
         return PageMeansStep(self, spec)
 
     def _bias(self, sequence: int, ids: Tensor, width: int) -> Tensor:
-        """Logarithm fp32 `[H_kv, width]` of how many tokens of each page are in none of the sets that are attended."""
+        """Logarithm fp32 `[H_kv, width]` of how many tokens of each page are not attended."""
         excluded = self._excluded[sequence]
         attended = ids if excluded is None else torch.cat([ids, excluded.to(ids.device)], 1)
         return log_left(attended, width, self.page_tokens)
 
     def catch_up(self, sequence: int, tokens: int) -> None:
-        """Takes in, from the host, what is missing of a zone of `tokens` tokens."""
+        """Reads missing rows of a zone of `tokens` tokens from the host."""
         taken = self._taken(sequence)
         if not self._sources or taken >= tokens:
             return
@@ -179,12 +179,12 @@ class PageMeansIndex(IndexWrapper):
                 self._take(sequence, rows)
 
     def _taken(self, sequence: int) -> int:
-        """Tokens of the zone whose rows are in the means, or wait for their page to be whole."""
+        """Tokens of the zone whose rows are in means or in the unfinished page."""
         return self.means.lengths[sequence] * self.page_tokens + self._begun[sequence].shape[1]
 
     def _take(self, sequence: int, rows: Tensor) -> None:
-        """Takes in rows `[H_kv, n, 2, D]` behind those that are: means of whole pages, and what the next page begins with."""
-        rows, page = rows.to(self._shape.dtype), self.page_tokens  # as the host has them
+        """Adds the next rows `[H_kv, n, 2, D]`: means of whole pages, and the beginning of the next page."""
+        rows, page = rows.to(self._shape.dtype), self.page_tokens  # the host's dtype
         missing = page - self._begun[sequence].shape[1]
         first, rows = torch.cat([self._begun[sequence], rows[:, :missing]], 1), rows[:, missing:]
         if first.shape[1] < page:
@@ -193,7 +193,7 @@ class PageMeansIndex(IndexWrapper):
         whole = rows.shape[1] // page * page
         for pages in (first, *rows[:, :whole].split(max(1, _PIECE_TOKENS // page) * page, 1)):
             self.means.append(sequence, self._mean_rows(pages))
-            self._begun[sequence] = first[:, page:]  # none: should a later piece find no memory, what is taken is still true
+            self._begun[sequence] = first[:, page:]  # the state stays consistent if a later piece finds no memory
         self._begun[sequence] = rows[:, whole:].clone()
 
     def _mean_rows(self, rows: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class PageMeansIndex(IndexWrapper):
 def log_left(attended: Tensor, pages: int, page_tokens: int, sinks: int = 0) -> Tensor:
     """Logarithm fp32 `[H_kv, pages]` of how many tokens of each page are neither among the first `sinks` tokens nor attended,
     int32 `[H_kv, K]`, unique (-1: none)."""
-    starts = torch.arange(pages + 1, device=attended.device) * page_tokens  # the last place is for none
+    starts = torch.arange(pages + 1, device=attended.device) * page_tokens  # the last entry counts ids of -1
     left = (page_tokens - (sinks - starts).clamp(0, page_tokens)).float().repeat(attended.shape[0], 1)
     page = torch.where(attended < 0, pages, attended.long() // page_tokens).clamp_max(pages)
     left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=attended.device))

@@ -1,4 +1,4 @@
-"""Attention of a captured step to page means, which stand for the tokens that were not found.
+"""Attention of a captured step to page means.
 
 Bytes per KV head and step: 4 D per page in 16-bit types, and the ids of the selection. Nothing is fetched.
 """
@@ -14,7 +14,7 @@ from kvrecall.core.softcap import capped
 
 @triton.jit
 def found_in(p_ids, o_p, K, PAGE, W: tl.constexpr, BK: tl.constexpr):
-    """How many of the K selected ids (-1: none) lie in each of the pages o_p `[W]`."""
+    """Number of the K selected ids (-1: none) in each of the pages o_p `[W]`."""
     b_found = tl.zeros([W], tl.int32)
     for i_k in range(0, BK, 64):
         o_k = i_k + tl.arange(0, 64)
@@ -25,7 +25,8 @@ def found_in(p_ids, o_p, K, PAGE, W: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def blocks_of(p_table, o_p, pages, PAGE, BLOCK: tl.constexpr):
-    """The blocks of pages o_p `[W]`, int32: those of their last tokens. Entries for o_p >= pages are not read."""
+    """The blocks of pages o_p `[W]`, int32: a page lies in the block of its last token. Entries for o_p >= pages are not
+    read."""
     return tl.load(p_table + ((o_p + 1) * PAGE - 1) // BLOCK, mask=o_p < pages, other=0)
 
 
@@ -38,10 +39,10 @@ def attend_pages(
     """One share in SHARES of attention of G queries to the means of one sequence and KV head, tiles of W pages: part o_part of
     out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
 
-    means of the cache's dtype, of this head in blocks of BLOCK tokens NUMBERS apart; see `index.table.RowLayout`. table: the
-    sequence's blocks, of whose pages the first `pages` are real. A page of whose PAGE tokens m are neither among the first
-    SINKS tokens nor among ids `[K]` is a row with log m on its logit. Softmax and sums as in `attend.kernels.attend_block`,
-    tile after tile. The blocks of a tile are looked up at once, while the one before is read.
+    means: this head's, in the cache's dtype, in blocks of BLOCK tokens that are NUMBERS elements apart; see
+    `index.table.RowLayout`. table: the sequence's blocks; the first `pages` pages are valid. A page of PAGE tokens counts with
+    log m on its logit, where m tokens are neither among the first SINKS tokens nor in ids `[K]`. Softmax and sums are those of
+    `attend.kernels.attend_block`, tile by tile. The blocks of a tile are looked up while the tile before is read.
     """
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
     o_g, o_d, o_w = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, W)
@@ -84,8 +85,8 @@ def page_means_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, share): part FIRST + share of PARTS; see `attend_pages`.
 
-    means in blocks `[HEADS, ROWS, 2 D]`. table int32 `[B, TABLE]`: the blocks of each sequence, of whose pages pages[b] are
-    real. ids `[BH, K]`.
+    means in blocks `[HEADS, ROWS, 2 D]`. table int32 `[B, TABLE]`: the blocks of each sequence; its first pages[b] pages are
+    valid. ids `[BH, K]`.
     """
     begin(PDL)
     i_bh, i_share = tl.program_id(0) // SHARES + START, tl.program_id(0) % SHARES

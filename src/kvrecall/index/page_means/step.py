@@ -1,6 +1,6 @@
-"""The page means' part of a device step: means in the blocks of the slots' sequences, attended to in parts of its merge."""
+"""Page means in a device step: means in the blocks of the slots' sequences, attended to as parts of the step's merge."""
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from kvrecall.index.page_means.index import PageMeansIndex
 
 _PAGES, _MOST_PARTS = 64, 32
-"""Pages that a program attends to at a time, and parts at most: as many as one merge takes beside the others."""
+"""Pages that a program attends to at a time, and the most parts that one merge takes besides the others."""
 
 
 class SlotMeans:
-    """Which pages every slot has, and the launch that attends to their means, as `parts` parts of its step."""
+    """The number of pages of every slot, and the launch that attends to their means, as `parts` parts of the merge."""
 
     def __init__(self, like: PageMeansIndex, spec: SlotSpec) -> None:
-        """like: an index of the kind. spec: of the step."""
+        """like: any index of this kind. spec: of the step."""
         self.memory, self.page_tokens, self._table = like.means.memory, like.page_tokens, spec.host.blocks
         capacity = max(1, spec.tokens // self.page_tokens)
         self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
@@ -41,9 +41,10 @@ class SlotMeans:
     def attend(
         self, queries: Tensor, ids: Tensor, out: Tensor, lse: Tensor, first: int, params: AttentionParams, pairs: range
     ) -> None:
-        """Parts `first` and on of out fp32 `[B, H_q, P, D]` and lse `[B, H_q, P]`, for `pairs` of sequences and KV heads.
+        """Fills parts from `first` on of out fp32 `[B, H_q, P, D]` and lse `[B, H_q, P]`, for `pairs` of sequences and KV
+        heads.
 
-        queries: `[B, H_q, 1, D]`; ids int32 `[…, K]`: the selections, in the order of the pairs, -1 where there is none.
+        queries: `[B, H_q, 1, D]`; ids int32 `[…, K]`: the selections, in the order of the pairs, padded with -1.
         """
         (_, query_heads, parts, dim), means, layout = out.shape, self.memory.rows, self.memory.layout
         top_k, heads = ids.shape[-1], layout.heads
@@ -56,16 +57,16 @@ class SlotMeans:
 
 
 class PageMeansStep(IndexStep):
-    """The step of another index, with the means of pages beside what it finds.
+    """The step of another index, with page means besides its selection.
 
-    Pages become whole when a zone grows, which happens between two steps: the host takes their means then (`catch_up`).
+    Pages become whole between two steps, when a zone grows. The host computes their means then (`catch_up`).
     """
 
     def __init__(self, index: PageMeansIndex, spec: SlotSpec) -> None:
         super().__init__(spec)
         self._means = SlotMeans(index, spec)
         self.base = base = index.base.slot_step(replace(spec, estimates=self._means))
-        """The step of the index around which this one is."""
+        """The step of the inner index."""
         self.ids, self.counts, self.width, self.spread = base.ids, base.counts, base.width, base.spread
         self.estimated_parts = base.estimated_parts
         self._kind = type(index)

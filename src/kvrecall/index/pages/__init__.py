@@ -3,10 +3,10 @@
 A page is scored by the largest inner product that any point of its volume can reach, sum_d max(q_d lo_d, q_d hi_d);
 a landmark is the mean key, a volume without extent.
 
-The static tokens of a method are moved out of the pages (PRKV Algorithm 1, lines 9-14): the rest closes up in its old order,
-and pages and volumes are made anew. The rows on the host stay where they are: the r-th token of the rest is found from the
-sorted static ids, so a page is still one run of rows, with holes where static tokens lie, and a demoted token is back in its
-place by itself. The selection is that of a physically reordered cache; nothing has to be written back.
+Pages contain no static tokens (PRKV Algorithm 1, lines 9-14): when a static set is chosen, pages and volumes are built anew
+from the other tokens, in their order. Rows on the host do not move: the r-th other token follows from the sorted static ids, so
+a page is one run of rows with holes. A token that leaves the static set needs no move either. The selection is the same as with
+rows that are moved.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PageConfig(IndexConfig):
 
     @property
     def points(self) -> int:
-        """Points of the key space that a page is kept as."""
+        """How many key-sized vectors represent a page."""
         return 1 if self.bounds == "mean" else 2
 
     def build(self, shape: LayerShape) -> PageIndex:
@@ -74,7 +74,8 @@ class Pages:
 
 
 class PageIndex(UnitIndex):
-    """Volumes in the cache's dtype, rounded outwards by nothing: they rank, they do not prove."""
+    """Pages of one layer. Volumes are rounded to the cache's dtype to nearest, not outwards: they rank pages and bound
+    nothing."""
 
     of_sequence = ("_units", "_excluded", "_counts", "tails")
 
@@ -85,7 +86,7 @@ class PageIndex(UnitIndex):
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._counts = [0] * shape.sequences
         self.tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
-        """Keys `[H_kv, n, D]` of each sequence's last page while it is partly filled."""
+        """Keys `[H_kv, n, D]` of each sequence's partly filled last page."""
         self._sources: Sequence[RowSource] = ()
 
     @property
@@ -100,7 +101,7 @@ class PageIndex(UnitIndex):
         self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        """The last page may be partial: its keys wait in a tail, and its volume is made anew when more arrive."""
+        """The last page may be partial: its keys are kept, and its volume is computed anew when more arrive."""
         ids = torch.arange(self._counts[sequence], self._counts[sequence] + keys.shape[1], device=keys.device)
         self._counts[sequence] += keys.shape[1]
         size, units = self.config.page_tokens, self._units[sequence]
@@ -117,7 +118,7 @@ class PageIndex(UnitIndex):
             self.exclude(sequence, None)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        """Makes all pages of the sequence anew from the host's rows."""
+        """Builds all pages of the sequence anew from the host's rows."""
         self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0, self._counts[sequence]))))
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
@@ -173,7 +174,7 @@ class PageIndex(UnitIndex):
         return self._units[sequence]
 
     def move(self, sequence: int, units: Units) -> None:
-        """Refers to the same units at another place."""
+        """Uses the same units in other memory."""
         self._units[sequence] = units
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
@@ -192,7 +193,7 @@ class PageIndex(UnitIndex):
         return keys
 
     def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
-        """keys: at least those of the last, partial page, in order."""
+        """keys: at least those of the partial last page, in order."""
         partial = units.members.shape[1] % self.config.page_tokens
         self._units[sequence] = units
         self.tails[sequence] = keys[:, keys.shape[1] - partial :].clone()
@@ -226,7 +227,7 @@ def _volume(pages: Tensor, bounds: str) -> Tensor:
 
 
 def volume_scores(queries: Tensor, reps: Tensor) -> Tensor:
-    """sum_d max(q_d lo_d, q_d hi_d) as one product: positive coordinates meet hi, negative ones lo.
+    """sum_d max(q_d lo_d, q_d hi_d) as one product: positive coordinates are multiplied by hi, negative ones by lo.
 
     queries: fp32 `[H_kv, G', D]`; reps: `[H_kv, U, 2 D]` -> fp32 `[H_kv, G', U]`.
     """
@@ -238,10 +239,11 @@ def _every(tokens: int, like: Tensor) -> Tensor:
 
 
 def _others(ids: Tensor, tokens: int) -> Tensor:
-    """The tokens 0 .. tokens - 1 less ids int `[H_kv, m]`: int32 `[H_kv, tokens - m]`, ascending. Asks nothing of a GPU."""
+    """The tokens 0 .. tokens - 1 without ids int `[H_kv, m]`: int32 `[H_kv, tokens - m]`, ascending. Does not wait for a
+    GPU."""
     heads, chosen = ids.shape
     gone = torch.zeros(heads, tokens, dtype=torch.int32, device=ids.device).scatter_(1, ids.long(), 1)
     before = gone.cumsum(1)
     every = _every(tokens, ids)
-    place = torch.where(gone.bool(), tokens - chosen - 1 + before, every - before)  # those left out come last
+    place = torch.where(gone.bool(), tokens - chosen - 1 + before, every - before)  # left out tokens come last
     return torch.empty_like(gone).scatter_(1, place, every.expand(heads, -1))[:, : tokens - chosen].contiguous()

@@ -1,6 +1,6 @@
 """Pages' part of a device step: the buffer of a full window becomes pages, from the partial one on."""
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PageStep(UnitStep):
-    """Pages of all slots, and the keys of their last pages, `[slots, H_kv, page_tokens, D]`, where those are partial."""
+    """Pages of all slots, and the keys of their partial last pages, `[slots, H_kv, page_tokens, D]`."""
 
     def __init__(self, index: PageIndex, spec: SlotSpec) -> None:
         self._config, self._page, shape = index.config, index.config.page_tokens, spec.shape

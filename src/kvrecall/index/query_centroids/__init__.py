@@ -4,8 +4,8 @@ The prompt's last queries are the centroids; each lists the keys it attends to m
 centroids most similar to its query and reranks their keys by exact inner products, on the host where the rows lie or on the
 device. Afterwards the query itself becomes a centroid, with the best of what was reranked, in the place of the oldest.
 
-Tokens that came to the retrieval zone after the lists were made are recalled by every search until `pool_tokens` of them have
-gathered; then the older ones are put into the lists of all centroids that rank them high enough.
+Every search also recalls the tokens that came after the lists were made (the pool). When the pool is larger than `pool_tokens`,
+its oldest tokens enter the lists of the centroids that rank them high enough.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CentroidConfig(IndexConfig):
         return self.max_centroids
 
     def centroids(self, tokens: int) -> int:
-        """C for a prompt of that many tokens."""
+        """C for a prompt of `tokens` tokens."""
         return max(1, min(self.max_centroids, tokens // self.tokens_per_centroid))
 
     def build(self, shape: LayerShape) -> CentroidIndex:
@@ -91,10 +91,10 @@ class CentroidIndex(Index):
         self._shape, self._config = shape, config
         self._lists: list[CentroidLists | None] = [None] * shape.sequences
         self._shared = [False] * shape.sequences  # whether a copy of this index may read the same lists
-        self._listed = [0] * shape.sequences  # tokens that the lists know; those behind are recalled by every search
+        self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[Tensor, Rerank, float]] = {}  # what the last search of a sequence can teach
+        self._found: dict[int, tuple[Tensor, Rerank, float]] = {}  # last search of each sequence, for `learn`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._near: dict[int, NearestCentroids] = {}  # scratch of the searches on a GPU
@@ -118,12 +118,12 @@ class CentroidIndex(Index):
         if lists is not None and due > self._listed[sequence]:
             keys = self._keys(sequence, self._listed[sequence], due)
             self._lists[sequence] = ivf.absorb(lists, keys, self._listed[sequence], self._scaling)
-            self._shared[sequence] = True  # the centroids themselves are still those of before
+            self._shared[sequence] = True  # the centroids are unchanged
             self._listed[sequence] = due
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
-        """The first prompt makes the lists; the queries of later ones replace the oldest centroids, or all of them where they
-        are more (a document behind a short system prompt)."""
+        """The first prompt makes the lists. Queries of later prompts replace the oldest centroids, or all of them if they are
+        more (a document after a short system prompt)."""
         if observed is None or not self._counts[sequence]:
             return
         config, count, lists = self._config, self._counts[sequence], self._lists[sequence]
@@ -143,7 +143,7 @@ class CentroidIndex(Index):
         return stack_selections([self._search_one(q, b, budget) for q, b in zip(queries, sequences, strict=True)])
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
-        """What is recalled; heads with fewer ids repeat their first."""
+        """The recalled ids; heads with fewer ids repeat their first."""
         found = []
         for query, b in zip(queries, sequences, strict=True):
             ids, _ = self._recalled(query, b, self._excluded[b])
@@ -175,8 +175,7 @@ class CentroidIndex(Index):
         self._found.pop(sequence, None)
 
     def mark(self, sequence: int, prompt: bool) -> tuple[Any, ...]:
-        """A step replaces one centroid in place, which is kept here; what the end of a prompt changes is copied then, and
-        stays as it is."""
+        """A decode step replaces one centroid in place; it is kept here. Before the end of a prompt all lists are copied."""
         lists = self._lists[sequence]
         self._shared[sequence] |= prompt
         oldest = None if lists is None or self._shared[sequence] or not self._config.dynamic_update else lists.oldest()
@@ -234,9 +233,9 @@ class CentroidIndex(Index):
         return found.best
 
     def _recalled(self, query: Tensor, sequence: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Distinct ids of the nearest centroids' lists and of the pool, less the barred ones."""
+        """Distinct ids of the nearest centroids' lists and of the pool, without barred ids."""
         lists, tokens, listed = self._lists[sequence], self._counts[sequence], self._listed[sequence]
-        if lists is None:  # nobody saw the prompt's queries: every token is still in the pool
+        if lists is None:  # no queries of the prompt were observed: every token is in the pool
             picked, listed = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device), 0
         else:
             picked = self._picked(sequence, lists, query)

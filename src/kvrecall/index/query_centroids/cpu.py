@@ -3,7 +3,7 @@
 Bytes per search and KV head: the recalled keys, R * D numbers; nothing is copied.
 """
 
-# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# numba passes the typing context of an intrinsic itself; a type checker cannot know this.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def top_k_rows(scores: Tensor, k: int) -> Tensor:
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, less `barred` `[H_kv, m]`.
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
 
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`.
     """
@@ -48,7 +48,7 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the rows of ascending ids `[H_kv, R]`.
 
-    table: where the sequence's rows lie, for the CPU. Entries behind a head's count are undefined.
+    table: addresses of the sequence's rows, for the CPU. Entries after a head's count are undefined.
     """
     out = np.empty((queries.shape[0], queries.shape[1], ids.shape[1]), np.float32)
     bits, kind = as_bits(table.rows.view(-1, 2, table.rows.shape[4]))

@@ -4,7 +4,7 @@ Bytes per search and KV head: the centroids of its query heads, C D numbers each
 numbers, over the bus.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NearestCentroids:
     """Scratch of `lists.nearest` by kernels, for one sequence: every centroid is a unit of one token."""
 
     def __init__(self, centroids: Tensor, kv_heads: int, count: int) -> None:
-        """centroids: `[H_q, C, D]` of norm 1, which may be written to but must not move. count: centroids to find, C'."""
+        """centroids: `[H_q, C, D]` of norm 1; may be written to, must not move. count: centroids to find, C'."""
         self.centroids, self.count = centroids, count
         heads, number, dim = centroids.shape
         ints = {"dtype": torch.int32, "device": centroids.device}
@@ -51,7 +51,8 @@ def score_rows_kernel(
     p_queries, p_pool, p_table, p_ids, p_scores, HEADS, COUNT, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Program (R ids, KV head): scores fp32 `[HEADS, G, COUNT]` of ids int32 `[HEADS, COUNT]`; those of ids -1 stay unwritten.
+    """Program (R ids, KV head): scores fp32 `[HEADS, G, COUNT]` of ids int32 `[HEADS, COUNT]`; scores of ids -1 are not
+    written.
 
     pool `[blocks, HEADS, BLOCK, 2, D]`: only keys are read; table int32 `[·]`: the blocks of the sequence, see `row_offset`.
     queries fp32 `[HEADS, G, D]`.
@@ -72,7 +73,7 @@ def score_rows_kernel(
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the keys of `ids` int32 `[H_kv, R]`.
 
-    table: of one sequence, its rows page-locked. Entries of ids -1 are -inf. Asks nothing of the host.
+    table: of one sequence, with page-locked rows. Entries of ids -1 are -inf. Does not synchronise.
     """
     heads, group, dim = queries.shape
     count = ids.shape[1]
@@ -85,7 +86,7 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `cpu.distinct` on the device and without asking how many there are: as many columns as there can be."""
+    """As `cpu.distinct`, on the device. Does not synchronise, so it has as many columns as there can be ids."""
     heads, device = lists.shape[0], lists.device
     most = min(tokens, lists[0].numel() + tokens - first_always)
     wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)
@@ -99,5 +100,5 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     counts = place[:, -1].contiguous()
     ids = torch.full((heads, most + 1), -1, dtype=torch.int32, device=device)
     every = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(heads, -1)
-    ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # those not wanted all go to one column too many
+    ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # unwanted ids all go to an extra column
     return ids[:, :most].contiguous(), counts

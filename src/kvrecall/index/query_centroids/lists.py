@@ -1,7 +1,7 @@
-"""The inverted lists of query centroids (CTkvr, Algorithm 1): which keys each centroid's queries look at most. Plain torch.
+"""The inverted lists of query centroids (CTkvr, Algorithm 1): the keys that each centroid attends to most. Plain torch.
 
-A list entry's score is the largest over the group of log softmax(q k), which orders keys as Algorithm 1's maximum of softmax
-scores does, without its underflow. Lists are ascending in id, padded with -1 (score -inf).
+The score of a list entry is the largest log softmax(q k) over the group. It orders keys like Algorithm 1's maximum of softmax
+scores, without underflow. Lists are ascending in id, padded with -1 (score -inf).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TENSORS = ("queries", "norms", "lse", "ids", "scores")
 
 @dataclass(frozen=True)
 class CentroidLists:
-    """Centroids of one sequence, oldest first from `head` on, as a ring. Only `replace_oldest` writes to one.
+    """Centroids of one sequence, a ring that begins with the oldest at `head`. Only `replace_oldest` writes to it.
 
-    queries: `[H_q, C, D]` of norm 1, in the cache's dtype. norms: fp32 `[H_q, C]`, what they were divided by.
+    queries: `[H_q, C, D]` of norm 1, in the cache's dtype. norms: fp32 `[H_q, C]`, the queries' lengths.
     lse: fp32 `[H_q, C]`. ids: int32 `[H_kv, C, rho]`. scores: bfloat16 `[H_kv, C, rho]`. head: number of the oldest centroid.
     """
 
@@ -46,18 +46,18 @@ class CentroidLists:
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def oldest(self) -> CentroidLists:
-        """A copy of the centroid that is replaced next."""
+        """A copy of the oldest centroid, which is replaced next."""
         return CentroidLists(**{name: getattr(self, name)[:, self.head : self.head + 1].clone() for name in _TENSORS})
 
     def copy(self) -> CentroidLists:
-        """The same lists in memory of their own."""
+        """A copy of the lists."""
         return CentroidLists(**{name: getattr(self, name).clone() for name in _TENSORS}, head=self.head)
 
 
 def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int, scaling: float) -> CentroidLists:
     """Lists of the observed queries over keys `[H_kv, n, D]`, the tokens at the positions offset .. offset + n - 1.
 
-    A query does not see keys behind its own position: such keys fill a list only where it has room left.
+    A query does not see keys after its own position; such keys fill a list only if it has room.
     """
     heads, tokens, _ = keys.shape
     count = observed.queries.shape[1]
@@ -78,12 +78,12 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
         ids[:, part, :kept] = best
         scores[:, part, :kept] = ranked.gather(-1, best.long()).to(torch.bfloat16)
     directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype).contiguous()  # kernels read them as rows
-    # A copy: these lists are written to, and the observed queries are remembered by the log that forks share.
+    # A copy, because lists are written to and forks share the log of observed queries.
     return CentroidLists(directions, norms, observed.lse.clone(), ids, scores)
 
 
 def archive(archive: Archive, lists: CentroidLists | None, shape: LayerShape, list_tokens: int, tokens: int) -> CentroidLists:
-    """The lists of a sequence of so many tokens, written down or read back."""
+    """Saves or loads the lists of a sequence of `tokens` tokens."""
     heads, groups, dim = shape.kv_heads, shape.query_heads, shape.head_dim
     nothing = torch.empty(0)
     held = lists or CentroidLists(nothing, nothing, nothing, nothing, nothing)
@@ -98,14 +98,14 @@ def archive(archive: Archive, lists: CentroidLists | None, shape: LayerShape, li
 
 
 def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> CentroidLists:
-    """Lists that also know keys `[H_kv, n, D]`, the tokens first .. first + n - 1: each keeps the best of old and new.
+    """New lists that also cover keys `[H_kv, n, D]`, tokens first .. first + n - 1: each keeps the best of old and new keys.
 
-    Causality is waived here: the centroids are older than these keys, and the queries to come are not.
+    The centroids are older than these keys, but the queries that will use the lists are not, so no causal mask applies.
     """
     queries = lists.queries.float() * lists.norms.unsqueeze(-1)
     fresh = group_scores(queries, lists.lse, keys.float(), scaling)
     new_ids = torch.arange(first, first + keys.shape[1], dtype=torch.int32, device=keys.device).expand(fresh.shape)
-    # Centroids that were learned while these tokens were in the pool may list some of them already.
+    # Centroids made while these tokens were in the pool may list some of them already.
     again = (lists.ids >= first) & (lists.ids < first + keys.shape[1])
     known, scores = lists.ids.masked_fill(again, -1), lists.scores.float().masked_fill(again, float("-inf"))
     both = torch.cat([scores, fresh.to(torch.bfloat16).float()], -1)
@@ -117,8 +117,8 @@ def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> Ce
 
 
 def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists:
-    """FIFO (Algorithm 2 d): the centroids of `newest` take the place of the oldest ones, in place: a copy of all lists would
-    cost more than the whole search."""
+    """FIFO (Algorithm 2 d): the centroids of `newest` replace the oldest ones, in place: copying all lists would take longer
+    than the whole search."""
     count = lists.queries.shape[1]
     arriving = newest.queries.shape[1]
     slots = (torch.arange(arriving, device=lists.ids.device) + lists.head) % count

@@ -1,4 +1,4 @@
-"""Recall and rerank of CTkvr (Algorithm 2 b, c) in plain torch: the oracle of the other paths."""
+"""Recall and rerank of CTkvr (Algorithm 2 b, c) in plain torch: the reference of the other paths."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from kvrecall.select.topk import union_rows
 
 @dataclass(frozen=True)
 class Rerank:
-    """ids: int32 `[H_kv, R]`, recalled, padded with -1. scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for padding.
+    """ids: int32 `[H_kv, R]`, the recalled ids, padded with -1. scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for
+    padding.
 
     best: (ids int32 `[H_kv, K]` ascending, padded; counts int32 `[H_kv]`), the selection.
     """
@@ -30,7 +31,7 @@ class Rerank:
     best: tuple[Tensor, Tensor]
 
     def as_centroid(self, query: Tensor, list_tokens: int, scaling: float) -> CentroidLists:
-        """The query `[H_q, D]` as a centroid that lists the best of what was reranked; fewer than rho leave -1."""
+        """The query `[H_q, D]` as a centroid with a list of the best reranked keys, padded with -1."""
         logits = self.scores * scaling
         lse = torch.logsumexp(logits, -1, keepdim=True)  # [H_kv, G, 1]
         ranked = (logits - torch.where(lse.isfinite(), lse, 0.0)).amax(1)
@@ -46,7 +47,7 @@ class Rerank:
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, less `barred` `[H_kv, m]`.
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
 
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`, on the lists' device.
     """
@@ -67,9 +68,8 @@ def rerank(
 ) -> Rerank:  # fmt: skip
     """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`.
 
-    on_host: by the numba path of the CPU, which needs numba. The softmax of a softmax mode runs over what was recalled.
-    barred: int `[H_kv, m]`, scored but not kept: a centroid made of this query must know them, as they may be findable again by
-    then.
+    on_host: by numba on the CPU. In softmax modes the softmax is over the recalled keys. barred: int `[H_kv, m]`, scored but
+    not selected: the centroid that this query becomes must list them, because they may be searchable again by then.
     """
     device = queries.device
     if on_host:
@@ -92,18 +92,18 @@ def rerank(
     place = best_positions(ranked, budget.top_k).long()
     picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
     picked = picked.masked_fill(ranked.gather(-1, place) == float("-inf"), -1)
-    # On a GPU the width is not cut to the longest row, which only the device knows.
+    # On a GPU the width is not cut to the longest row, because only the device knows it.
     best_ids, best_counts = union_rows(picked, cut=ids.device.type == "cpu")
     return Rerank(ids, scores, (best_ids.to(device), best_counts.to(device)))
 
 
 def _among(ids: Tensor, barred: Tensor) -> Tensor:
-    """bool `[H_kv, R]`: which ids are among the ascending `barred` `[H_kv, m]`."""
+    """bool `[H_kv, R]`: whether each id is among the ascending `barred` `[H_kv, m]`."""
     place = torch.searchsorted(barred.contiguous(), ids.contiguous()).clamp_max(barred.shape[1] - 1)
     return barred.gather(1, place) == ids
 
 
 @cache
 def have_numba() -> bool:
-    """Whether the numba path of the CPU is there."""
+    """Whether numba is installed."""
     return find_spec("numba") is not None

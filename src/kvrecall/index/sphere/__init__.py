@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
 
 _ROOM_TOKENS, _MOST_SPARE = 1024, 65_536
-"""Scratch of searches is made for a multiple of so many tokens, and for at most so many more than there are."""
+"""Scratch of searches grows by this many tokens at a time."""
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
 
 class SphereIndex(Index):
-    """Summaries and search of one layer. On the CPU the numba path runs when numba is there; it returns the same ids.
+    """Summaries and search of one layer. On the CPU numba is used if installed; it returns the same ids.
 
-    A key is coded once, when it is appended, by its position and the layer's maps alone. The maps are made at the first key:
-    from the calibration of the layer's model, or from these keys where there is none.
+    A key is coded once, when it is appended, with its position and the layer's maps. The maps are made at the first key: from
+    the layer's calibration, or from the first keys if there is none.
 
-    Codes lie in the blocks of their sequences (`pages.py`). An index that is bound uses the zones' block tables, which have a
-    place for each key before it is appended; one that is not has tables of its own.
+    Codes lie in the blocks of their sequences (`pages.py`). A bound index uses the zones' block tables, which have room for
+    each key before it is appended. An unbound index has its own block tables.
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, numba: bool | None = None) -> None:
-        """numba: None picks the numba path on a CPU where numba can be imported."""
+        """numba: None uses numba on a CPU if it is installed."""
         self.config, self._kv_heads = config, shape.kv_heads
         self._shape = shape
         self._maps: Maps | None = None
@@ -61,20 +61,20 @@ class SphereIndex(Index):
         counts_shape = (shape.sequences, shape.kv_heads, shape.head_dim // BLOCK, CENTROIDS)
         with lasting_tensors():
             self.counts = torch.zeros(counts_shape, dtype=torch.int32, device=shape.device)
-            """Keys per sign pattern, int32 `[B, H_kv, S, 256]`; only collisions keep them."""
+            """Keys per sign pattern, int32 `[B, H_kv, S, 256]`; only for collisions."""
             self.zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
-            """int32 `[B, H_kv]`, not 0 where some key has norm zero."""
+            """int32 `[B, H_kv]`, not 0 if some key has norm zero."""
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._numba = _numba_available(shape.device) if numba is None else numba
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
-        self._room = 0  # tokens that it is made for
-        self._planned: tuple[object, Tensor, Tensor] | None = None  # what it was told, which changes when tokens move
-        self._flags: Tensor | None = None  # the excluded tokens as its kernels read them
+        self._room = 0  # tokens that the scratch has room for
+        self._planned: tuple[object, Tensor, Tensor] | None = None  # lengths, plan and flags of the last search
+        self._flags: Tensor | None = None  # excluded tokens for the kernels
 
     @property
     def maps(self) -> Maps:
-        """Of its layer, which all its indexes share; the layer's statistics are final from the first look on."""
+        """The layer's maps, shared by its indexes. The first access makes the layer's statistics final."""
         if self._maps is None:
             self._maps = Maps.of(self._shape, self._calibration, self.config)
         return self._maps
@@ -85,18 +85,18 @@ class SphereIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sequences' blocks, those included that wait for tokens; a block that several use counts once."""
+        """Bytes of the sequences' blocks, including blocks without tokens yet; a shared block counts once."""
         used = {block for table in self._tables for block in table.blocks}
         return len(used) * self._layout.block_bytes + self.counts.nbytes
 
     @staticmethod
     def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False) -> float:
-        """Device bytes per token and KV head: 96 at D = 128 with 16-bit weights, 81 with norms and 8-bit ones."""
+        """Device bytes per token and KV head: 96 at D = 128 with 16-bit weights, 81 with norms and 8-bit weights."""
         return head_dim // BLOCK * (1 + MAGNITUDE_BYTES + weight_dtype.itemsize) + norms
 
     @property
     def pages(self) -> CodePages:
-        """The codes of all sequences of this layer whose keys are coded alike, in the blocks of one pool."""
+        """The codes of all sequences of this layer with the same settings, in the blocks of one pool."""
         if self._pages is None:
             shape, layout = self._shape, self._layout
             calibration = self._calibration if self.config.needs_calibration else None
@@ -140,7 +140,7 @@ class SphereIndex(Index):
         self.extend(sequence, after)
 
     def encode_ahead(self, sequence: int, keys: Tensor, first: int) -> None:
-        """Codes of keys `[H_kv, n, D]` into the places of the tokens from `first` on, behind those that count."""
+        """Writes codes of keys `[H_kv, n, D]` for the tokens from `first` on, without counting them as indexed."""
         stop, zero_norms, table = first + keys.shape[1], self.zero_norms[sequence], self._tables[sequence]
         assert stop <= len(table.blocks) * self._layout.block_size, "rows are stored before their keys are appended"
         self._give(max(table.blocks, default=-1) + 1)
@@ -156,7 +156,7 @@ class SphereIndex(Index):
         zero_norms |= (codes.weights == 0).all(-1).any(-1)
 
     def _give(self, blocks: int) -> None:
-        """Makes the codes of the blocks below id `blocks` usable."""
+        """Gives memory to the blocks below id `blocks`."""
         if blocks:
             self.pages.give(blocks)
 
@@ -176,7 +176,7 @@ class SphereIndex(Index):
         self.exclude(sequence, excluded)
 
     def _hold(self, sequence: int, tokens: int) -> None:
-        """Counts the tokens of a sequence."""
+        """Sets the number of tokens of a sequence."""
         self._lengths[sequence] = tokens
         if not self._bound:
             self._tables[sequence].lengths[self._layer] = tokens
@@ -184,7 +184,7 @@ class SphereIndex(Index):
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
         if self._maps is None and self._shape.calibration is None:
-            chosen._calibration = own_calibration(self._shape)  # the first keys may differ
+            chosen._calibration = own_calibration(self._shape)  # a copy may get other first keys
             chosen._pages = None
         tables = [self._tables[b] for b in sequences]
         chosen._tables = tables if self._bound else [table.fork() for table in tables]
@@ -198,7 +198,8 @@ class SphereIndex(Index):
         return chosen
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
-        """The maps are written down too: the codes were made by them, and other devices or releases may compute others."""
+        """Saves or loads codes and maps. Maps are saved because another device or release may compute slightly different
+        ones."""
         assert not archive.saving or self._lengths == tokens
         self._lengths = list(tokens)
         self.counts = archive.tensor("counts", self.counts, tuple(self.counts.shape), torch.int32, least=0)
@@ -218,7 +219,7 @@ class SphereIndex(Index):
         return self.pages.gather(self._tables[sequence].on(self._shape.device), 0, self._lengths[sequence])
 
     def extend(self, sequence: int, tokens: int) -> None:
-        """Counts in summaries that are written behind those that were there, up to `tokens` in all."""
+        """Counts codes that are already written, up to `tokens` in all, as indexed."""
         self.add_counts(self.counts[sequence], sequence, self._lengths[sequence], tokens, 1)
         self._hold(sequence, tokens)
 
@@ -247,7 +248,7 @@ class SphereIndex(Index):
         return stack_selections(found)
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor]:
-        """What stage I leaves for the rerank, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
+        """The candidates of stage I, per sequence int64 `[H_kv, 1 or G, C]`; for evaluation (reference path)."""
         rotated, shifts, sizes = self._prepare(queries, budget, sequences)
         return [
             reference.stage_one(
@@ -257,7 +258,7 @@ class SphereIndex(Index):
         ]
 
     def _search_gpu(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        """By the kernels: nothing is asked of the host, so ids keep the width of the budget."""
+        """The search by kernels. It does not synchronise, so ids are as wide as the budget."""
         from kvrecall.index.sphere.kernels.search import GpuSearch, plan_row
 
         config, shape, heads, count = self.config, self._shape, self._kv_heads, len(self._lengths)
@@ -281,7 +282,7 @@ class SphereIndex(Index):
         every, whole = queries, sequences == list(range(count))
         if not whole:
             every = queries.new_zeros(count, *queries.shape[1:])
-            for i, b in enumerate(sequences):  # a list of numbers would have to be sent to the GPU, and waited for
+            for i, b in enumerate(sequences):  # a list of indices would be sent to the GPU, which synchronises
                 every[b] = queries[i]
         gpu.launch(every.contiguous(), self.tables(self._all_blocks(), self._barred()), plan, fire, budget.scaling)
         if whole:
@@ -299,20 +300,20 @@ class SphereIndex(Index):
         return StepPlan(sizes, self.config.steps, self.config.min_candidates_per_k, top_k, slots)
 
     def tables(self, blocks: Tensor, barred: Tensor | None = None) -> Tables:
-        """What the kernels read, where it lies. blocks: int32 `[B, W]`, the sequences' blocks. barred: uint8 `[B, H_kv, room]`,
-        not 0 for tokens not to be found."""
+        """The memory that the kernels read. blocks: int32 `[B, W]`, the sequences' blocks. barred: uint8 `[B, H_kv, room]`,
+        not 0 for tokens that must not be found."""
         from kvrecall.index.sphere.kernels.search import Tables
 
         return Tables(self.pages.codes, blocks, self.counts, self.zero_norms, barred)
 
     def _make_room(self, tokens: int) -> None:
-        """Has the scratch of searches made for `tokens` tokens at least: for more, so that it is not made anew soon."""
+        """Ensures scratch for `tokens` tokens, with room to grow."""
         if tokens > self._room:
             wanted = max(tokens, self._reserved, min(self._room * 9 // 8, tokens + _MOST_SPARE))
             self._room = cdiv(wanted, _ROOM_TOKENS) * _ROOM_TOKENS
 
     def _all_blocks(self) -> Tensor:
-        """int32 `[B, W]` on the device, made anew when blocks have come or gone."""
+        """The block tables int32 `[B, W]` on the device, sent again when they have changed."""
         near = [table.on(self._shape.device) for table in self._tables]
         known = self._stacked
         if known is None or any(own is not then for own, then in zip(near, known[0], strict=True)):
@@ -320,7 +321,7 @@ class SphereIndex(Index):
         return known[1]
 
     def _barred(self) -> Tensor | None:
-        """uint8 `[B, H_kv, room]`: 1 for excluded tokens; None where there are none."""
+        """uint8 `[B, H_kv, room]`: 1 for excluded tokens; None without any."""
         if all(ids is None for ids in self._excluded):
             return None
         shape = len(self._lengths), self._kv_heads, self._room
@@ -334,7 +335,7 @@ class SphereIndex(Index):
     def _prepare(
         self, queries: Tensor, budget: Budget, sequences: list[int]
     ) -> tuple[Tensor, list[Tensor | None], list[StageSizes]]:
-        """Turned queries, per sequence what their estimates lack (None without centres), sizes of the stages."""
+        """(rotated queries, shifts per sequence (None without centres), sizes of the stages)."""
         config, lengths = self.config, [self._lengths[b] for b in sequences]
         grouped = search_queries(queries, self._kv_heads, config.gqa)
         shifts = [self.maps.shifts(query, tokens) for query, tokens in zip(grouped, lengths, strict=True)]
@@ -343,7 +344,7 @@ class SphereIndex(Index):
         return self.maps.turn(grouped), shifts, sizes
 
     def _encode(self, keys: Tensor, first: int) -> Codes:
-        """Codes of keys `[H_kv, n, D]`, of which the first one is the zone's token number `first`."""
+        """Codes of keys `[H_kv, n, D]`, the zone's tokens from `first` on."""
         if self._numba:
             from kvrecall.index.sphere.cpu_encode import encode as encoder
         else:
@@ -352,8 +353,8 @@ class SphereIndex(Index):
         return encoder(keys, self.maps.keys, self.config.stored_dtype, centre, self.config.norms, first)
 
     def add_counts(self, counts: Tensor, sequence: int, start: int, stop: int, step: int) -> None:
-        """Adds `step` to the counts `[H_kv, S, 256]` of the sign patterns of the tokens start .. stop - 1 of a sequence, where
-        a search looks at counts at all."""
+        """Adds `step` to the counts `[H_kv, S, 256]` of the sign patterns of the tokens start .. stop - 1 of a sequence, if
+        searches use counts."""
         if self.config.stage1 != "collision" or start >= stop:
             return
         table = self._tables[sequence]

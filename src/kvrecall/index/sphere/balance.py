@@ -1,13 +1,13 @@
 """The balanced transform S of keys and queries whose second moments are known: keys go through S^-1, queries through S.
 
-Both sides have the same second moments behind it if S^2 = G with G C_q G = C_k: G is the geometric mean of C_k and C_q^-1.
-Everything is made of matrix products alone, so that a GPU is never waited for: for positive definite A and B, repeating
+Both sides then have the same second moments if S^2 = G with G C_q G = C_k: G is the geometric mean of C_k and C_q^-1.
+Everything uses matrix products only, so the host never waits for a GPU: for positive definite A and B, repeating
 
     Y <- Y (a I - b Z Y)      Z <- (a I - b Z Y) Z      from Y = A, Z = B
 
-with a = 3/2 and b = 1/2 (Newton-Schulz) leads to the geometric mean of A and B^-1 in Y and to its inverse in Z, as long as no
-eigenvalue of B A is above 1; with B = I these are square roots. Where the smallest one is known to be l^2, a = 3/2 r and
-b = r^3 / 2 with r^2 = 3 / (1 + l + l^2) come there in a third of the steps (Chen and Chow, "A stable scaling of Newton-Schulz
+with a = 3/2 and b = 1/2 (Newton-Schulz) converges to the geometric mean of A and B^-1 in Y and to its inverse in Z, if no
+eigenvalue of B A is above 1; with B = I these are square roots. If the smallest eigenvalue is known to be l^2, a = 3/2 r and
+b = r^3 / 2 with r^2 = 3 / (1 + l + l^2) need a third of the steps (Chen and Chow, "A stable scaling of Newton-Schulz
 for improving the sign function computation of a Hermitian matrix", 2014).
 """
 
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 LEAST_VARIANCE = 1e-4
-"""Variance that every direction of the keys is given, as a share of the mean: less is rounding, or too few keys."""
+"""Least variance of every direction of the keys, as a share of the mean; less comes from rounding, or from too few keys."""
 QUERY_SHARE = 0.6
-"""The same for the queries: those that come later stray from what the prompt's last ones were like."""
+"""The same for queries, because later queries differ from the observed ones."""
 LARGEST_SCALE = 2.0**100
-"""Keys are scaled by so much at most, either way, lest fp32 overflow."""
+"""Keys are scaled by at most this factor, up or down, so that fp32 does not overflow."""
 _LEAST_ROOT = 2.0**-18
-"""Root of the least eigenvalue of B A as a share of the bound on the largest: what LEAST_VARIANCE and QUERY_SHARE leave at
-D = 256, where no direction can have more than D times the mean and the bound is sqrt(D) times too large at most."""
+"""Root of the smallest eigenvalue of B A as a share of the bound on the largest. It follows from LEAST_VARIANCE and QUERY_SHARE
+at D = 256: a direction has at most D times the mean, and the bound is at most sqrt(D) times too large."""
 
 
 class Fitted(NamedTuple):
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 
     @staticmethod
     def of(queries: Tensor, kv_heads: int) -> Asked:
-        """Of queries `[H_q, W, D]`, W > 0, in fp64; those of a KV head's query heads count alike."""
+        """From queries `[H_q, W, D]`, W > 0, in fp64; the query heads of a KV head have equal weight."""
         rows = queries.double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
         return Asked(rows.mT @ rows / rows.shape[1], rows.shape[1])
 
@@ -53,9 +53,8 @@ class Asked(NamedTuple):
 def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
     """The balanced transform, before the shared rotation: `keys.T @ queries` is the identity, and E|keys @ k|^2 = 1.
 
-    keys: second moments of `count` keys as they will be coded, fp64 `[H_kv, D, D]`. Few of them know little, so
-    that they are then drawn towards a multiple of the identity; a few queries likewise. asked: the queries that will come; None
-    takes all directions as equally likely.
+    keys: second moments of `count` keys before the map, fp64 `[H_kv, D, D]`. With few keys they are mixed with a multiple of
+    the identity; with few queries likewise. asked: second moments of queries; None: all directions are equally likely.
     """
     dim = keys.shape[-1]
     known = min(1.0, count / enough_keys(dim))
@@ -71,7 +70,7 @@ def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
 
 
 def enough_keys(dim: int) -> int:
-    """Keys from which on their second moments are taken as they are."""
+    """How many keys are enough to use their second moments unmixed."""
     return 2 * dim
 
 
@@ -90,7 +89,7 @@ def geometric_mean(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     half = bound.sqrt()[..., None, None]
     y, z = first / half, second / half
     eye = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
-    # Into the same places again and again: on a GPU the host's part of so small a product is longer than the product.
+    # Outputs are reused: on a GPU the host's share of so small a product takes longer than the product.
     step, next_y, next_z = (torch.empty_like(y) for _ in range(3))
     for a, b in _STEPS:
         torch.baddbmm(eye, z, y, beta=a, alpha=-b, out=step)
@@ -101,7 +100,7 @@ def geometric_mean(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _even(matrix: Tensor, share: float, more: float) -> Tensor:
-    """`share` of the matrix at mean variance 1 and `more` of the identity, which stands for a matrix that says nothing."""
+    """`share` of the matrix, scaled to mean variance 1, plus `more` of the identity, which carries no information."""
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     usable = (mean > 0) & mean.isfinite()
@@ -109,7 +108,7 @@ def _even(matrix: Tensor, share: float, more: float) -> Tensor:
 
 
 def _steps(least: float) -> list[tuple[float, float]]:
-    """(a, b) until eigenvalues that begin at `least`^2 or above are 1 in fp64."""
+    """(a, b) of each step, until eigenvalues that start at `least`^2 or above are 1 in fp64."""
     found = []
     while least < 1 - 1e-9:
         r = sqrt(3 / (1 + least + least**2))

@@ -1,8 +1,8 @@
-"""Parts of one layer's step beside each other, as branches of the graph that is captured.
+"""Splits one layer's step into branches of the captured graph that run at the same time.
 
-A search is a chain of kernels of which some keep all multiprocessors busy (the scan), some wait for the bus (reading selected
-rows) and some for themselves (selecting). KV heads need nothing of each other, so the chains of two halves of them can run at
-the same time, and while one waits, the other one works.
+A search is a chain of kernels. Some keep all multiprocessors busy (the scan), some wait for the bus (reading selected rows),
+some are chains of short steps (selecting). KV heads are independent, so the chains of two halves of them can overlap: while one
+waits, the other works.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 _DIVIDED, _EACH = 8 * 196_608, 2_097_152
-"""Tokens, times sequences and KV heads, from which on a search is divided, and those of a branch where there are many. In a
-smaller search the kernels' latencies are what it takes, and those do not become fewer."""
+"""Tokens, times sequences and KV heads, from which on a search is split; and those of one branch. A smaller search takes as
+long as its kernels' latencies, which a split does not shorten."""
 _FEWEST, _MOST = 4, 14
 _LONG, _LONG_BRANCHES = 786_432, 3
-"""A zone so long fills the GPU with one or two heads."""
+"""From this length on, one or two heads fill the GPU."""
 _URGENT = 3
-"""Branches that go before all others, the first one before the second."""
+"""Branches with a higher priority than all others, the first above the second."""
 
 
 def branches(pairs: int, tokens: int) -> int:
-    """Into how many branches the search of so many sequences and KV heads, over zones of so many tokens, is divided."""
+    """Number of branches for a search of `pairs` sequences and KV heads over zones of `tokens` tokens."""
     work = pairs * tokens
     if work < _DIVIDED:
         return 1
@@ -33,15 +33,15 @@ def branches(pairs: int, tokens: int) -> int:
 
 
 def divided(pairs: range, count: int) -> list[range]:
-    """`count` ranges of almost equal length, in order; fewer where there are not so many."""
+    """`count` ranges of almost equal length, in order; fewer if `pairs` is shorter."""
     ends = [pairs.start + len(pairs) * i // count for i in range(count + 1)]
     return [range(a, b) for a, b in pairwise(ends) if b > a]
 
 
 def beside(parts: list[range], like: Tensor, work: Callable[[range], None]) -> None:
-    """Launches `work` for every part; on a GPU (that of `like`) each on a stream of its own, the first ones more urgent.
+    """Launches `work` for every part; on a GPU (that of `like`) each on its own stream, the first with higher priority.
 
-    Without the order all branches would scan at the same time and then wait at the same time.
+    With equal priorities all branches would scan at the same time and then wait at the same time.
     """
     if len(parts) == 1 or not like.is_cuda:
         for part in parts:

@@ -1,7 +1,8 @@
-"""The balanced transform of a layer in closed form: from its statistics before the rotary embedding, and that embedding.
+"""The balanced transform of a layer in closed form, from its statistics before the rotary embedding and from the embedding.
 
-A vector x that is turned at position p has the coordinates cos[p, i] x[i] + sin[p, i] x[partner[i]]. So the second moments of
-turned vectors are those before, times mean products of cos and sin, which belong to the embedding and serve all its layers.
+A vector x rotated at position p has the coordinates cos[p, i] x[i] + sin[p, i] x[partner[i]]. So second moments after the
+embedding are those before it times mean products of cos and sin. The products depend only on the embedding and serve all its
+layers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from kvrecall.index.sphere.balance import Asked, Fitted, fit
 from kvrecall.index.sphere.turns import SPAN
 
 _FITTED_POSITIONS = (256, 131_072)
-"""Positions that the transform is fitted to, spread evenly over their logarithms."""
+"""Positions that the transform is fitted to, evenly spaced on a logarithmic scale."""
 _FITTED_SPANS = 64
 
 
 class Products(NamedTuple):
-    """Mean products of turns, fp64 `[D, D]` on the CPU."""
+    """Mean products of cos and sin, fp64 `[D, D]` on the CPU."""
 
     cos_cos: Tensor
     cos_sin: Tensor
@@ -35,7 +36,7 @@ class Products(NamedTuple):
         return Products(cos.mT @ cos / n, cos.mT @ sin / n, sin.mT @ sin / n)
 
     def turned(self, second: Tensor, partner: Tensor) -> Tensor:
-        """Second moments `[H, D, D]`, fp64 on the CPU, of turned vectors; second: those before."""
+        """Second moments `[H, D, D]`, fp64 on the CPU, of rotated vectors; second: before the rotation."""
         return (
             self.cos_cos * second
             + self.cos_sin * second[:, :, partner]
@@ -45,7 +46,7 @@ class Products(NamedTuple):
 
 
 def balanced(statistics: KeyStatistics, rotary: Rotary, device: torch.device, center: bool) -> Fitted:
-    """The transform for keys less the centres of their spans (center), or as they are; made on `device`."""
+    """The transform for keys minus the centres of their spans (center), or for plain keys; computed on `device`."""
     every, of_means = fitted_products(rotary)
     mean = statistics.key_mean.unsqueeze(-1) * statistics.key_mean.unsqueeze(-2)
     keys = every.turned(statistics.key_covariance, rotary.partner) + every.turned(mean, rotary.partner)
@@ -60,7 +61,7 @@ _fitted: WeakKeyDictionary[Rotary, tuple[Products, Products]] = WeakKeyDictionar
 
 
 def fitted_products(rotary: Rotary) -> tuple[Products, Products]:
-    """Of the turns at `_FITTED_POSITIONS`, and of the mean turns of their spans."""
+    """Products at `_FITTED_POSITIONS`, and products of the mean turns of their spans."""
     if rotary not in _fitted:
         low, high = _FITTED_POSITIONS
         high = max(low, min(high, (rotary.positions or high) - SPAN))

@@ -4,8 +4,8 @@ A rotated unit key is cut into S = D / 8 blocks of 8 coordinates. Per block: 8 s
 sign-pattern centroids, Eq. 5-6, and at the same time the signs of the 4-bit code, stored once), 8 three-bit magnitudes
 packed into 3 bytes, and one weight w = |k| r / alpha (Eq. 9). For D = 128 and bf16 weights: 16 + 48 + 32 = 96 bytes.
 
-Keys that went through the balanced transform have a usual norm of 1. Then a weight may be one byte, and a byte more, the key's
-norm, tells the first stage what the signs do not say (neither is in the paper): 16 + 48 + 16 + 1 = 81 bytes.
+Balanced keys have norms around 1. So a weight may be one byte, and one more byte holds the key's norm for the first stage
+(neither is in the paper): 16 + 48 + 16 + 1 = 81 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAGNITUDE_BYTES = 3
 CENTROIDS = 1 << BLOCK
 MIN_ALPHA = 1e-6
 TILE = 64
-"""Keys that go through a map at a time."""
+"""Keys that are multiplied by a map at a time."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Codes:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that are there, in order."""
+        """The tensors that are not None, in order."""
         return [x for x in (self.signs, self.magnitudes, self.weights, self.norms) if x is not None]
 
 
@@ -57,13 +57,13 @@ def magnitude_levels(device: torch.device | str = "cpu") -> Tensor:
 
 
 def magnitude_thresholds(device: torch.device | str = "cpu") -> Tensor:
-    """fp32 `[7]`: a magnitude has the level of as many thresholds as it reaches."""
+    """fp32 `[7]`: the level of a magnitude is the number of thresholds that it reaches."""
     return _kept(tuple(lloyd_max(BLOCK)[0].tolist()), device)
 
 
 @cache
 def _kept(numbers: tuple[float, ...], device: torch.device | str) -> Tensor:
-    """fp32; sent once, since to send numbers to a GPU is to wait for all that it was told to do before."""
+    """The numbers as fp32, cached per device: sending them to a GPU waits for all earlier work."""
     with lasting_tensors():
         return torch.tensor(numbers, dtype=torch.float32, device=device)
 
@@ -76,11 +76,11 @@ def encode(
     norms: bool = False,
     number: int = 0,
 ) -> Codes:
-    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32). Those of a key depend on no other key.
+    """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32). A key's summary depends on no other key.
 
-    rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, any matrix that the queries' one is the inverse transpose of.
-    centre: fp32 `[..., n, D]`, of each key, taken from it first. norms: whether their norms are wanted too.
-    number: that of the first key in its zone.
+    rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, the inverse transpose of the queries' matrix.
+    centre: fp32 `[..., n, D]`, subtracted from each key first. norms: whether to store norms.
+    number: position of the first key in its zone.
     """
     x, scale = scaled(keys, centre)
     relative_norm = x.norm(dim=-1, keepdim=True)
@@ -100,10 +100,10 @@ def encode(
 
 
 def mapped(x: Tensor, rotation: Tensor, number: int) -> Tensor:
-    """Vectors `[..., n, D]` times a map, the first one being number `number` of its zone.
+    """Vectors `[..., n, D]` times a map; the first is number `number` of its zone.
 
-    How a matrix product rounds depends on its shape. So each one is over a whole tile of the zone, with zeros where nothing is
-    asked for, and a vector gives the same numbers whatever comes with it.
+    The rounding of a matrix product depends on its shape. So each product covers a whole tile of the zone, padded with zeros,
+    and the result for a vector does not depend on the others.
     """
     before, count = number % TILE, x.shape[-2]
     behind = -(before + count) % TILE
@@ -112,7 +112,7 @@ def mapped(x: Tensor, rotation: Tensor, number: int) -> Tensor:
 
 
 def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Keys less their centres, divided by a power of two; and that, fp32 `[..., n, 1]`, but 0 for a key of zero norm."""
+    """(keys minus centres, divided by a power of two; that power fp32 `[..., n, 1]`, 0 for a key of zero norm)."""
     x = keys.float()
     if centre is None:
         scale = key_scale(x)
@@ -127,7 +127,7 @@ def scaled(keys: Tensor, centre: Tensor | None = None) -> tuple[Tensor, Tensor]:
 def weight_range(weight_dtype: torch.dtype, centred: bool) -> tuple[float, float]:
     """Least and largest weight that is stored.
 
-    A key at the centre has no direction either, but is an average match and not one of zero norm: its weights are not 0.
+    A key at its centre has no direction, but it is an average match, so its weights must not be 0 like those of zero norm.
     """
     eight = weight_dtype == torch.uint8
     least = small_floats.LEAST if eight else torch.finfo(weight_dtype).tiny
@@ -135,7 +135,7 @@ def weight_range(weight_dtype: torch.dtype, centred: bool) -> tuple[float, float
 
 
 def stored_weights(weights: Tensor, scale: Tensor, weight_dtype: torch.dtype, centred: bool) -> Tensor:
-    """Weights fp32 `[..., n, S]` within what the dtype can hold, those of keys of zero norm 0; scale as `scaled` gives it."""
+    """Weights fp32 `[..., n, S]` clamped to the dtype's range, 0 for keys of zero norm. scale: from `scaled`."""
     weights = weights.clamp(*weight_range(weight_dtype, centred))
     weights = torch.where(scale > 0, weights, 0.0) if centred else weights
     return small_floats.pack(weights) if weight_dtype == torch.uint8 else weights.to(weight_dtype)
@@ -149,8 +149,8 @@ def weight_values(weights: Tensor) -> Tensor:
 def key_scale(keys: Tensor) -> Tensor:
     """Power of two near each key's largest magnitude, fp32 `[..., n, 1]`.
 
-    Taken out before squares are summed: those of huge keys would overflow, those of tiny ones vanish. A power of two, so that
-    taking it out rounds nothing.
+    Keys are divided by it before squares are summed, because squares of huge keys would overflow and those of tiny ones vanish.
+    Dividing by a power of two is exact.
     """
     largest = keys.abs().amax(-1, keepdim=True)
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(-126, 127))

@@ -1,4 +1,4 @@
-"""What a sphere index is made with."""
+"""The hyper-parameters of a sphere index."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from kvrecall.index.sphere import SphereIndex
 
 STAGE_ONE = ("collision", "product")
-"""How the first stage scores a key: collisions of its sign patterns with the query's best (the paper), or the product of the
+"""How stage I scores a key: by collisions of its sign patterns with the query's best (the paper), or by the product of the
 query with its signs."""
 WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 
 
 @dataclass(frozen=True)
 class SphereConfig(IndexConfig):
-    """What a sphere index is made with.
+    """The hyper-parameters of a sphere index.
 
     stage1: see `STAGE_ONE`. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32", or "uint8" for floats of
     eight bits, which need the balanced transform.
-    center, balance: whether the mean key of its position is taken from each key, and whether keys and queries go through the
-    balanced transform (`maps.py`); both follow from statistics of the model. norms: whether products of stage I are multiplied
-    by the norms of balanced keys; centres need that. None of it is in the paper.
+    center: subtracts the mean key of its position from each key; needs norms. balance: sends keys and queries through the
+    balanced transform (`maps.py`). Both follow from statistics of the model. norms: multiplies products of stage I by the norms
+    of balanced keys. None of these is in the paper.
     """
 
     name: ClassVar[str] = "sphere"
@@ -72,7 +72,7 @@ class SphereConfig(IndexConfig):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The weights' dtype."""
+        """dtype of the stored weights."""
         return WEIGHT_DTYPES[str(self.weight_dtype).removeprefix("torch.")]
 
     @property
@@ -85,7 +85,7 @@ class SphereConfig(IndexConfig):
         return SphereIndex(shape, self)
 
     def layout(self, shape: LayerShape, block_size: int) -> CodeLayout:
-        """What a block of codes of a layer is made of."""
+        """The layout of a block of codes."""
         return CodeLayout(shape.kv_heads, shape.head_dim, self.stored_dtype, self.norms, block_size)
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:

@@ -59,14 +59,14 @@ def search_batch(
     stage1: str,
     shifts: list[Tensor | None],
 ) -> Selection:
-    """pages: the codes; tables: of each searched sequence, the blocks that it has there. counts `[B, H_kv, S, 256]`.
+    """pages: the codes. tables: the blocks of each searched sequence. counts `[B, H_kv, S, 256]`.
 
     queries: rotated `[b, H_kv, G', D]`.
 
-    lengths, zero_norms, sizes: one per searched sequence; zero_norms says whether any of its keys has norm zero (else the scan
-    need not look at weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that may not be found.
-    stage1: "collision", whose tables are made here, or "product", whose tables are the reference's own. shifts: per sequence
-    fp32 `[H_kv, G', R]`, what products with centred keys lack, by spans of tokens; None: nothing.
+    lengths, zero_norms, sizes: one per searched sequence; zero_norms: whether any key has norm zero (if not, the scan
+    reads no weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that must not be found.
+    stage1: "collision" (tables are made here) or "product" (tables of the reference). shifts: per sequence
+    fp32 `[H_kv, G', R]`, <q, c> by spans of tokens, added to products with centred keys; None without centres.
     """
     layout = pages.layout
     bits, kind = as_bits(pages.tensor.view(layout.weight_dtype))
@@ -84,7 +84,7 @@ def search_batch(
         products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
     spans = cdiv(max(lengths), SPAN)
     whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64)
-    added = torch.full(whole.shape, -0.0)  # -0 leaves every number as it is
+    added = torch.full(whole.shape, -0.0)  # x + -0 is x for every x
     for b, own in enumerate(shifts):
         if own is not None:
             added[b, ..., : own.shape[-1]] = own
@@ -128,8 +128,9 @@ def _search(
     added,
     whole,
 ):
-    """codes: uint8 `[blocks, bytes]`, wide: the same as numbers of the weights' size. A block of `size` tokens has its parts
-    at the bytes `starts`; weighed: whether it has norms. tables: int32 `[b, W]`, the blocks of each searched sequence."""
+    """codes: uint8 `[blocks, bytes]`, wide: the same memory in numbers of the weights' size. The parts of a block of
+    `size` tokens begin at the bytes `starts`; weighed: whether there are norms. tables: int32 `[b, W]`, the blocks of each
+    searched sequence."""
     b_n, heads, group, dim = queries.shape
     blocks, item = dim // 8, wide.itemsize
     sets = group if mode == _PER_HEAD else 1
@@ -184,7 +185,7 @@ def _search(
             if barred_counts[b] > 0:
                 bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
 
-    # Per chunk: how many tokens pass the threshold, how many ties it may take, where its candidates start.
+    # Per chunk: tokens above the threshold, ties that it may take, start of its candidates.
     cut = np.empty((b_n, heads, sets), np.int64)
     quota = np.empty((b_n, heads, sets, chunks), np.int64)
     offset = np.empty((b_n, heads, sets, chunks), np.int64)
@@ -205,7 +206,7 @@ def _search(
             first = offset[b, h, j, c]
             taken = compact(coarse[b, h, j], start, end, cut[b, h, j], quota[b, h, j, c], candidates[b, h, j], first)
             together = mode == _MEAN_Q or mode == _MAX  # one estimate for the group: the largest
-            while first < taken:  # those of one block at a time
+            while first < taken:  # candidates of one block at a time
                 base = candidates[b, h, j, first] // size * size
                 last = first + np.searchsorted(candidates[b, h, j, first:taken], base + size)
                 block, chosen = tables[b, base // size], candidates[b, h, j, first:last]

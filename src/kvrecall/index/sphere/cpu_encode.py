@@ -1,8 +1,8 @@
 """Key encoding for the CPU, by numba: one pass over the keys instead of a dozen tensor operations.
 
-Same formulas as `codes.encode`; sums run in another order, so a weight may differ in its last bit and a magnitude that lies
-on a threshold to the last bit may fall into the neighbouring level. The order of every sum is written down here, so the codes
-of a key depend on no other key and on no number of threads.
+Same formulas as `codes.encode`; sums run in another order, so a weight may differ in its last bit, and a magnitude
+within one rounding of a threshold may get the neighbouring level. The order of every sum is fixed, so the codes of a key do not
+depend on other keys or on the number of threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def encode(
     norms: bool = False,
     number: int = 0,
 ) -> Codes:
-    """As `codes.encode`, for CPU tensors `[H_kv, n, D]`, whose numbers make no difference."""
+    """As `codes.encode`, for CPU tensors `[H_kv, n, D]`; `number` has no effect."""
     heads, count, dim = keys.shape
     blocks = dim // BLOCK
     x, scale = scaled(keys, centre)
@@ -45,7 +45,7 @@ def encode(
 
 @njit(cache=True)
 def turn(key, across, out):
-    """out += key times a transposed map `[D, D]`: block after block of coordinates, whose products are added up in pairs."""
+    """out += key times a transposed map `[D, D]`, block by block; products are added up in pairs."""
     for k in range(0, key.shape[0], 8):
         k0, k1, k2, k3 = key[k], key[k + 1], key[k + 2], key[k + 3]
         k4, k5, k6, k7 = key[k + 4], key[k + 5], key[k + 6], key[k + 7]
@@ -57,7 +57,7 @@ def turn(key, across, out):
 
 @njit(cache=True, parallel=True, nogil=True)
 def _encode(keys, maps, scale, thresholds, levels, signs, magnitudes, weights, lengths):
-    """keys: `[H n, D]`, divided by `scale`; the norm cancels within a block's direction and returns in its weight.
+    """keys: `[H n, D]`, divided by `scale`. The norm cancels in a block's direction and comes back in its weight.
 
     maps: `[1 or H, D, D]`, transposed."""
     rows, dim = keys.shape
@@ -87,7 +87,7 @@ def _encode(keys, maps, scale, thresholds, levels, signs, magnitudes, weights, l
             magnitudes[i, 3 * s] = word & 255
             magnitudes[i, 3 * s + 1] = (word >> 8) & 255
             magnitudes[i, 3 * s + 2] = (word >> 16) & 255
-            # Divided in this order, a huge key does not overflow before alpha is applied.
+            # In this order a huge key does not overflow before it is divided by alpha.
             weights[i, s] = (radius / max(alpha, np.float32(1e-6))) * scale[i]
         lengths[i] = min(np.sqrt(whole) * scale[i], np.float32(3.4e38))
 

@@ -1,6 +1,6 @@
 """The stages of the search by numba, each over one chunk of one KV head; `cpu.py` runs them in parallel."""
 
-# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# numba passes the typing context of an intrinsic itself; a type checker cannot know this.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from kvrecall.core.numeric import load_float, prefetch
 from kvrecall.core.small_floats import UNIT
 
 _AHEAD = 16
-"""Candidates between asking for a cache line and using it."""
+"""A cache line is prefetched this many candidates ahead."""
 
 
 @njit(cache=True, inline="always")
 def part(codes, block, start, heads, h, size, width):
-    """One part of one KV head's codes, `[size, width]`, in a block of `codes` `[blocks, ·]`: that behind `start` numbers."""
+    """One part of one KV head's codes, `[size, width]`, in a block of `codes` `[blocks, ·]`; the part begins at `start`."""
     rows = size * width
     return codes[block, start + h * rows : start + (h + 1) * rows].reshape(size, width)
 
@@ -39,7 +39,7 @@ def bonus_table(block, counts, targets, out):
         for i in range(size):
             proxy[size + i] = proxy[i] + value
             proxy[i] = proxy[i] - value
-        # order[:size] sorts both halves: adding a constant keeps the order up to ties, which are mended at the end.
+        # order[:size] sorts both halves: adding a constant keeps the order except for ties, which are fixed at the end.
         low, high, out_at = 0, 0, 0
         while low < size and high < size:
             if proxy[order[low]] >= proxy[size + order[high]]:
@@ -98,8 +98,8 @@ def pair_tables(block, levels, out):
 def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most, norms, added, span):
     """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set.
 
-    signs: of the tokens from `first` on, of which start .. end - 1 are looked at. norms: uint8 codes `[n, 1]` of
-    factors of their sums, in units of 2^-UNIT; empty: none. added: int64 `[G, R]`, added to the sums of each `span` tokens.
+    signs: of the tokens from `first` on; tokens start .. end - 1 are scored. norms: uint8 codes `[n, 1]` of factors of the
+    sums, in units of 2^-UNIT; may be empty. added: int64 `[G, R]`, added to the sums of each `span` tokens.
     """
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
@@ -129,7 +129,7 @@ def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most
 
 @njit(cache=True)
 def bar_zero_norms(weights, first, start, end, coarse, histogram):
-    """Moves keys of zero norm to coarse score 0, behind everything."""
+    """Gives keys of zero norm the lowest coarse score, 0."""
     for i in range(start, end):
         zero = True
         for s in range(weights.shape[1]):
@@ -145,7 +145,7 @@ def bar_zero_norms(weights, first, start, end, coarse, histogram):
 
 @njit(cache=True)
 def bar_ids(barred, start, end, coarse, histogram):
-    """Moves the tokens of an ascending id list to coarse score 0, so that they take no candidate's place."""
+    """Gives the tokens of an ascending id list coarse score 0, so that they do not become candidates."""
     for i in barred[np.searchsorted(barred, start) : np.searchsorted(barred, end)]:
         for j in range(coarse.shape[0]):
             histogram[j, coarse[j, i]] -= 1
@@ -170,7 +170,7 @@ def drop_ids(barred, ids, scores):
 
 @njit(cache=True)
 def threshold(histogram, wanted, quota, offset):
-    """Smallest score of which some tokens are taken; lower positions take the ties first."""
+    """Smallest score of the candidates; among ties lower positions come first."""
     chunks = histogram.shape[0]
     above = 0
     score = 256
@@ -212,10 +212,8 @@ def compact(coarse, start, end, threshold, quota, out, at):
 def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_larger, added, span):
     """Estimated inner products (Eq. 24) of the chosen tokens, plus `added` fp32 `[R]` of their spans of tokens.
 
-    Codes are those of the tokens from `first` on, among which all the chosen ones are.
-
-    The sums are ordered as in the reference.
-    Candidates lie scattered, so each costs cache misses; those of the token `_AHEAD` places on are asked for early.
+    Codes begin with token `first` and cover all chosen tokens. Sums are in the reference's order. Candidates are scattered, so
+    each costs cache misses; the codes of the candidate `_AHEAD` places ahead are prefetched.
     """
     blocks = pairs.shape[0]
     sign_base, magnitude_base, weight_base = signs.ctypes.data, magnitudes.ctypes.data, weights.ctypes.data

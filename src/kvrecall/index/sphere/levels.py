@@ -2,8 +2,8 @@
 
 A direction drawn uniformly from the unit sphere in R^m has coordinates whose magnitude X has density proportional to
 (1 - x^2)^((m - 3) / 2) on [0, 1], i.e. X^2 ~ Beta(1/2, (m - 1)/2) (Eq. 12). The substitution x = sin(t) turns it into
-cos(t)^(m - 2), smooth for every m >= 2, whose first moment is elementary and whose mass Gauss-Legendre integrates exactly
-enough. The quantiser depends on m alone: no key is ever looked at, so it cannot go stale when keys drift.
+cos(t)^(m - 2), smooth for every m >= 2, with an elementary first moment; Gauss-Legendre quadrature gives its mass. The
+quantiser depends on m alone and on no key, so drift cannot make it stale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lloyd_max(subspace_dim: int, bits: int = MAGNITUDE_BITS) -> tuple[np.ndarray
     if bits < 1:
         raise ParameterError("bits", "an integer >= 1", bits, "Use 3, as the paper does.")
     count = 2**bits
-    # Start from equal steps in t up to where the density has all but vanished, so that no cell is empty for large m.
+    # Start from equal steps in t up to where the density almost vanishes, so that no cell is empty for large m.
     reach = min(np.pi / 2, 4.0 / np.sqrt(subspace_dim))
     thresholds = np.sin(np.linspace(0, reach, count + 1)[1:-1])
     for _ in range(20_000):
@@ -47,7 +47,7 @@ def lloyd_max(subspace_dim: int, bits: int = MAGNITUDE_BITS) -> tuple[np.ndarray
 
 @cache
 def _gauss_legendre() -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights on [-1, 1]; finding them takes longer than all else in a step of the iteration."""
+    """Nodes and weights on [-1, 1], cached because computing them is slow."""
     return np.polynomial.legendre.leggauss(48)
 
 

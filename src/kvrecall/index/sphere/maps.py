@@ -1,18 +1,19 @@
-"""What is done to keys and queries before they are coded: a centre per position, and one balanced transform per KV head.
+"""The maps of keys and queries before coding: a centre per position, and one balanced transform per KV head.
 
-Inner products stay as they are when keys are multiplied by S^-1 and queries by S, and change by a known number when a vector is
-taken from a key. Sign bits say most about vectors around zero whose coordinates matter equally. So the mean key of a position
-is taken from each key, and S (`balance.py`) gives keys and queries the same second moments. R is the rotation that all share:
+Inner products do not change if keys are multiplied by S^-1 and queries by S. They change by a known number if a vector is
+subtracted from a key. Sign bits describe vectors best that are centred at zero and have coordinates of equal weight. So the
+mean key of its position is subtracted from each key, and S (`balance.py`) gives keys and queries the same second moments. R is
+the shared rotation:
 
     k' = R S^-1 (k - c) / s      q' = s R S q      <q', k'> = <q, k> - <q, c>
 
-s makes the mean of |k'|^2 1 (unless it would be beyond 2^+-40), so norms and weights of codes lie around known values, whatever
-the model. It belongs to S: without a balanced transform there is none.
+s scales the mean of |k'|^2 to 1 (within 2^+-40), so norms and weights of codes have known sizes for every model. Without a
+balanced transform there is no s.
 
-Keys drift because the rotary embedding turns them by their position. The centre follows it: it is the mean key before the
-embedding, turned as the embedding turns it at that position (the mean over `SPAN` neighbours). The spread about it hardly
-depends on the position, so one S serves all. Both come from statistics of the model (`index/calibration.py`), so a code depends
-on a key and its position alone. Not from the paper.
+Keys drift because the rotary embedding rotates them by their position. The centre follows: it is the mean key before the
+embedding, rotated for the position (the mean over `SPAN` neighbours). The spread around it hardly depends on the position, so
+one S serves all positions. Both come from statistics of the model (`index/calibration.py`), so a code depends only on a key and
+its position. Not from the paper.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 class Maps:
     """The maps of a layer, the same for all its sequences.
 
-    keys, queries: fp32 `[H_kv, D, D]`, or `[D, D]` where all share the rotation. means: fp32 `[2, H_kv, D]`, the mean key
-    before the rotary embedding and its coordinates' partners; None without centres.
+    keys, queries: fp32 `[H_kv, D, D]`, or `[D, D]` for a shared rotation. means: fp32 `[2, H_kv, D]`, the mean key before the
+    rotary embedding, and the same with coordinates replaced by their partners; None without centres.
     """
 
     def __init__(
@@ -62,22 +63,22 @@ class Maps:
 
     @staticmethod
     def of(shape: LayerShape, calibration: LayerCalibration, config: SphereConfig) -> Maps:
-        """Those of a layer, whose statistics become final; indexes of one kind share them. A rotation alone depends on no
-        layer: there is one per size, seed and device."""
+        """The maps of a layer, shared by its indexes of one kind. Makes the layer's statistics final. A plain rotation does not
+        depend on the layer: there is one per size, seed and device."""
         kind, held = Maps.kind(shape, config), calibration.made if config.needs_calibration else _rotations
         made = held.get(kind)
         if made is None:
             heads, dim = shape.kv_heads, shape.head_dim
             known = calibration.settle(heads, dim) if config.needs_calibration else KeyStatistics.nothing(heads, dim)
             made = Maps(known, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed)
-            made = held.setdefault(kind, made)  # another thread may have made the same
+            made = held.setdefault(kind, made)  # another thread may have been faster
         return made
 
     @staticmethod
     def archived(
         archive: Archive, made: Maps | None, shape: LayerShape, calibration: LayerCalibration, config: SphereConfig
     ) -> Maps:
-        """Those that were `made`, written down, or those of an archive, which become the layer's."""
+        """Saves the maps `made`, or loads maps from an archive as the layer's."""
         heads, dim = shape.kv_heads, shape.head_dim
         maps = made or Maps.__new__(Maps)
         maps.rotation = archive.tensor("rotation", made and made.rotation, (dim, dim), torch.float32)
@@ -101,19 +102,19 @@ class Maps:
 
     @staticmethod
     def kind(shape: LayerShape, config: SphereConfig) -> Hashable:
-        """What tells the maps of one calibration apart, and rotations of all."""
+        """Key of the maps within one calibration, and of rotations."""
         if not config.needs_calibration:
             return shape.head_dim, config.seed, shape.device
         return Maps, config.center, config.balance, config.seed, shape.device, shape.zone_start
 
     @property
     def stride(self) -> int:
-        """Numbers between the maps of one KV head and the next: 0 where all share one."""
+        """Stride of the maps of KV heads in elements; 0 if they share one."""
         return self.rotation.numel() if self.keys.ndim == 3 else 0
 
     @property
     def heads(self) -> int:
-        """KV heads with maps of their own: 1 where all share one."""
+        """How many maps there are: one per KV head, or 1 if they share one."""
         return self.keys.shape[0] if self.keys.ndim == 3 else 1
 
     @staticmethod
@@ -123,15 +124,15 @@ class Maps:
 
     @staticmethod
     def turns_nbytes(head_dim: int, tokens: int) -> int:
-        """Bytes of the table that all layers with the same rotary embedding share, for zones of so many tokens."""
+        """Bytes of the table of turns for zones of `tokens` tokens; layers with the same rotary embedding share it."""
         return 4 * 2 * head_dim * spans_of(tokens)
 
     def turns(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """As `Turns.of`; only asked for where there are centres."""
+        """As `Turns.of`; only with centres."""
         return self._turns.of(tokens)
 
     def centres(self, first: int, count: int) -> Tensor | None:
-        """Of the zone's tokens first .. first + count - 1, fp32 `[H_kv, count, D]`; None without centres."""
+        """Centres of the zone's tokens first .. first + count - 1, fp32 `[H_kv, count, D]`; None without centres."""
         if self.means is None:
             return None
         cos, sin = self.turns(first + count)
@@ -140,13 +141,13 @@ class Maps:
         return cos[spans] * mean + sin[spans] * partners
 
     def turn(self, queries: Tensor) -> Tensor:
-        """Queries fp32 `[b, H_kv, G', D]` as the codes want them."""
-        # One product per sequence: a batched one may round differently, and a sequence must find what it finds alone.
+        """Applies the queries' map to queries fp32 `[b, H_kv, G', D]`."""
+        # One product per sequence, because a batched product may round differently from a single one.
         return torch.stack([query @ self.queries.mT for query in queries])
 
     def shifts(self, queries: Tensor, tokens: int) -> Tensor | None:
-        """<q, c>, which estimates lack, of queries `[H_kv, G', D]` and each span of `tokens` tokens, fp32 `[H_kv, G', R]`; None
-        without centres."""
+        """<q, c> of queries `[H_kv, G', D]` and each span of `tokens` tokens, fp32 `[H_kv, G', R]`, to be added to estimates;
+        None without centres."""
         if self.means is None:
             return None
         cos, sin = (x[: cdiv(tokens, SPAN)] for x in self.turns(tokens))
@@ -155,9 +156,9 @@ class Maps:
 
 
 def own_calibration(shape: LayerShape) -> LayerCalibration:
-    """For an index that nobody told of its model: statistics of its first keys, as if no embedding turned them."""
+    """The calibration of an index without one: statistics of its first keys, without undoing a rotary embedding."""
     return LayerCalibration(NoRotary(shape.head_dim))
 
 
 _rotations: WeakValueDictionary[Any, Maps] = WeakValueDictionary()
-"""Maps that are a rotation alone, as long as somebody uses them."""
+"""Plain rotations that are in use."""

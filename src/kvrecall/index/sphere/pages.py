@@ -1,6 +1,6 @@
 """The codes of one layer in blocks on its device, addressed by the block ids of the host's rows.
 
-A block holds its parts one behind the other, each for all KV heads:
+A block holds these parts in order, each for all KV heads:
 
     signs u8 [H_kv, tokens, S] · magnitudes u8 [H_kv, tokens, 3 S] · weights [H_kv, tokens, S] · norms u8 [H_kv, tokens, 1]
 
@@ -22,13 +22,13 @@ from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes
 
 ALIGNMENT = 64
-"""Bytes in a multiple of which each part and each block lies: sixteen numbers of four bytes, so that kernels know that wide
-loads are aligned, whatever a part's dtype is."""
+"""Parts and blocks begin at multiples of this many bytes, sixteen numbers of four bytes, so that wide loads are aligned for
+every dtype."""
 
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """What lies where in a block of `block_size` tokens. norms: whether norms are stored."""
+    """The layout of a block of `block_size` tokens. norms: whether norms are stored."""
 
     kv_heads: int
     head_dim: int
@@ -38,20 +38,20 @@ class CodeLayout:
 
     @property
     def parts(self) -> list[tuple[int, torch.dtype]]:
-        """Numbers per token and KV head of each part, and their dtype, in order."""
+        """(numbers per token and KV head, dtype) of each part, in order."""
         blocks = self.head_dim // BLOCK
         coded = [(blocks, torch.uint8), (blocks * MAGNITUDE_BYTES, torch.uint8), (blocks, self.weight_dtype)]
         return [*coded, (1, torch.uint8)] if self.norms else coded
 
     @property
     def ends(self) -> list[int]:
-        """Bytes of a block up to the end of each part."""
+        """End of each part in a block, in bytes."""
         rows = self.kv_heads * self.block_size
         return list(accumulate(ALIGNMENT * cdiv(rows * width * dtype.itemsize, ALIGNMENT) for width, dtype in self.parts))
 
     @property
     def starts(self) -> list[int]:
-        """Bytes of a block before each part."""
+        """Start of each part in a block, in bytes."""
         return [0, *self.ends[:-1]]
 
     @property
@@ -69,13 +69,13 @@ class CodeLayout:
         return Codes(*parts)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the blocks of a sequence of so many tokens."""
+        """Bytes of the blocks of a sequence of `tokens` tokens."""
         return cdiv(tokens, self.block_size) * self.block_bytes
 
 
 @dataclass(frozen=True)
 class LentPages:
-    """The codes of one layer in blocks whose memory belongs to somebody else, uint8 `[blocks, block_bytes]`."""
+    """The codes of one layer in blocks of foreign memory, uint8 `[blocks, block_bytes]`."""
 
     layout: CodeLayout
     tensor: Tensor
@@ -89,7 +89,7 @@ class CodePages(BlockBytes):
         self.layout = layout
         with lasting_tensors():
             self.codes = layout.codes(self.tensor)
-        """Views `[blocks, H_kv, block_size, ·]` of all blocks; only what was given may be used."""
+        """Views `[blocks, H_kv, block_size, ·]` of all blocks; only blocks with memory may be used."""
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
         copy = self.tensor[block].to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""What the host tells the kernels of a device step over sphere codes: one row of int32 numbers per slot, for all layers."""
+"""The plan of a device step over sphere codes: one row of int32 numbers per slot, from the host, for all layers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ sink rows · window rows · ring place of the oldest window row · row of the ne
 """
 
 ROW = SEARCH_FIELDS + ZONE_FIELDS
-"""Numbers per slot: those of the search, then those of the zones."""
+"""Numbers per slot: of the search, then of the zones."""
 
 
 @dataclass
 class StepPlan(ZonePlan):
-    """Zone lengths of the sequences in their slots, step by step; `rows` says what the next step is to do."""
+    """Zone lengths of the sequences in their slots, step by step; `rows` is the plan of the next step."""
 
     sizes: ZoneSizes
     schedule: tuple[RatioStep, ...]
@@ -39,11 +39,11 @@ class StepPlan(ZonePlan):
 
     @property
     def ring(self) -> int:
-        """Places for window rows: never more are needed at once."""
+        """Length of the window ring: the most window rows at a time."""
         return self.sizes.local_tokens + self.sizes.update_interval
 
     def stage(self, tokens: int) -> StageSizes:
-        """Sizes of a search over so many tokens."""
+        """Sizes of a search over `tokens` tokens."""
         return stage_sizes(self.schedule, tokens, self.top_k, self.min_candidates_per_k)
 
     def most_candidates(self, tokens: int) -> int:
@@ -56,7 +56,7 @@ class StepPlan(ZonePlan):
         return torch.tensor([self._row(self.zones.get(slot), quiet) for slot in range(self.slots)], dtype=torch.int32)
 
     def advance(self) -> None:
-        """The step was made: every sequence has one token more, and a full buffer moves to the retrieval zone."""
+        """After a step: every sequence has one more token, and a full buffer moves to the retrieval zone."""
         for slot, zones in self.zones.items():
             after, moved = self._after(zones)
             self.zones[slot] = self.sizes.lengths(after.total, after.retrieval + moved)
@@ -67,11 +67,11 @@ class StepPlan(ZonePlan):
 
     def _row(self, zones: ZoneLengths | None, quiet: bool) -> list[int]:
         sink = self.sizes.sink_tokens
-        if zones is None:  # its token attends to itself, finds nothing, and is kept nowhere but in the slot
+        if zones is None:  # an empty slot: its token attends to itself, finds nothing and is not stored
             return [*plan_row(0, self.stage(0)), 0, 1, 0, sink, -1, -1, 0]
         window = zones.local + zones.buffer + 1
         buffer = max(0, window - self.sizes.local_tokens)
-        newest = zones.retrieval + window - 1  # number behind the sink
+        newest = zones.retrieval + window - 1  # position after the sink
         leaving = zones.retrieval + buffer - 1 if buffer and not quiet else -1
         row = sink + leaving % self.ring if leaving >= 0 else -1
         grows = self._after(zones)[1] > 0 and not quiet

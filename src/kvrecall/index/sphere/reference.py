@@ -1,7 +1,7 @@
-"""Two-stage search of ParisKV (Appendix B.2) in plain fp32 torch: the oracle of every faster path.
+"""Two-stage search of ParisKV (Appendix B.2) in plain fp32 torch: the reference of every faster path.
 
-Sums are written in a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that a faster
-path can reproduce the scores bit for bit and therefore the ids exactly.
+Sums have a fixed order (coordinates in pairs, blocks one after another, no fused multiply-add), so that a faster path can
+reproduce the scores bit for bit, and so the ids exactly.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
     """Bonus of every centroid for every query (Eq. 15), 0..6.
 
     queries: rotated `[..., D]`. counts: keys per centroid, integer `[..., S, 256]`.
-    A tier admits a centroid while the keys of all better centroids number fewer than the tier's target, so whole buckets are
-    admitted and the straddling one is in. Equal proxies rank by centroid id. Returns int64 `[..., S, 256]`.
+    A tier contains a centroid if all better centroids together have fewer keys than the tier's target. So whole buckets are in,
+    including the one that crosses the target. Ties rank by centroid id. Returns int64 `[..., S, 256]`.
     """
     order = torch.sort(centroid_proxies(queries), dim=-1, descending=True, stable=True).indices
     ordered_counts = counts.long().expand_as(order).gather(-1, order)
@@ -55,11 +55,11 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
 PRODUCT_RMS, PRODUCT_PEAK = 5, 15
 """One-bit products: root mean square and largest magnitude of a query's small integers."""
 MOST_SHIFT = 1 << 20
-"""Shifts are cut off there, far beyond the scores' ends."""
+"""Shifts are clamped to this, far beyond the range of scores."""
 
 
 class Scores(NamedTuple):
-    """What makes a product with D signs a score: (product + offset) >> shift, between 0 and top."""
+    """From a product with D signs to a score: (product + offset) >> shift, clamped to 0 .. top."""
 
     offset: int
     shift: int
@@ -69,20 +69,20 @@ class Scores(NamedTuple):
 def product_scale(dim: int, norms: bool = False) -> Scores:
     """Scores by one-bit products of D coordinates.
 
-    The magnitudes of D Gaussian coordinates add up to 4 D, and products may lie anywhere between -4 D and 4 D: 64 scores, of
-    which a query with more in it meets the ends. To tell 256 apart found no more attention mass on real keys. Products with
-    norms are those of centred keys, 0 in the mean, with a deviation of about half of D: those that matter lie between -D and
-    3 D, in 32 scores of the same width, which are counted in two thirds of the time.
+    The magnitudes of D Gaussian coordinates add up to 4 D, so products lie between -4 D and 4 D: 64 scores; larger products are
+    clamped. 256 scores found no more attention mass on real keys. Products with norms are those of centred keys, with mean 0
+    and a deviation of about D / 2. Their relevant range is -D to 3 D: 32 scores of the same width, counted in two thirds of the
+    time.
     """
     shift = (dim // 8 - 1).bit_length()
     return Scores(dim, shift, 29) if norms else Scores(4 * dim, shift, 61)
 
 
 def query_length(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
-    """Length that is worth PRODUCT_RMS * sqrt(D) in whole numbers, of rotated queries `[..., D]`, fp32 `[..., 1]`.
+    """Length of rotated queries `[..., D]` that becomes PRODUCT_RMS * sqrt(D) in integers, fp32 `[..., 1]`.
 
-    It is |q|, and with shifts `[..., R]` more: products with keys of norm 1 deviate by |q| / sqrt(D), shifts add to that, and
-    the scores are to hold both.
+    |q|, or more with shifts `[..., R]`: products with keys of norm 1 deviate by |q| / sqrt(D), shifts add to that, and the
+    range of scores must hold both.
     """
     norm = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
     if shifts is None or not shifts.shape[-1]:
@@ -91,9 +91,9 @@ def query_length(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
 
 
 def quantised_queries(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
-    """Rotated queries `[..., D]` in five bits; int64 `[..., D]`. What does not fit is cut off.
+    """Rotated queries `[..., D]` as integers of five bits, int64 `[..., D]`, clamped.
 
-    Rounding moves a coordinate by 6 % of its usual size; the key's own one bit by ten times that.
+    Rounding changes a coordinate by 6 % of its usual size; the one bit of a key's coordinate loses ten times as much.
     """
     length = query_length(queries, shifts)
     scale = torch.where(length > 0, PRODUCT_RMS * queries.shape[-1] ** 0.5 / length, 0.0)
@@ -101,7 +101,7 @@ def quantised_queries(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
 
 
 def whole_shifts(queries: Tensor, shifts: Tensor) -> Tensor:
-    """Shifts `[..., R]` less their mean, in units of the products with norms; int64."""
+    """Shifts `[..., R]` minus their mean, int64 in units of the products with norms."""
     length, dim = query_length(queries, shifts), queries.shape[-1]
     scale = torch.where(length > 0, PRODUCT_RMS * dim / length, 0.0)
     return ((shifts - shifts.mean(-1, keepdim=True)) * scale + 0.5).floor().clamp(-MOST_SHIFT, MOST_SHIFT).long()
@@ -115,8 +115,8 @@ def product_entries(queries: Tensor, shifts: Tensor | None = None) -> Tensor:
 
 
 def product_scores(signs: Tensor, entries: Tensor, norms: Tensor | None = None, added: Tensor | None = None) -> Tensor:
-    """Coarse scores (`product_scale`) by one-bit inner products <q, sign(k)>, times |k| where there are norms `[..., n]`, plus
-    `added` int64 `[..., n]`; other arguments as below."""
+    """Coarse scores (`product_scale`) by one-bit inner products <q, sign(k)>, times norms `[..., n]` if given, plus `added`
+    int64 `[..., n]`; other arguments as in `collision_scores`."""
     offset, shift, top = product_scale(signs.shape[-1] * BLOCK, norms is not None)
     products = collision_scores(signs, entries)
     if norms is not None:
@@ -134,7 +134,7 @@ def collision_scores(signs: Tensor, bonus: Tensor) -> Tensor:
 def estimate_scores(codes: Codes, queries: Tensor) -> Tensor:
     """RSQ-IP estimates of <k, q> (Eq. 24), codes of C tokens `[..., C, ·]`, rotated queries `[..., D]` -> fp32 `[..., C]`.
 
-    The query is not normalised: the factor |q| of Eq. 24 cancels the one taken out of q.
+    The query is not normalised, so the factor |q| of Eq. 24 is included.
     """
     signed = unpack_signs(codes.signs) * magnitude_levels(codes.signs.device)[unpack_magnitudes(codes.magnitudes)]
     products = signed * queries.unflatten(-1, (-1, BLOCK)).unsqueeze(-3)  # [..., C, S, 8]
@@ -154,8 +154,7 @@ def stage_one(
     """Candidates of one sequence by collisions (Appendix B.2.1), or by one-bit inner products (`stage1="product"`).
 
     codes: `[H_kv, n, ·]`. counts: `[H_kv, S, 256]`. queries: rotated fp32 `[H_kv, G', D]`, G' = 1 for `mean_q`, else G.
-    excluded: int `[H_kv, m]`, tokens that may not be found. shifts: fp32 `[H_kv, G', R]`, what products with centred keys lack,
-    by spans of positions.
+    excluded: int `[H_kv, m]`, tokens that must not be found. shifts: fp32 `[H_kv, G', R]`, <q, c> by spans of positions.
     Returns ascending int64 ids `[H_kv, 1 or G, C]` (G sets for `per_head`; other modes share the group's largest score).
     """
     signs = codes.signs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1)
@@ -204,16 +203,16 @@ def search_sequence(
 
 
 def _of_tokens(shifts: Tensor, tokens: int) -> Tensor:
-    """Of each token: spans `[..., R]` -> `[..., tokens]`."""
+    """The shift of each token: spans `[..., R]` -> `[..., tokens]`."""
     return shifts.repeat_interleave(SPAN, -1)[..., :tokens]
 
 
 def _zero_norm(codes: Codes) -> Tensor:
-    """bool `[H_kv, 1, n]`: keys of zero norm, which rank behind everything, whatever the query."""
+    """bool `[H_kv, 1, n]`: keys of zero norm, which rank last for every query."""
     return (codes.weights == 0).all(-1).unsqueeze(1)
 
 
 def _member(ids: Tensor, tokens: int) -> Tensor:
-    """bool `[H_kv, 1, tokens]`: which tokens are among ids `[H_kv, m]`."""
+    """bool `[H_kv, 1, tokens]`: whether each token is among ids `[H_kv, m]`."""
     flags = torch.zeros(ids.shape[0], tokens, dtype=torch.bool, device=ids.device)
     return flags.scatter_(1, ids.long(), True).unsqueeze(1)

@@ -16,8 +16,8 @@ def rotation_matrix(head_dim: int, seed: int) -> Tensor:
     """Orthogonal fp32 `[D, D]` matrix R on the CPU; a rotated row vector is `x @ R.T`.
 
     Powers of two: a Hadamard matrix with random column signs, scaled by 1/sqrt(D) (the paper's SRHT without sub-sampling).
-    Other sizes: the Q factor of a Gaussian matrix, with the signs that make it Haar distributed. Never pad and truncate:
-    a truncated rotation no longer preserves inner products.
+    Other sizes: the Q factor of a Gaussian matrix, with the signs that make it Haar distributed. Padding and truncating would
+    not preserve inner products.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     if head_dim & (head_dim - 1) == 0:

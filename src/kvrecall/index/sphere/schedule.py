@@ -25,7 +25,7 @@ class RatioStep:
         for name in ("candidate_ratio", "collision_ratio"):
             value = getattr(self, name)
             if not 0 < value <= 1:
-                raise ParameterError(name, "a ratio in (0, 1]", value, "Ratios name the share that is kept.")
+                raise ParameterError(name, "a ratio in (0, 1]", value, "It is a share of the keys.")
 
 
 PAPER_SCHEDULE = (
@@ -50,7 +50,7 @@ TIER_PERCENTILES = (0.05, 0.15, 0.30, 0.50, 0.75, 1.00)
 
 
 def as_steps(given: Iterable[RatioStep | Sequence]) -> tuple[RatioStep, ...]:
-    """Steps that came as records, or as lists out of a file or a command line."""
+    """Steps from records, or from lists as in files and on the command line."""
     return tuple(step if isinstance(step, RatioStep) else RatioStep(*step) for step in given)
 
 

@@ -1,9 +1,9 @@
-"""The sphere index's part of a device step: codes in blocks, searched by a chain of kernels, in branches where it is long.
+"""The sphere index in a device step: codes in blocks, searched by a chain of kernels, split into branches if it is long.
 
-A token is encoded in a step of its own while it waits in the buffer, in the launch that attends.
+Each token of the buffer is encoded in one of the steps before it leaves the window, in the launch that attends.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ENCODED_ROWS = 32
 
 
 class SphereStep(IndexStep):
-    """Codes of the slots' sequences, and the launches of a step that searches them. All zones follow one plan of the host."""
+    """Codes of the slots' sequences, and the launches of a step. All zones follow one plan of the host."""
 
     spread = True
 
     def __init__(self, index: SphereIndex, spec: SlotSpec) -> None:
-        """index: of the kind that is to join."""
+        """index: any index of the kind that will join."""
         super().__init__(spec)
         shape, config, maps, plan = spec.shape, index.config, index.maps, spec.plan
         assert isinstance(plan, StepPlan)
@@ -51,9 +51,9 @@ class SphereStep(IndexStep):
         sizes = spec.slots, heads, dim // BLOCK, CENTROIDS
         counts, zero_norms = (torch.zeros(size, dtype=torch.int32, device=shape.device) for size in (sizes, sizes[:2]))
         self.tables = Tables(index.pages.codes, spec.host.blocks, counts, zero_norms)
-        """What searches read. Rows and codes of a sequence lie in the same blocks."""
+        """The tables for searches. Rows and codes of a sequence have the same block ids."""
         self._live = torch.zeros_like(counts)
-        # Where each KV head may search again, it is a sequence of its own.
+        # If each KV head may search again, each is a sequence of its own.
         sequences = (spec.slots * heads, 1) if spec.early else (spec.slots, heads)
         self.width = heads if spec.early else 1
         self._pair_plan = torch.zeros(spec.slots * heads, ROW, dtype=torch.int32, device=shape.device)
@@ -61,7 +61,7 @@ class SphereStep(IndexStep):
                                   plan.most_candidates(spec.tokens), maps, ROW, config.norms)  # fmt: skip
         self.ids = self.searches.ids.view(spec.slots, heads, -1)
         self.counts = self.searches.counts.view(spec.slots, heads)
-        # A search that is rarely made again, or by few heads, is not worth more launches.
+        # A second search is rare and for few heads, so it is not split.
         self._branches = divided(self.searches.pairs, branches(spec.slots * heads, spec.tokens) if spec.every_step else 1)
         self.estimated_parts = 0 if spec.estimates is None else spec.estimates.parts
         self._levels, self._thresholds = magnitude_levels(shape.device), magnitude_thresholds(shape.device)
@@ -76,7 +76,7 @@ class SphereStep(IndexStep):
         known = cast("SphereIndex", index)
         known.reserve(zones.total - zones.sink + room + 1)
         self.tables.counts[slot] = self._live[slot] = known.counts[sequence]
-        if zones.buffer:  # tokens that wait are encoded now, as later ones are in steps of their own
+        if zones.buffer:  # tokens in the buffer are encoded now, later ones step by step
             known.encode_ahead(sequence, window[:, : zones.buffer, 0], zones.retrieval)
             known.add_counts(self._live[slot], sequence, zones.retrieval, zones.retrieval + zones.buffer, 1)
         self.tables.zero_norms[slot] = known.zero_norms[sequence]
@@ -85,7 +85,7 @@ class SphereStep(IndexStep):
         self._search(queries, fire, zones.rows, scaling, self.searches.pairs)
 
     def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
-        rows = zones.rows  # every KV head gets the row of its sequence, which the second search reads, too
+        rows = zones.rows  # every KV head reads the row of its sequence; the second search, too
         self._pair_plan.view(self.spec.slots, -1, ROW).copy_(rows.unsqueeze(1).expand(-1, self.spec.shape.kv_heads, -1))
         self.search(queries, fire, zones, scaling)
 
@@ -103,7 +103,8 @@ class SphereStep(IndexStep):
         return attention.merge(asked.queries, params)
 
     def attend(self, asked: SlotStep, pairs: range) -> None:
-        """Selected rows, window rows and the token that leaves, in one launch for `pairs` of slots and KV heads."""
+        """Attends to selected and window rows, and encodes the leaving token, in one launch for `pairs` of slots and KV
+        heads."""
         maps, tables, centring, host = self._maps, self.tables, self._centring, asked.attention.table
         attention, params, dim, k = asked.attention, asked.params, self.spec.shape.head_dim, self.spec.top_k
         codes, measured, centred = tables.codes, tables.codes.norms is not None, maps.means is not None

@@ -1,4 +1,4 @@
-"""The rotary embedding as centres need it: mean turns of every span of neighbouring positions."""
+"""Mean cos and sin of the rotary embedding over spans of neighbouring positions, for centres."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.calibration import Rotary
 
 SPAN = 64
-"""Neighbouring positions that share a centre. A table of 1M positions has 16 MB at D = 128; 16 would find .5 % more in 4 times
-that."""
+"""Neighbouring positions that share a centre. A table of 1M positions has 16 MB at D = 128. Spans of 16 would find 0.5 % more
+with 4 times the memory."""
 _PIECE_SPANS = 64
-"""Spans whose turns are asked for at a time, so that a span's are the same numbers whenever they are asked for; bounds the
-temporaries to 2 * 4,096 * D * 4 bytes."""
+"""Spans that are computed at a time. A fixed number, so that results do not depend on the request; bounds the temporaries to
+2 * 4,096 * D * 4 bytes."""
 
 
 class Turns:
     """Mean cos and sin of the rotary embedding over every span of positions, from the zone's first token on, fp32 `[R, D]`."""
 
     def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
-        """first: position of the zone's first token. The embedding must be kept by somebody else: it keeps its tables."""
+        """first: position of the zone's first token. The embedding owns its tables, so the caller must keep it alive."""
         self._rotary, self._first, self._device = ref(rotary), first, device
         with lasting_tensors():
             nothing = torch.empty(0, rotary.partner.shape[0], device=device)
         self._table = nothing, nothing
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) with a row for each span of `tokens` tokens at least. A longer table is another one: who reads it by its
-        address keeps the one that it knows. Threads that ask at the same time may both make it; its numbers are the same."""
+        """(cos, sin) with at least a row for each span of `tokens` tokens. A longer table is a new tensor; readers by address
+        must keep their own. Two threads may both compute it, with equal results."""
         table, wanted = self._table, spans_of(tokens)
         if wanted > table[0].shape[0]:
             table = self._table = self._longer(table, wanted)
@@ -57,7 +57,7 @@ class Turns:
 
 
 def spans_of(tokens: int) -> int:
-    """Rows of a table for so many tokens: whole pieces."""
+    """Rows of a table for `tokens` tokens, rounded up to whole pieces."""
     return _PIECE_SPANS * cdiv(tokens, _PIECE_SPANS * SPAN)
 
 
@@ -68,7 +68,7 @@ def mean_turns(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:
 
 
 _turns: WeakKeyDictionary[Rotary, dict[tuple[int, torch.device], Turns]] = WeakKeyDictionary()
-"""Layers with the same rotary embedding share a table, which goes when that goes."""
+"""Layers with the same rotary embedding share a table, which lives as long as the embedding."""
 
 
 def turns_of(rotary: Rotary, first: int, device: torch.device) -> Turns:

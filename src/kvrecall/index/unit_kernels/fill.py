@@ -1,9 +1,9 @@
 """The best units that fill a budget counted in tokens, and their token ids, without sorting and without the host.
 
-The range of the scores in which the budget is reached shrinks to a quarter by sums of sizes until one unit, or units of one
-score, are left in it; those are taken from the lowest position on, and the last one is cut. Many units are cut into chunks
-first, each of which keeps what would fill the budget alone. No order depends on timing. `select.kernels.top_kernel` counts
-ids where this one adds up sizes.
+The kernel narrows the range of scores in which the budget is reached, to a quarter per round, by adding up sizes. It ends with
+one unit, or units of one score; these are taken from the lowest position on, and the last one is cut. Many units are split into
+chunks first; each chunk keeps what would fill the budget alone. The result does not depend on timing.
+`select.kernels.top_kernel` does the same with counts of ids instead of sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def add_six(a_1, a_2, a_3, a_4, a_5, a_6, b_1, b_2, b_3, b_4, b_5, b_6):
 
 @triton.jit
 def sizes_from(b_key, b_size, low, step):
-    """Tokens, then units, whose keys reach low + step, low + 2 step and low + 3 step. Units that do not count have LOWEST."""
+    """Tokens, then units, with keys of at least low + step, low + 2 step and low + 3 step. Ignored units have the key
+    LOWEST."""
     most = tl.full([], 0x7FFFFFFF, tl.int64)
     m_1 = b_key >= tl.minimum(low + step, most).to(tl.int32)
     m_2 = b_key >= tl.minimum(low + 2 * step, most).to(tl.int32)
@@ -40,11 +41,11 @@ def quarter_of(quarter, n_0, n_1, n_2, n_3):
 
 @triton.jit
 def budget_range(b_key, b_size, m_u, wanted, total):
-    """(low, high, tokens above high): units above `high` fit in `wanted` of the `total` tokens, and so do those of [low, high]
-    if there are several of different scores."""
+    """(low, high, tokens above high): units above `high` fit into `wanted` of the `total` tokens. [low, high] has one unit,
+    or units of one score, or only units that fit."""
     low = tl.min(tl.where(m_u, b_key, 0x7FFFFFFF), 0)
     high = tl.max(tl.where(m_u, b_key, LOWEST), 0)
-    inside = tl.sum(m_u.to(tl.int32), 0)  # units of the range
+    inside = tl.sum(m_u.to(tl.int32), 0)  # units in the range
     above, over = 0, 0  # units and tokens above it
     while (high > low) & (inside > 1) & (total > wanted):
         step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
@@ -72,8 +73,8 @@ def fill_kernel(
     First level: scores of LANES lanes, ranked by their softmax shares (peak, mass: see `score_kernel`, for parts of R units)
     or by the largest lane. Writes unit numbers, ascending, and keys `[bh, CHUNKS, SLOTS]`, and how many to kept
     `[bh, CHUNKS + 1]`. LAST level: one program, CHUNKED if it reads what the first level left, else scores. Writes, per unit
-    taken, its first member and the place of its first token in the result, `[bh, SLOTS]`; their number to kept[bh, CHUNKS];
-    the tokens taken to counts[bh].
+    taken, its first member and the place of its first token in the result, `[bh, SLOTS]`; the number of units to
+    kept[bh, CHUNKS]; the number of tokens to counts[bh].
     """
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
@@ -134,7 +135,7 @@ def expand_kernel(
     p_plan, p_fire, p_kept, p_firsts, p_starts, p_counts, p_out, HEADS, CHUNKS, SLOTS, K,
     T: tl.constexpr, BS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, sequence and KV head): out int32 `[bh, K]`, the members of the units taken, side by side, then -1."""
+    """Program (T tokens, sequence and KV head): out int32 `[bh, K]`, the members of the selected units in order, then -1."""
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     if tl.load(p_fire + i_b) != 0:
@@ -145,7 +146,7 @@ def expand_kernel(
         m_t = o_t < count
         b_unit = tl.full([T], -1, tl.int32)
         i_s = 0
-        while i_s < taken:  # a token belongs to the last unit that does not start behind it
+        while i_s < taken:  # a token belongs to the last unit that starts at or before it
             o_s = i_s + tl.arange(0, BS)
             b_start = tl.load(p_start + o_s, mask=o_s < taken, other=0x7FFFFFFF)
             b_unit += tl.sum((b_start[None, :] <= o_t[:, None]).to(tl.int32), 1)
@@ -158,9 +159,9 @@ def expand_kernel(
 
 @triton.jit
 def ascend_kernel(p_fire, p_counts, p_in, p_out, HEADS, K, T: tl.constexpr, BS: tl.constexpr):
-    """Program (T ids, sequence and KV head): out `[bh, K]` are the ids of in `[bh, K]`, which differ, ascending; then -1.
+    """Program (T ids, sequence and KV head): sorts the distinct ids of in `[bh, K]` into out `[bh, K]`; then -1.
 
-    The place of an id is the number of smaller ones: K^2 comparisons spread over all programs take less than a sort's stages.
+    The place of an id is the number of smaller ids: K^2 comparisons over all programs take less time than a sort.
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     if tl.load(p_fire + i_bh // HEADS) != 0:

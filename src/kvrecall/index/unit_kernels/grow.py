@@ -1,4 +1,4 @@
-"""What all units have in common as they grow in a device step."""
+"""Helpers for units that grow in a device step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table_of(p_plan, p_like):
 
 @triton.jit
 def add_members(p_members, first, tokens, moved, T: tl.constexpr):
-    """members[tokens + i] = first + i for the tokens that have left."""
+    """members[tokens + i] = first + i for the tokens that have left the window."""
     i = 0
     while i < moved:
         o_t = i + tl.arange(0, T)

@@ -1,8 +1,8 @@
 """Scores of units for all query heads of a group, each representation read once: bounding volumes or means of keys.
 
 Bytes per unit: its representation, 2 D numbers for a volume and D for a mean, and its 4-byte offset; written are 4 bytes per
-query head. 16-bit queries and representations of one dtype meet in the tensor cores, whose products are exact and whose sums
-are fp32; others are multiplied in fp32.
+query head. Tensor cores multiply 16-bit queries and representations of one dtype: products are exact, sums are fp32. Others are
+multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STEP = tl.constexpr(SCORE_STEP)
 
 @triton.jit
 def unit_sizes(p_row, i_kv, o_u, m_u):
-    """First member and size, int32, of units `o_u` of one KV head; both 0 where `m_u` is false. p_row: the plan's row."""
+    """First member and size, int32, of units o_u of one KV head; both 0 if m_u is false. p_row: the plan's row."""
     p_offsets = tl.load(p_row + 6).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 7)
     b_first = tl.load(p_offsets + o_u, mask=m_u, other=0)
     return b_first, tl.load(p_offsets + o_u + 1, mask=m_u, other=0) - b_first
@@ -34,7 +34,8 @@ def scores_of(p_row, i_kv, units, LANES: tl.constexpr):
 @triton.jit
 def dot_scores(p_queries, p_reps, m_u, D: tl.constexpr, BD: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr,
                WIDTH: tl.constexpr):  # fmt: skip
-    """`[R, BL]` by the tensor cores: representations at p_reps `[R, 1]` of WIDTH = D or 2 D numbers, queries `[LANES, D]`."""
+    """Scores `[R, BL]` by tensor cores: representations at p_reps `[R, 1]` of WIDTH = D or 2 D numbers, queries
+    `[LANES, D]`."""
     o_d, o_l = tl.arange(0, BD), tl.arange(0, BL)
     m_d = o_d < D
     b_q = tl.load(p_queries + o_l[None, :] * D + o_d[:, None], mask=m_d[:, None] & (o_l < LANES)[None, :], other=0.0)
@@ -50,7 +51,7 @@ def dot_scores(p_queries, p_reps, m_u, D: tl.constexpr, BD: tl.constexpr, LANES:
 @triton.jit
 def sum_scores(p_queries, p_reps, m_u, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
                LANES: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """As `dot_scores`, in fp32 and for any dtypes; a single lane of several queries takes their mean."""
+    """As `dot_scores`, in fp32 for any dtypes. A single lane for several queries takes their mean."""
     o_d, o_l = tl.arange(0, BD), tl.arange(0, BL)
     m_d = o_d < D
     m_rep = m_u[:, None] & m_d[None, :]
@@ -81,8 +82,8 @@ def score_kernel(
 ):  # fmt: skip
     """Program (R units, sequence and KV head): scores fp32 of queries `[bh, G, D]`, see `scores_of`; empty units -inf.
 
-    p_like: any pointer of the representations' dtype. LARGEST: keeps the group's largest score only, in lane 0. SOFTMAX: also
-    peak and mass `[bh, lane, PARTS]` of each lane's softmax over these units. SIZED: adds log(tokens) to a unit's logit.
+    p_like: any pointer of the representations' dtype. LARGEST: stores only the group's largest score, in lane 0. SOFTMAX:
+    also stores peak and mass `[bh, lane, PARTS]` of each lane's softmax over these units. SIZED: adds log(tokens) to logits.
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
@@ -94,7 +95,7 @@ def score_kernel(
         _, b_size = unit_sizes(p_row, i_kv, o_u, m_real)
         m_u = b_size > 0
         p_reps = tl.load(p_row + 2).to(tl.pointer_type(p_like.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
-        p_reps = tl.multiple_of(p_reps, 16)  # 16 bytes are read at a time only where that is known
+        p_reps = tl.multiple_of(p_reps, 16)  # lets the compiler read 16 bytes at a time
         p_reps += o_u.to(tl.int64)[:, None] * WIDTH
         p_own = p_queries + i_bh.to(tl.int64) * (G * D)
         if DOT:

@@ -1,10 +1,10 @@
-"""The search over units on a GPU: score -> fill (in chunks, then of what they left) -> expand -> ascend. No host in between.
+"""The search over units on a GPU: score -> fill (in chunks, then over their results) -> expand -> ascend, without the host.
 
-Scratch memory is allocated once. Numbers of units and tokens are read from device memory, so a captured graph replays the
-search while units are added, up to the number it was made for.
+Scratch is allocated once. Kernels read the numbers of units and tokens from device memory, so a captured graph stays valid
+while units are added, up to the number it was made for.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DOT_UNITS, _SUM_UNITS = 64, 32
 """Units per program of the scores, by tensor cores and without."""
 _DOT_LANES = 16
 _ONE_LEVEL = 4096
-"""Up to so many units one program per KV head ranks them all."""
+"""Up to this many units, one program per KV head ranks them all."""
 _LEAST_CHUNK, _MOST_CHUNK, _LEAST_BLOCK = 2048, 16_384, 128
 _TOKENS, _COMPARED = 64, 128
 _UNBOUNDED = 2**31 - 1
@@ -32,9 +32,9 @@ _UNBOUNDED = 2**31 - 1
 
 def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, scores: Tensor, budget: int = _UNBOUNDED) -> list[int]:
     """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`, memory for
-    scores (see `GpuUnitSearch.scores_for`), and the most tokens that a search may find in them.
+    scores (see `GpuUnitSearch.scores_for`), and the most tokens that a search may find.
 
-    The tensors must stay where they are while the plan is in use; only their distance between KV heads is free.
+    The tensors must not move while the plan is in use. They may have any distance between KV heads.
     """
     assert reps.stride(2) == 1 and (reps.stride(1) == reps.shape[2] or reps.shape[1] < 2), reps.stride()
     assert reps.data_ptr() % 16 == 0 and reps.shape[2] * reps.element_size() % 16 == 0, "rows of whole 16 bytes"
@@ -46,10 +46,10 @@ def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, scores: Tensor, bud
 
 @dataclass(frozen=True)
 class UnitKind:
-    """What units are like. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to the logits.
+    """Properties of units. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to logits.
 
-    ordered: the members of one unit all come before those of the next. least_tokens: of all units but one per sequence.
-    per_query_head: representations `[H_q, U, R]`, each query head's own; a unit has the largest score of its group ("max").
+    ordered: all members of a unit come before those of the next. least_tokens: smallest unit, but for one per sequence.
+    per_query_head: representations `[H_q, U, R]` per query head; a unit has the largest score of its group ("max").
     """
 
     volume: bool
@@ -62,15 +62,15 @@ class UnitKind:
 class GpuUnitSearch:
     """Scratch and launches for up to `units` units per sequence and budgets of up to `top_k` tokens.
 
-    scores: fp32 `[B, H_kv, lanes, U]`, memory for the scores of each sequence. Slots have memory of their own sequences
-    instead, see `scores_for`.
+    scores: fp32 `[B, H_kv, lanes, U]`, memory for the scores of each sequence. Slots use their sequences' memory instead,
+    see `scores_for`.
     """
 
     def __init__(
         self, sequences: int, heads: int, group: int, dim: int, mode: str, kind: UnitKind, top_k: int, units: int, like: Tensor,
         own_scores: bool = False,
     ) -> None:  # fmt: skip
-        """like: any tensor of the representations' dtype on the device. own_scores: the sequences have memory of their own."""
+        """like: any tensor of the representations' dtype on the device. own_scores: sequences bring memory for scores."""
         self.sequences, self.mode, self.kind, self.top_k, self.units = sequences, mode, kind, top_k, units
         self._heads, self._group, self._dim = heads, group, dim
         self._lanes = 1 if mode == "mean_q" else group
@@ -95,10 +95,10 @@ class GpuUnitSearch:
         self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
         self.counts = scratch(sequences, heads)
-        """How many of each are real."""
+        """How many ids of each are valid."""
 
     def scores_for(self, heads: int, units: int) -> Tensor:
-        """Memory for the scores of so many KV heads, of up to `units` units each: fp32 `[heads, lanes, U]`."""
+        """Memory for the scores of `heads` KV heads with up to `units` units each: fp32 `[heads, lanes, U]`."""
         width = SCORE_STEP * cdiv(units, SCORE_STEP)
         return torch.empty(heads, self._stored, width, dtype=torch.float32, device=self._like.device)
 
@@ -107,9 +107,9 @@ class GpuUnitSearch:
         return self.sequences >= sequences and self.top_k >= top_k and self.units >= units
 
     def launch(self, queries: Tensor, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
-        """Searches for queries `[B, H_q, D]` (contiguous) in the sequences whose int32 `fire[b]` is not 0.
+        """Searches for queries `[B, H_q, D]` (contiguous) in the sequences with int32 `fire[b]` != 0.
 
-        Fills `ids[:B]` and `counts[:B]` with at most `top_k` tokens each; the results of other sequences stay as they are.
+        Fills `ids[:B]` and `counts[:B]` with at most `top_k` tokens each; other sequences keep their results.
         plan: int64 `[B, FIELDS]`, see `plan_row`.
         """
         self.score(queries, plan, fire, scaling)
@@ -117,7 +117,7 @@ class GpuUnitSearch:
         self.expand(plan, fire)
 
     def score(self, queries: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
-        """Scores of all units."""
+        """Scores all units."""
         dot = self._dots(queries.dtype)
         rows = _DOT_UNITS if dot else _SUM_UNITS
         heads, group, lanes = self._heads, self._group, self._lanes
@@ -132,7 +132,7 @@ class GpuUnitSearch:
         )  # fmt: skip
 
     def fill(self, dtype: torch.dtype, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
-        """The units that fill the budget; dtype: of the queries that were scored."""
+        """Selects the units that fill the budget. dtype: of the scored queries."""
         rows = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS
 
         def level(grid: int, block: int, last: bool) -> None:
@@ -150,7 +150,7 @@ class GpuUnitSearch:
         level(1, max(_LEAST_BLOCK, next_power_of_2(self._chunks * self._slots)), True)
 
     def expand(self, plan: Tensor, fire: Tensor) -> None:
-        """Token ids of those units."""
+        """Writes the token ids of the selected units."""
         grid = (cdiv(self.top_k, _TOKENS), self._pairs(plan))
         compared = min(_COMPARED, next_power_of_2(self._slots))
         expand_kernel[grid](
@@ -166,5 +166,5 @@ class GpuUnitSearch:
         return plan.shape[0] * self._heads
 
     def _dots(self, dtype: torch.dtype) -> bool:
-        """Whether tensor cores score: they take both sides as they are, so a mean of queries would be rounded."""
+        """Whether tensor cores compute scores. Not for a mean of queries, which would be rounded to 16 bits."""
         return dtype == self._like.dtype and dtype in (torch.float16, torch.bfloat16) and self.mode != "mean_q"

@@ -1,4 +1,4 @@
-"""The part of a device step of an index over units: each slot has units in memory of its own sequence, with room for more."""
+"""Units in a device step: each slot's units lie in memory of its sequence, with room for more."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnitTable:
-    """Memory of the units of one sequence while it is in a slot. It serves one stay and is never filled anew, so whoever has
-    seen its units may keep them.
+    """Memory of the units of one sequence while it is in a slot. It is used for one stay only, so references to its units stay
+    valid.
 
     reps: `[H_kv, C, R]`, members: int32 `[H_kv, n]`, offsets: int32 `[H_kv, C + 1]`, scores: fp32 `[H_kv, lanes, C or more]`.
-    units: those it was filled with, as the index knows them. limit: tokens behind the sink that it has room for.
+    units: the index's units that it was filled with. limit: tokens after the sink that it has room for.
     """
 
     reps: Tensor
@@ -43,7 +43,7 @@ class UnitTable:
         return self.reps.nbytes + self.members.nbytes + self.offsets.nbytes + self.scores.nbytes
 
     def rows(self, budget: int) -> list[list[int]]:
-        """One row of a plan for each KV head, which has the units that the table was filled with."""
+        """One row of a plan per KV head, for the units that the table was filled with."""
         counts = self.units.reps.shape[1], self.units.members.shape[1]
         heads = (slice(h, h + 1) for h in range(len(self.reps)))  # an empty view would have no address
         rows = (plan_row(self.reps[h], self.members[h], self.offsets[h], self.scores[h], budget) for h in heads)
@@ -53,67 +53,66 @@ class UnitTable:
 class UnitStep(IndexStep):
     """Units of all slots, and one row of a search's plan for each slot and KV head, int64 `[slots * H_kv, FIELDS]`.
 
-    Kernels find a slot's units by the addresses in its rows. So the memory of a slot is that of its own sequence, sized by its
-    own units and by the steps that it may make, and a graph holds no address but the plan's.
+    Kernels find a slot's units by the addresses in its rows. So each slot has memory of its own size, for its units and for the
+    steps to come, and a graph holds only the plan's address.
 
-    The device counts the zones: where a segment ends depends on the queries, which the host never sees. A subclass says how
-    units grow when tokens leave the window.
+    The device counts the zones, because the end of a segment depends on queries that the host never sees. A subclass defines
+    how units grow when tokens leave the window.
     """
 
     def __init__(self, index: PageIndex | ClusterIndex, spec: SlotSpec, room: int) -> None:
-        """index: of the kind that is to join. room: most units of a sequence."""
+        """index: any index of the kind that will join. room: most units of a sequence."""
         super().__init__(spec)
         self.room, self._kind = room, type(index)
         b, heads, shape, device = spec.slots, spec.shape.kv_heads, spec.shape, spec.shape.device
         self.width = self._heads = heads
         self.tables: dict[int, UnitTable] = {}
-        """By slot; held so that the addresses in the plan stay what they are."""
+        """By slot; keeps the memory alive whose addresses are in the plan."""
         self.plan = torch.zeros(b * heads, FIELDS, dtype=torch.int64, device=device)
         like = torch.empty(1, dtype=shape.dtype, device=device)
         self.searches = GpuUnitSearch(
             b * heads, 1, spec.group, shape.head_dim, index.gqa, index.kind, spec.top_k, room, like, own_scores=True
         )
-        """One search for each slot and KV head, with scratch for `room` units of each beside the scores: less than
-        one number per unit."""
+        """The search over all slots and KV heads; scratch for `room` units each, besides the scores: less than one number
+        per unit."""
         self.ids, self.counts = self.searches.ids.view(b, heads, -1), self.searches.counts.view(b, heads)
 
     @abstractmethod
     def most_units(self, units: Units, tokens: int, steps: int) -> int:
-        """How many units of a sequence there may be after so many further tokens and steps."""
+        """The most units of a sequence after `tokens` more tokens in `steps` steps."""
 
     def lent(self, units: Units, table: Units) -> Units:
-        """What the index of a sequence refers to while its `units` are in a table: the same ones there. Here for steps that
-        write behind them only."""
+        """The units that a sequence's index uses while they are in a table. Here: the table's, for steps that only append."""
         return table
 
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
         return type(index) is self._kind
 
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        """The units of the sequence are copied to a table with room for those to come, and its index refers to that. Where
-        they lie in the slot's table already, nothing is copied."""
+        """Copies the sequence's units to a table with room for more, and makes its index use the table. Copies nothing if
+        they are in the slot's table already."""
         known = cast("PageIndex | ClusterIndex", index)
         units, table, behind = known.units(sequence), self.tables.get(slot), zones.total - zones.sink
-        limit = max(behind + room + 1, 0 if table is None else table.limit)  # again: room for the steps of the first time
+        limit = max(behind + room + 1, 0 if table is None else table.limit)  # joining again keeps the room of the first time
         if table is None or table.units is not units or table.limit < limit:
             table = self._filled(units, limit - zones.retrieval, limit - behind, limit)
             known.move(sequence, table.units)
         rows = torch.tensor(table.rows(budget), dtype=torch.int64)
         self.plan.view(-1, self._heads, FIELDS)[slot] = rows.to(self.plan.device)
-        self.tables[slot] = table  # which gives up the one before, of which the plan knows no longer
+        self.tables[slot] = table  # the plan no longer refers to the previous table
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         self.searches.launch(queries, self.plan, fire.view(-1), scaling, self.spec.top_k)
 
     def forget(self, slot: int, index: Index, sequence: int) -> None:
-        """The table is left to whoever refers to its units; no step writes there any more."""
+        """No step writes to the table any more. References to its units stay valid."""
         known, table = cast("PageIndex | ClusterIndex", index), self.tables.pop(slot, None)
         self.plan.view(-1, self._heads, FIELDS)[slot] = 0
         if table is not None and isinstance(table.units, GrowingUnits) and known.units(sequence) is table.units:
             known.move(sequence, table.units.settled())
 
     def _filled(self, units: Units, tokens: int, steps: int, limit: int) -> UnitTable:
-        """A table with units, and room for so many further tokens and steps."""
+        """A table with these units, and room for `tokens` more tokens in `steps` steps."""
         heads, count, width = units.reps.shape
         held, most = units.members.shape[1], self.most_units(units, tokens, steps)
         shape = self.spec.shape

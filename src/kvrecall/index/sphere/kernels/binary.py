@@ -1,14 +1,14 @@
-"""Stage I by one-bit inner products on binary tensor cores: keys' sign bits, as they lie, against bit planes of the queries.
+"""Stage I by one-bit inner products on binary tensor cores: sign bits of keys against bit planes of the queries.
 
-A query's whole numbers of five bits, in two's complement, are five planes. One instruction counts the bits that 16 keys share
-with 8 planes; three of them give a thread all planes of one query head, for two keys. The sums begin with the bits of powers of
-two, so that they are fp32 numbers which have their planes' weights already; a chain of four additions, in an order that rounds
-nothing, makes the product of them. The group's largest score is found by exchanges within four threads, after which each thread
-has two of a warp's 64 keys. They are counted by votes: thread l counts score l.
-Scores are those of `product_kernel`. Bytes: S per token and KV head, for all query heads of the group.
+A query coordinate is a five-bit integer in two's complement, so a query is five bit planes. One instruction counts the bits
+that 16 keys share with 8 planes; three instructions give a thread all planes of one query head, for two keys. Counts are
+accumulated on top of the bits of a power of two, so each sum is an fp32 number that already has its plane's weight. Four
+additions, in an order without rounding, make the product. Four threads exchange values to find the group's largest score; then
+each thread has two of a warp's 64 keys. Scores are counted by votes: thread l counts score l. Scores equal those of
+`product_kernel`. Bytes: S per token and KV head, for all query heads of the group.
 """
 
-# Loops over constants and tuples of values are the compiler's.
+# Loops over constants and tuples of values are resolved by the compiler.
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
@@ -46,7 +46,7 @@ def base(i):
 
 @triton.constexpr_function
 def norm_exponent(UNIT, SHIFT):
-    """What makes of a norm's code, moved to the upper half of an fp32 number, the norm in scores."""
+    """Factor from a norm's code, in the upper half of an fp32 number, to the norm in scores."""
     return (127 + 4 - UNIT - SHIFT) << 7
 
 
@@ -58,7 +58,7 @@ def read_keys(
     """Words of eight keys per thread, key by key, and the norms of two. T: tokens of all warps, `start` of the tile the first.
 
     Thread 4 g + t has words t of keys g, 8 + g, 16 + g, ... of its warp's chunk, and norms of keys 8 t + g and 32 + 8 t + g.
-    What is behind a key's bits may be anything: queries have zeros there; and so may keys that are not there.
+    Bits after a key's own, and keys beyond the end, may have any value: queries are zero there.
     """
     W: tl.constexpr = S // READ
     b_words, b_codes = (), ()
@@ -92,9 +92,9 @@ def read_keys(
 
 @triton.jit
 def norms_of(b_codes, UNIT: tl.constexpr, SHIFT: tl.constexpr):
-    """What products with keys g, 8 + g, ... are multiplied by, fp32: an eighth of them is in each of four threads, twice.
+    """fp32 factors of the products with keys g, 8 + g, ...: each of four threads has an eighth of them, twice.
 
-    Codes become the upper bits of fp32 numbers, of which both halves of a word have room.
+    Codes become the upper bits of fp32 numbers; a word holds two codes.
     """
     b_two = (((b_codes[0] << 3) + norm_exponent(UNIT, SHIFT)) << 16) | ((b_codes[1] << 3) + norm_exponent(UNIT, SHIFT))
     b_all = (of_four(b_two, 0), of_four(b_two, 1), of_four(b_two, 2), of_four(b_two, 3))
@@ -122,10 +122,11 @@ def planes_of(
     p_rotated, p_sums, b_lane, b_warp, scale, units, spans, SUMS, D: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
     CENTRED: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, PEAK: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
-    """Of query head FROM + warp % 4, what the other threads gather: thread 4 i + t of the warp has word t of plane i, int32.
+    """Bit planes of query head FROM + warp % 4, for other threads to read: thread 4 i + t of the warp has word t of plane i,
+    int32.
 
-    One block per step of 128 coordinates. Threads 20 to 22 of the first have 2^24 - 4096 less the sum of the query, the mean
-    of the shifts and their unit, fp32.
+    One block per step of 128 coordinates. Threads 20 to 22 of the first block have 2^24 - 4096 minus the query's sum, the mean
+    of the shifts, and their unit, fp32.
     """
     b_head = FROM + b_warp % 4
     p_query, b_exact, b_square = p_rotated + b_head * D, (), tl.zeros(b_lane.shape, tl.float32)
@@ -167,11 +168,11 @@ def planes_of(
 
 @triton.jit
 def weighted(b_0, b_1, b_2, b_3, b_4, b_rest):
-    """The product, fp32, of the counts of five planes, each added to its `base`; rest: what is left of the bases when all
-    are added up, less the sum of the query.
+    """The product, fp32, from the counts of five planes, each added to its `base`. rest: the remainder of the bases minus the
+    query's sum.
 
-    Sums are multiples of 2^(i + 1) below 2^(25 + i), i being the lowest plane so far, and the rest is below 2^24 for any query:
-    nothing is rounded.
+    Partial sums are multiples of 2^(i + 1) below 2^(25 + i), where i is the lowest plane so far, and the rest is below 2^24 for
+    any query. So nothing is rounded.
     """
     b_sum = b_3.to(tl.float32, bitcast=True) - b_4.to(tl.float32, bitcast=True)
     b_sum += b_2.to(tl.float32, bitcast=True)
@@ -189,7 +190,7 @@ def whole_shift(b_shift, b_mean, b_unit, MOST: tl.constexpr, OFFSET: tl.constexp
 
 @triton.jit
 def best_of_four(b_0, b_1, b_2, b_3, b_lane):
-    """Pairs of keys of four products `pair`: the largest of four neighbouring threads; thread t keeps that of pair t."""
+    """The largest of four neighbouring threads for each of four pairs of keys; thread t keeps pair t."""
     m_upper, m_odd = (b_lane & 2) != 0, (b_lane & 1) != 0
     b_a = larger(tl.where(m_upper, b_2, b_0), exchanged(tl.where(m_upper, b_0, b_2), 2))
     b_b = larger(tl.where(m_upper, b_3, b_1), exchanged(tl.where(m_upper, b_1, b_3), 2))
@@ -198,7 +199,7 @@ def best_of_four(b_0, b_1, b_2, b_3, b_lane):
 
 @triton.jit
 def half(b_pair, WHICH: tl.constexpr):
-    """The lower (0) or upper (1) of two fp16 >= 0, without its fraction, int32."""
+    """The integer part, int32, of the lower (0) or upper (1) of two fp16 >= 0."""
     return ((b_pair >> (16 * WHICH)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32)
 
 
@@ -212,11 +213,11 @@ def binary_kernel(
     PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr,
     BARRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (SUB tiles of TILE tokens, sequence and KV head), of WARPS warps, a multiple of four. Otherwise as
-    `product_kernel`: what it reads and writes, and its arguments of the same names.
+    """Program (SUB tiles of TILE tokens, sequence and KV head), with WARPS warps, a multiple of four. Inputs, outputs and
+    arguments are those of `product_kernel`.
 
-    signs are read READ bytes at a time, of keys of STEPS times 128 bits at most. Where a tile's first keys lie is known before
-    the queries are, so they are asked for before the kernel in front has ended.
+    signs are read READ bytes at a time; a key has at most STEPS times 128 bits. The first keys of a tile do not depend on the
+    queries, so they are loaded before the previous kernel has ended.
     """
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
@@ -256,7 +257,7 @@ def binary_kernel(
             b_shifts = read_shifts(p_shift, first + o_chunk, o_word, tokens, SPANS, LANES, SPAN)
         for i_round in range(ROUNDS):
             o_token = first + i_round * T + o_chunk
-            # Of the next round, which takes long. Behind the last one there is none: `tokens` ends where the tile does.
+            # Loads for the next round are started early. After the last round nothing is loaded: `tokens` ends with the tile.
             b_next, b_next_codes = read_keys(p_signs, p_norms, b_known, p_own, TABLE, BYTES, i_h, first, (i_round + 1) * T,
                                              o_chunk, o_key, o_word, last, BLOCK, S, READ, T, STEPS, NORMS)  # fmt: skip
             b_wholes = ()
@@ -272,7 +273,7 @@ def binary_kernel(
                 b_norms = norms_of(b_codes, UNIT, SHIFT)
             b_pairs = ()
             for i in tl.static_range(4):
-                b_best, b_most = b_lane, b_lane  # of no query head yet
+                b_best, b_most = b_lane, b_lane  # no query head so far
                 for w in tl.static_range(GROUPS):
                     b_p = ()
                     for j in tl.static_range(3):
@@ -334,6 +335,6 @@ def binary_kernel(
 
 @triton.jit
 def write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS: tl.constexpr):
-    """How many tokens of the tile reach scores `o_bin`, also to be added up over all tiles."""
+    """Stores how many tokens of the tile reach scores `o_bin`, and adds them to the sums over all tiles."""
     tl.store(p_reach + (i_bh * BINS + o_bin) * TILES + i_tile, b_reach)
     tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")

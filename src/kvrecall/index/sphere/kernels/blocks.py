@@ -1,13 +1,12 @@
-"""Where the codes of tokens lie: in the blocks of their sequence, whose table the kernels are given.
+"""Addresses of codes in blocks, by a sequence's block table.
 
-A part of the codes of all blocks is `[blocks, HEADS, BLOCK, WIDTH]`, of which two blocks lie NUMBERS apart, a multiple of
-sixteen. What a program works on begins at a multiple of its length, so it lies in one block or in several whole ones. Where
-these are few, each is looked up once, before anything else (`look_up`): a load inside a loop would take the place of one that
-is read ahead. Where blocks are small, each token is looked up. Tables may end before a program's tokens do: entries behind
-their end are not read, and count as block 0.
+A part of the codes of all blocks is `[blocks, HEADS, BLOCK, WIDTH]`; two blocks are NUMBERS elements apart, a multiple of
+sixteen. A program's tokens begin at a multiple of their number, so they lie in one block or in several whole ones. If these are
+few, each is looked up once, first of all (`look_up`), because a load inside a loop would delay the loads of codes. If blocks
+are small, each token is looked up. Entries after the end of a table are not read and count as block 0.
 """
 
-# Loops over constants are the compiler's.
+# Loops over constants are resolved by the compiler.
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import triton
 import triton.language as tl
 
 _FEW = tl.constexpr(4)
-"""Blocks of a program that are looked up before anything else."""
+"""Most blocks of a program that are looked up in advance."""
 
 
 @triton.jit
 def numbers_of(p_part, BYTES):
-    """Numbers of a part's dtype between blocks that lie BYTES bytes apart."""
+    """Distance of blocks in elements of a part's dtype; BYTES: in bytes."""
     return BYTES // (p_part.dtype.element_ty.primitive_bitwidth // 8)
 
 
@@ -34,7 +33,7 @@ def one_block(p_table, TABLE, token, BLOCK: tl.constexpr):
 
 @triton.jit
 def look_up(p_table, TABLE, first, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """The blocks of a program's TOKENS tokens from `first` on, a multiple of TOKENS; none where they are not few."""
+    """The blocks of a program's TOKENS tokens from `first` on, a multiple of TOKENS; nothing if there are too many."""
     COUNT: tl.constexpr = (TOKENS + BLOCK - 1) // BLOCK
     b_known = ()
     if COUNT <= _FEW:
@@ -45,8 +44,8 @@ def look_up(p_table, TABLE, first, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def blocks_of(b_known, p_table, TABLE, first, start, o_t, BLOCK: tl.constexpr, T: tl.constexpr):
-    """The blocks of tokens first + start + o_t, 0 <= o_t < T, int32: one number where T tokens lie in one block, else of o_t's
-    shape. start: a multiple of T. known: what `look_up` has found for the program's tokens from `first` on."""
+    """The blocks of tokens first + start + o_t, 0 <= o_t < T, int32: one number if T tokens lie in one block, else of o_t's
+    shape. start: a multiple of T. known: the result of `look_up` for the program's tokens from `first` on."""
     if BLOCK >= T:
         o_t = 0
     FEW: tl.constexpr = len(b_known)
@@ -61,8 +60,8 @@ def blocks_of(b_known, p_table, TABLE, first, start, o_t, BLOCK: tl.constexpr, T
 
 @triton.jit
 def begin_of(b_block, NUMBERS, i_h, start, BLOCK: tl.constexpr, T: tl.constexpr, WIDTH: tl.constexpr):
-    """Numbers before the code of the first of T tokens, number `start` of the zone, or (BLOCK < T) before the first code of
-    each token's block; int64."""
+    """Offset in elements, int64, of the code of token `start`, the first of T, or (BLOCK < T) of the first code of each token's
+    block."""
     row = i_h * BLOCK
     if BLOCK >= T:
         row += start % BLOCK
@@ -71,7 +70,7 @@ def begin_of(b_block, NUMBERS, i_h, start, BLOCK: tl.constexpr, T: tl.constexpr,
 
 @triton.jit
 def rows_of(o_t, BLOCK: tl.constexpr, T: tl.constexpr, WIDTH: tl.constexpr):
-    """Numbers from `begin_of` to the codes of tokens o_t."""
+    """Offset in elements from `begin_of` to the codes of tokens o_t."""
     if BLOCK < T:
         o_t = o_t % BLOCK
     return o_t * WIDTH

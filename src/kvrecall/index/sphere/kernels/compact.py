@@ -1,9 +1,9 @@
-"""Between the stages: the candidates in ascending order.
+"""Writes the candidates of stage I in ascending order.
 
-Candidates are the `wanted` keys of the largest scores, lower positions first among equals. Where each tile's part begins
-follows from the counts of the tiles before it, so no order depends on timing. Four scores are looked at as one word, which
-takes a third of the registers that single ones take: a program waits most of its life, and as many as there are shall wait at
-the same time. Bytes: 1 per token, 4 per candidate.
+Candidates are the `wanted` keys with the largest scores; among ties lower positions come first. The start of each tile's part
+follows from the counts of the tiles before it, so the order does not depend on timing. Scores are handled four to a word, with
+a third of the registers: programs mostly wait for memory, so as many as possible should run at the same time. Bytes: 1 per
+token, 4 per candidate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def count_and_most(a_count, a_most, b_count, b_most):
 
 @triton.jit
 def up_to(b_flag):
-    """How many bytes of a word up to each have their highest bit set, in that byte."""
+    """In each byte: how many bytes of the word, up to this one, have their highest bit set."""
     return ((b_flag >> 7) & ONES) * ONES
 
 
@@ -47,8 +47,8 @@ def compact_kernel(
 ):  # fmt: skip
     """Program (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32.
 
-    scores: int32, four scores each; those of tokens that are not there are 0, which no candidate has. Most tiles take all or
-    none of the keys of the least score; only one has to count which come first.
+    scores: int32, four scores each; 0 beyond the last token, which is no candidate's score. Most tiles take all or none of the
+    keys with the least score; only one tile takes some, and counts which.
     """
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b = i_bh // HEADS
@@ -58,10 +58,10 @@ def compact_kernel(
     if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
         o_bin = tl.arange(0, BINS)
         b_total = tl.load(p_total + i_bh * BINS + o_bin)
-        # Totals fall from score to score: those that reach `wanted` come first, the next one is the largest of the others.
+        # Totals fall with the score: `enough` of them reach `wanted`, the next one is below.
         m_enough = b_total >= wanted
         enough, above = tl.reduce((m_enough.to(tl.int32), tl.where(m_enough, 0, b_total)), 0, count_and_most)
-        least, room = enough - 1, wanted - above  # the least score that is taken, and how many of those that have it
+        least, room = enough - 1, wanted - above  # the least score of candidates, and how many with it
         o_tile = tl.arange(0, BT)
         p_least = p_reach + (i_bh * BINS + least) * TILES
         b_reach = tl.load(p_least + o_tile, mask=o_tile <= i_tile, other=0)

@@ -1,10 +1,10 @@
 """Summaries of keys on a GPU (section 4.1): norm, rotation, signs, 3-bit magnitudes, weights, in one pass over the keys.
 
-Bytes per token and KV head: 2 D read, 6 S written; operations: 2 D^2, twice or three times over. What is kept is fp32.
+Bytes per token and KV head: 2 D read, 6 S written; operations: 2 D^2, two or three times. Intermediate values are fp32.
 
-Tensor cores take eleven bits of a number, so the rotation goes through them as its rounded value and, apart, as what that
-leaves out; 16-bit keys are exact there, others are taken apart too. Sums over `_SUMMED` coordinates are added up outside, where
-sums are rounded and not cut off. Together that is as close to the exact product as a matrix product in fp32.
+Tensor cores use eleven bits of a number. So the rotation is multiplied in two parts, its rounded value and the remainder;
+16-bit keys are exact, other keys are split too. Sums over `_SUMMED` coordinates are added outside tensor cores, which truncate
+instead of rounding. The result is as close to the exact product as an fp32 matrix product.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN
 
 _NUMBERS, _WARPS = 4096, 4
-"""Rotated coordinates per program, and its warps: as many as fit in registers. Two small programs on a multiprocessor take two
-thirds of the time of one of twice the size, since one computes while the other waits."""
+"""Rotated coordinates per program, and its warps: as many as fit into registers. Two small programs on a multiprocessor take
+two thirds of the time of one of twice the size, because one computes while the other waits."""
 _SUMMED = 32
 """Coordinates of a key that tensor cores sum up."""
 _SHIFT = tl.constexpr(small_floats.SHIFT)
@@ -55,11 +55,11 @@ def weight_values(b_weight):
 def encode_blocks(
     b_blocks, b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, o_code, m_code, HIGHEST, LOWEST, MIN_ALPHA,
 ):  # fmt: skip
-    """Codes of rotated blocks fp32 `[T, S, 8]` of keys that were divided by `b_scale` `[T]`, into places `o_code` `[T, S]`
-    behind the pointers, which may be tensors, too.
+    """Codes of rotated blocks fp32 `[T, S, 8]` of keys that were divided by `b_scale` `[T]`, stored at offsets `o_code`
+    `[T, S]` from the pointers, which may be tensors.
 
-    The norm of a key needs not be known: the weight |k| r / alpha is the length of its block divided by alpha. Weights lie
-    between LOWEST and HIGHEST; those of a key whose scale is 0 are 0. Returns the weights as they are stored.
+    The key's norm is not needed: the weight |k| r / alpha is the length of the block divided by alpha. Weights are clamped to
+    LOWEST .. HIGHEST, and 0 for a key with scale 0. Returns the stored weights.
     """
     o_j = tl.arange(0, 8)[None, None, :]
     b_radius = tl.sqrt(tl.sum(b_blocks * b_blocks, 2))
@@ -70,7 +70,7 @@ def encode_blocks(
         b_level = tl.where(m_reached, i + 1, b_level)
         b_value = tl.where(m_reached, tl.load(p_levels + i + 1), b_value)
     b_alpha = tl.maximum(tl.sum(b_value * b_size, 2), MIN_ALPHA)
-    # 24 bits of magnitudes and 8 of signs above them: one sum over a block, whose coordinates lie in several threads.
+    # 24 bits of magnitudes and 8 of signs above them, made by one sum over the block's coordinates in several threads.
     b_word = tl.sum((b_level << (3 * o_j)) | ((b_blocks >= 0).to(tl.int32) << (24 + o_j)), 2)
     b_weight = tl.maximum(tl.minimum(b_scale[:, None] * (b_radius / b_alpha), HIGHEST), LOWEST)
     b_weight = tl.where(b_scale[:, None] > 0, b_weight, 0.0)
@@ -87,15 +87,15 @@ def encode_blocks(
 
 @triton.jit
 def less_centre(b_keys, b_centre):
-    """Keys less their centre, fp32, within what fp32 holds: two huge keys may lie further apart."""
+    """Keys minus their centre, clamped to the range of fp32: two huge keys may lie further apart."""
     return tl.minimum(tl.maximum(b_keys - b_centre, -3.4028234663852886e38), 3.4028234663852886e38)
 
 
 @triton.jit
 def centre_at(p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d):
-    """Coordinates `o_d` of the centre of a span, fp32. Products are fused in one way, whoever calls.
+    """Coordinates `o_d` of the centre of a span, fp32. Products are always fused in the same way.
 
-    means `[D]`, their partners MEANS numbers behind; cos, sin `[R, D]`.
+    means `[D]`, their partners MEANS elements further; cos, sin `[R, D]`.
     """
     m_d = o_d < D
     b_mean, b_partner = tl.load(p_means + o_d, mask=m_d, other=0.0), tl.load(p_means + MEANS + o_d, mask=m_d, other=0.0)
@@ -105,7 +105,7 @@ def centre_at(p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d):
 
 @triton.jit
 def less_centres(b_keys, p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d, SPANS: tl.constexpr, SPAN: tl.constexpr):
-    """Keys `[T, ·]`, coordinates `o_d`, of SPANS whole spans from `span` on, or of a part of one, less their centres."""
+    """Keys `[T, ·]`, coordinates `o_d`, minus their centres; they fill SPANS whole spans from `span` on, or a part of one."""
     b_centre = centre_at(p_means, MEANS, p_cos, p_sin, span, D, o_d)[None, :]
     if SPANS > 1:
         o_t = tl.arange(0, b_keys.shape[0])
@@ -126,7 +126,7 @@ def power_of_two(b_largest):
 
 @triton.jit
 def eleven_bits(b_x):
-    """fp32 rounded to the bits that tensor cores take."""
+    """fp32 rounded to the eleven bits that tensor cores use."""
     return ((b_x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -139,13 +139,12 @@ def encode_kernel(
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
     BK: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, KV head): codes of keys of any float dtype, which lie HEAD and TOKEN numbers apart.
+    """Program (T tokens, KV head): codes of keys of any float dtype, with strides HEAD and TOKEN in elements.
 
-    number: that of the first token in its zone. Programs begin at whole multiples of T in the zone, so that each has whole
-    blocks and spans, or a part of one. Maps fp32 `[D, D]` lie MAP numbers apart (0: one for all heads). table int32 `[TABLE]`:
-    the blocks of the sequence, which lie BYTES bytes apart (`kernels/blocks.py`). CENTRED: there are means `[2, H, D]` and
-    turns of SPAN tokens each (`centre_at`). NORMS: writes norms too. ZEROS: sets zero_norms `[H]` to 1 where the weights of a
-    key are all 0.
+    number: position of the first token in its zone. Programs begin at multiples of T in the zone, so each has whole blocks and
+    spans, or a part of one. Maps fp32 `[D, D]` have stride MAP in elements (0: one for all heads). table int32 `[TABLE]`: the
+    blocks of the sequence, with stride BYTES in bytes (`kernels/blocks.py`). CENTRED: there are means `[2, H, D]` and turns of
+    SPAN tokens each (`centre_at`). NORMS: also writes norms. ZEROS: sets zero_norms `[H]` to 1 if all weights of a key are 0.
     """
     i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
     o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
@@ -168,7 +167,7 @@ def encode_kernel(
     for i_k in range(0, D, BK):
         o_k = i_k + tl.arange(0, BK)
         m_k = o_k < D
-        # [T, BK]: once more from memory, or rather its cache, as no part of a tile can be had from registers
+        # [T, BK]: loaded again, from cache, because a part of a tile cannot be taken from registers
         b_x = tl.load(p_rows[:, None] + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0).to(tl.float32)
         if CENTRED:
             b_x = less_centres(b_x, p_mean, MEANS, p_cos, p_sin, span, D, o_k, SPANS, SPAN)
@@ -224,7 +223,8 @@ def count_kernel(
 
 @triton.jit
 def one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr):
-    """One key fp32 `[BD]`, less its centre (CENTRED), divided by a power of two; that number `[1]`; whether it is zero."""
+    """(one key fp32 `[BD]` minus its centre (CENTRED), divided by a power of two; that power `[1]`; whether the key is
+    zero)."""
     m_zero = tl.max(tl.abs(b_key), 0) == 0.0
     if CENTRED:
         b_key = less_centre(b_key, centre_at(p_mean, MEANS, p_cos, p_sin, span, D, tl.arange(0, BD)))
@@ -237,7 +237,7 @@ def one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D: tl.constexpr, BD: tl
 
 @triton.jit
 def one_turned(b_x, p_map, first, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS coordinates of map `[D, D]` times a key fp32 `[BD]`, from `first` on."""
+    """ROWS coordinates, from `first` on, of map `[D, D]` times a key fp32 `[BD]`."""
     o_d, o_r = tl.arange(0, BD), first + tl.arange(0, ROWS)
     m_r = (o_r < D)[:, None] & (o_d < D)[None, :]
     return tl.sum(tl.load(p_map + o_r[:, None] * D + o_d[None, :], mask=m_r, other=0.0) * b_x[None, :], 1)
@@ -249,9 +249,9 @@ def encode_one(
     HIGHEST, LOWEST, MIN_ALPHA,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS coordinates, from `first` on, of one key fp32 `[BD]` into row `row` of a block, to which the pointers point.
+    """Encodes ROWS coordinates, from `first` on, of one key fp32 `[BD]` into row `row` of a block at the pointers.
 
-    map `[D, D]`; CENTRED: the centre of its span is taken from the key first. Returns whether the key is zero.
+    map `[D, D]`. CENTRED: subtracts the centre of its span first. Returns whether the key is zero.
     """
     b_x, b_scale, m_zero = one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D, BD, CENTRED)
     b_turned = one_turned(b_x, p_map, first, D, BD, ROWS)
@@ -266,7 +266,7 @@ def measure_one(
     b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_norm,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the norm of one key fp32 `[BD]` that went through a map `[D, D]`; arguments as in `encode_one`."""
+    """Writes the norm of one key fp32 `[BD]` after a map `[D, D]`; arguments as in `encode_one`."""
     b_x, b_scale, _ = one_scaled(b_key, p_mean, MEANS, p_cos, p_sin, span, D, BD, CENTRED)
     b_square = tl.zeros([1], tl.float32)
     for first in range(0, D, ROWS):
@@ -276,9 +276,8 @@ def measure_one(
 
 
 class Centring(NamedTuple):
-    """Where the kernels find the centres: means fp32 `[2, H, D]`, cos and sin fp32 `[R, D]`, and numbers between the two means.
-
-    Without centres, any tensors."""
+    """The centres for kernels: means fp32 `[2, H, D]`, cos and sin fp32 `[R, D]`, and the distance between the two means in
+    elements. Any tensors without centres."""
 
     means: Tensor
     between: int
@@ -287,7 +286,7 @@ class Centring(NamedTuple):
 
     @staticmethod
     def of(maps: Maps, tokens: int) -> Centring:
-        """Those of a zone of `tokens` tokens."""
+        """For a zone of `tokens` tokens."""
         if maps.means is None:
             return Centring(maps.rotation, 0, maps.rotation, maps.rotation)
         return Centring(maps.means, maps.means.stride(0), *maps.turns(tokens))
@@ -296,10 +295,10 @@ class Centring(NamedTuple):
 def encode(
     keys: Tensor, maps: Maps, number: int, into: Codes, blocks: Tensor, zero_norms: Tensor | None = None
 ) -> None:  # fmt: skip
-    """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, wherever its heads and tokens lie; the first is token `number`.
+    """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, with any strides; the first is token `number`.
 
-    into: the codes of all blocks, views `[blocks, H_kv, block_size, ·]` (`CodePages`). blocks: int32 `[W]` on the GPU, those of
-    the sequence. zero_norms: int32 `[H_kv]`, becomes 1 for heads with a key whose weights are all 0.
+    into: the codes of all blocks, views `[blocks, H_kv, block_size, ·]` (`CodePages`). blocks: int32 `[W]` on the GPU, the
+    sequence's blocks. zero_norms: int32 `[H_kv]`, set to 1 for heads with a key whose weights are all 0.
     """
     heads, tokens, dim = keys.shape
     if not tokens:
@@ -312,7 +311,7 @@ def encode(
     centring, centred = Centring.of(maps, number + tokens), maps.means is not None
     least, most = weight_range(into.weights.dtype, centred)
     per_program = _NUMBERS // padded
-    ahead = number % per_program  # tokens of the first program that are not ours
+    ahead = number % per_program  # tokens of the first program before `number`
     encode_kernel[(cdiv(ahead + tokens, per_program), heads)](
         keys, maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(keys.device),
         magnitude_thresholds(keys.device), into.signs, into.magnitudes, into.weights,

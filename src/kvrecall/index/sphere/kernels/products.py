@@ -1,10 +1,10 @@
-"""Stage I by one-bit inner products: on tensor cores, small integer query coordinates against the bits of the keys' sign bytes.
+"""Stage I by one-bit inner products on tensor cores: small integer query coordinates times the bits of the keys' sign bytes.
 
-The bits stay where they are. Bit j of every byte of a key is one row of an 8-bit matrix product, whose other side holds the
-query coordinates 8 s + j; eight bits make eight products. A row has 32 columns, so keys of 8 or 16 bytes lie in it four or two
-at a time, and the other side is zero where one key's bytes meet another one's results. Four bytes lie in a register, and one
-instruction takes a bit out of each: it then counts 1, 2, 4 or 8, which the query makes up for, all products counting 8 times.
-Bytes: S per token and KV head, for all query heads of the group.
+Bits are not unpacked. Bit j of every byte of a key is one row of an 8-bit matrix product; the other factor holds the query
+coordinates 8 s + j. Eight bits make eight products. A row has 32 columns, so it holds two keys of 16 bytes or four of 8, and
+the other factor is zero between different keys. A register holds four bytes, and one instruction masks a bit of each. The
+masked bit has the value 1, 2, 4 or 8; the query is scaled to compensate, so that all products count 8 times. Bytes: S per token
+and KV head, for all query heads of the group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def masking(j):
 
 @triton.jit
 def bits(b_codes, j: tl.constexpr, NATIVE: tl.constexpr):
-    """Bit j < 4 of every byte, in its place. NATIVE: four bytes at a time."""
+    """Bit j < 4 of every byte, not shifted. NATIVE: four bytes at a time."""
     if NATIVE:
         b_codes = tl.inline_asm_elementwise(masking(j), "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
     else:
@@ -35,7 +35,7 @@ def bits(b_codes, j: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def upper(b_codes, NATIVE: tl.constexpr):
-    """The upper four bits of every byte in the place of the lower ones; what is above them is never looked at."""
+    """The upper four bits of every byte moved to the lower four; higher bits are ignored later."""
     if NATIVE:
         b_codes = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [b_codes], dtype=tl.int8, is_pure=True, pack=4)
     else:
@@ -45,7 +45,7 @@ def upper(b_codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def shift_spread(p_sums, blocks, o_lane, m_lane, spans, BLOCKS, BB: tl.constexpr):
-    """Mean and variance of the shifts of lanes `o_lane`, of which `blocks` <= BB blocks have sums `[LANES, BLOCKS, 2]`."""
+    """Mean and variance of the shifts of lanes `o_lane`, from the sums `[LANES, BLOCKS, 2]` of `blocks` <= BB blocks."""
     o_b = tl.arange(0, BB)
     p_own = p_sums + (o_lane[:, None] * BLOCKS + o_b[None, :]) * 2
     m_own = m_lane[:, None] & (o_b < blocks)[None, :]
@@ -56,18 +56,18 @@ def shift_spread(p_sums, blocks, o_lane, m_lane, spans, BLOCKS, BB: tl.constexpr
 
 @triton.jit
 def of_columns(b_lanes, KEYS: tl.constexpr, BL: tl.constexpr):
-    """Numbers of lanes `[BL]` -> `[KEYS * BL]`, where the lanes of each key of a row stand."""
+    """Repeats numbers per lane `[BL]` for each key of a row, `[KEYS * BL]`."""
     return tl.reshape(tl.broadcast_to(b_lanes[None, :], [KEYS, BL]), [KEYS * BL])
 
 
 @triton.constexpr_function
 def exponent_of(UNIT, SHIFT):
-    """What makes of a norm's code, moved to an fp32 number's upper bits, the norm in scores per quarter of a product."""
+    """Factor from a norm's code, in the upper bits of an fp32 number, to the norm in scores per quarter of a product."""
     return (127 + 4 - UNIT - 2 - SHIFT) << 23
 
 
 _WHOLE, _WHOLE_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
-"""A number of fp32 and its bits: a whole number of 22 bits, added to the bits, is added to the number."""
+"""An fp32 number and its bits. Adding an integer of 22 bits to the bits adds it to the number."""
 
 
 @triton.jit(do_not_specialize=["START", "TABLE"])
@@ -82,11 +82,11 @@ def product_kernel(
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once.
 
-    scale: length of a rotated query `[BH, LANES, D]` in whole numbers, which are cut off at PEAK. NORMS: products are
-    multiplied by the keys' norms, small floats in units of 2^-UNIT. CENTRED: what the products of each SPAN tokens lack is
-    added, shifts fp32 `[BH, LANES, SPANS]` less their mean, MOST at most, in units of products (units: of a query of length 1);
-    sums of BR shifts each are in `sums`, BB of them at most. SPAN divides T. BLOCK, BYTES, OWN_HEADS, table, zero_norms,
-    BARRED: as in `collision_kernel`.
+    scale: length of a rotated query `[BH, LANES, D]` in integers, which are clamped to PEAK. NORMS: multiplies products by
+    the keys' norms, small floats in units of 2^-UNIT. CENTRED: adds <q, c> of each SPAN tokens, the shifts fp32
+    `[BH, LANES, SPANS]` minus their mean, clamped to MOST, in units of products (units: of a query of length 1). `sums` has
+    sums of BR shifts each, at most BB. SPAN divides T. BLOCK, BYTES, OWN_HEADS, table, zero_norms, BARRED: as in
+    `collision_kernel`.
     """
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
     i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
@@ -124,13 +124,13 @@ def product_kernel(
             b_q = tl.minimum(tl.maximum(tl.floor(b_exact[j] * b_factor + 0.5), -PEAK), PEAK).to(tl.int32)
             b_all += b_q
             b_queries = b_queries + ((b_q * (8 >> (j % 4))).to(tl.int8),)
-        # A set bit counts +1, a clear one -1: the product is twice the sum over the set ones less the sum over all.
+        # A set bit counts +1, a clear bit -1: the product is twice the sum over set bits minus the sum over all bits.
         if CENTRED:
             b_start = (-(tl.sum(b_all, 0) << 2) + _WHOLE_BITS)[None, :]
         else:
             b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
         p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-        for i_sub in tl.range(0, SUB, num_stages=STAGES, disable_licm=CENTRED):  # that took more registers
+        for i_sub in tl.range(0, SUB, num_stages=STAGES, disable_licm=CENTRED):  # hoisting takes more registers
             start = first + i_sub * T
             o_key = (tl.arange(0, T // KEYS) * KEYS)[:, None] + (o_k // BS)[None, :]
             m_code = (o_key < tokens - start) & (o_k % BS < S)[None, :]
@@ -144,7 +144,7 @@ def product_kernel(
             b_codes = upper(b_codes, NATIVE)
             for j in tl.static_range(4):
                 b_product = tl.dot(bits(b_codes, j, NATIVE), b_queries[4 + j], b_product, out_dtype=tl.int32)
-            # Of each token the group's best product, plus OFFSET; tokens lie in a matrix whose rows are GROUPED long.
+            # The group's best product of each token, plus OFFSET; tokens form a matrix with rows of GROUPED.
             GROUPED: tl.constexpr = SPAN if CENTRED else KEYS
             o_group = tl.arange(0, T // GROUPED)
             o_in = (o_group * GROUPED)[:, None] + tl.arange(0, GROUPED)[None, :]
@@ -154,7 +154,7 @@ def product_kernel(
                 p_norm = p_norms + begin_of(b_block, numbers_of(p_norms, BYTES), i_h, start, BLOCK, T, 1)
                 b_code = tl.load(p_norm + rows_of(o_in, BLOCK, T, 1), mask=o_in < tokens - start, other=0).to(tl.int32)
             if CENTRED:
-                # What is added differs between the lanes. In fp32, exact for all sums that lie between the ends.
+                # Shifts differ between lanes. In fp32; exact for all sums within the range of scores.
                 o_s = start // SPAN + o_group
                 p_shift = p_shifts + (i_bh.to(tl.int64) * LANES + o_l[None, :]) * SPANS + o_s[:, None]
                 m_shift = (o_l < LANES)[None, :] & (o_s < spans)[:, None]

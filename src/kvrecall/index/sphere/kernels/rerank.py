@@ -12,7 +12,7 @@ from kvrecall.index.sphere.kernels.encode import weight_values
 
 @triton.jit
 def block_level(b_low, b_mid, b_top, U: tl.constexpr, u: tl.constexpr):
-    """The 24 bits of levels of block u, from bit 0 on; three words hold those of four blocks, three bytes those of one."""
+    """The 24 bits of levels of block u, from bit 0 on. Three words hold four blocks, or three bytes one block."""
     if U == 1:
         b_level = b_low | (b_mid << 8) | (b_top << 16)
     elif u == 0:
@@ -28,9 +28,9 @@ def block_level(b_low, b_mid, b_top, U: tl.constexpr, u: tl.constexpr):
 
 @triton.jit
 def in_rows(p_x, o_x):
-    """p_x + o_x `[R, BU]`, and tells the compiler that neighbouring threads are to read neighbouring columns.
+    """p_x + o_x `[R, BU]`, with a hint that neighbouring threads read neighbouring columns.
 
-    It would choose otherwise for every load that is not contiguous, and shuffle codes from one order to the other.
+    Without the hint the compiler chooses another order for loads that are not contiguous, and shuffles codes between orders.
     """
     return tl.multiple_of(tl.max_contiguous(p_x + o_x, (1, o_x.shape[1])), (1, 1))
 
@@ -45,10 +45,10 @@ def rerank_kernel(
 ):  # fmt: skip
     """Program (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
 
-    The id of a key of zero norm becomes -1 - id: it ranks behind all others. LARGEST: keeps only the group's largest estimate,
-    in lane 0. CENTRED: adds to each what its span of SPAN tokens lacks, shifts fp32 `[bh, lane, SPANS]`. SOFTMAX: also writes
-    peak and mass `[bh, lane, part]` of a softmax over the candidates. A key has UNITS units of U blocks, which one thread
-    reads: 4 blocks as one word of signs, three of levels and, where they have 8 bits, one of weights; or 1 as bytes. levels:
+    The id of a key of zero norm becomes -1 - id, which ranks after all others. LARGEST: stores only the group's largest
+    estimate, in lane 0. CENTRED: adds the shift of each span of SPAN tokens, fp32 `[bh, lane, SPANS]`. SOFTMAX: also writes
+    peak and mass `[bh, lane, part]` of a softmax over the candidates. A key has UNITS units of U blocks; one thread reads one
+    unit: 4 blocks as one word of signs, three of levels and, with 8-bit weights, one of weights; or 1 block as bytes. levels:
     fp32 `[16]`, negative magnitudes, then positive ones. BLOCK, BYTES, OWN_HEADS, table: as in `collision_kernel`.
     """
     i_part, i_bh = tl.program_id(0), START + tl.program_id(1)
@@ -63,7 +63,7 @@ def rerank_kernel(
         m_u = m_c[:, None] & m_q[None, :]
         o_l = tl.arange(0, BL)
         b_shift = tl.zeros([R, BL], tl.float32)
-        if CENTRED:  # asked for early, as it takes long
+        if CENTRED:  # loaded early because it takes long
             p_shift = p_shifts + (i_bh.to(tl.int64) * LANES + o_l)[None, :] * SPANS + (b_id // SPAN)[:, None]
             b_shift = tl.load(p_shift, mask=m_c[:, None] & (o_l < LANES)[None, :], other=0.0)
         i_h, p_own = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
@@ -102,7 +102,7 @@ def rerank_kernel(
                 b_sums = b_sums + (b_dots[lane] + b_weight * b_dot,)
             b_dots = b_sums
         tl.store(p_id, -1 - b_id, mask=m_c & (tl.sum(b_norm, 1) == 0.0))
-        # The lanes side by side, so that all of them take one reduction.
+        # All lanes in one reduction.
         b_all = tl.full([R, BL], float("-inf"), tl.float32)
         for lane in tl.static_range(LANES):
             b_all = tl.where((o_l == lane)[None, :], tl.sum(b_dots[lane], 1)[:, None], b_all)

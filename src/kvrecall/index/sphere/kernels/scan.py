@@ -1,6 +1,6 @@
-"""Stage I over all keys: a score for each, and how many keys of each tile reach each score.
+"""Stage I over all keys: one score per key, and how many keys of each tile reach each score.
 
-A score is one byte: 0 for keys that must not be found, 1 for keys of zero norm, else 2 + the first stage's (the group's
+A score is one byte: 0 for keys that must not be found, 1 for keys of zero norm, else 2 + the score of stage I (the group's
 largest). Bytes per token and KV head: S sign bytes read, 1 written and read again from cache.
 """
 
@@ -15,15 +15,15 @@ from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, n
 
 @triton.jit
 def row_of_scores(CAPACITY):
-    """Bytes between the scores of one KV head and the next: sixteen at a time are read."""
+    """Stride of scores between KV heads, in bytes: a multiple of sixteen, for wide loads."""
     return tl.cdiv(CAPACITY, 16) * 16
 
 
 @triton.jit
 def read_scores(p_score, o_t, tokens):
-    """Scores of tokens `o_t`, 0 for those that are not there.
+    """Scores of tokens `o_t`, 0 beyond the last token.
 
-    Sixteen neighbours are read at once if any of them is real: a mask that divided them would have bytes read one by one.
+    The mask is the same for sixteen neighbours, so that they are read by one load.
     """
     b_score = tl.load(p_score + o_t, mask=o_t // 16 < tl.cdiv(tokens, 16), other=0)
     return tl.where(o_t < tokens, b_score.to(tl.int32), 0)
@@ -31,7 +31,7 @@ def read_scores(p_score, o_t, tokens):
 
 @triton.jit
 def write_scores(p_score, b_score, o_t, tokens, BARRED: tl.constexpr):
-    """Scores of tokens `o_t`, 0 for the first BARRED tokens and for the rest of the last sixteen."""
+    """Writes scores of tokens `o_t`; 0 for the first BARRED tokens and up to the end of the last sixteen."""
     m_found = (o_t >= BARRED) & (o_t < tokens)
     tl.store(p_score + o_t, tl.where(m_found, b_score, 0).to(tl.uint8), mask=o_t // 16 < tl.cdiv(tokens, 16))
 
@@ -41,7 +41,8 @@ def lower_zero_norms(
     p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES,
     BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
-    """Score 1 for the keys of zero norm; arguments as in `tally`. Few heads have one: it takes few registers, and its time."""
+    """Gives score 1 to keys of zero norm; arguments as in `tally`. Rarely needed, so written for few registers, not for
+    speed."""
     PIECE: tl.constexpr = T if T < BLOCK else BLOCK
     for i_piece in range(SUB * T // PIECE):
         o_in, start = tl.arange(0, PIECE), i_first + i_piece * PIECE
@@ -61,11 +62,11 @@ def tally(
     TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr,
     BINS: tl.constexpr, BARRED: tl.constexpr,
 ):  # fmt: skip
-    """Puts keys that have no direction or are barred in their places, and counts the scores that this program has written.
+    """Sets the scores of keys of zero norm and of barred keys, and counts the scores that this program has written.
 
-    zero_norm: not 0 where the head has such a key. weights: of head i_h of blocks that lie BYTES bytes apart; table: the blocks
-    of the sequence, TABLE at most.
-    reach[bh, s, tile] = tokens of the tile whose score is >= s; total[bh, s] = their sum over the tiles.
+    zero_norm: not 0 if the head has a key of zero norm. weights: of head i_h in blocks with stride BYTES in bytes. table: the
+    sequence's blocks, at most TABLE.
+    reach[bh, s, tile] = tokens of the tile with score >= s; total[bh, s] = their sum over the tiles.
     """
     tl.debug_barrier()
     if tl.load(p_zero_norm) != 0:
@@ -96,9 +97,9 @@ def collision_kernel(
 ):  # fmt: skip
     """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
 
-    table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and lie BYTES
-    bytes apart. HEADS is less where each KV head is searched as a sequence of its own. zero_norms int32: `[b, OWN_HEADS]`, of
-    which sequences lie ZEROS numbers apart. BARRED: the first so many tokens of each sequence are not found.
+    table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and stride
+    BYTES in bytes. HEADS is smaller if each KV head is searched as a sequence of its own. zero_norms int32 `[b, OWN_HEADS]` has
+    stride ZEROS between sequences. BARRED: the first BARRED tokens of each sequence are not found.
     """
     begin(PDL)
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
@@ -109,7 +110,7 @@ def collision_kernel(
     if (tl.load(p_fire + i_b) != 0) & (i_first < tokens):
         p_entries = p_tables + i_bh * (WORDS * S * 256)
         p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-        # A tile that lies in several known blocks is scored block by block.
+        # A tile in several known blocks is scored block by block.
         PIECE: tl.constexpr = BLOCK if (T > BLOCK) & (len(b_known) > 0) else T
         o_w, o_in = tl.arange(0, BW), tl.arange(0, PIECE)
         for i_piece in tl.range(0, SUB * T // PIECE, disable_licm=True):  # that took more registers

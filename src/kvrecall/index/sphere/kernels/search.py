@@ -1,11 +1,11 @@
 """The search of the sphere index on a GPU: a chain of kernels, no host synchronisation, scratch memory allocated once.
 
 rotate -> (tables of collisions) -> scan -> compact -> rerank -> top. Lengths and sizes are read from device memory (`plan`),
-so a captured graph replays the search while the zone grows, up to the capacity it was made for; `fire` says which sequences
-search at all.
+so a captured graph stays valid while the zone grows, up to the capacity it was made for. `fire` selects the sequences that
+search.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
-"""Tokens per tile, up to a zone of `_LONG` tokens and beyond."""
+"""Tokens per tile, for zones of up to `_LONG` tokens and for longer ones."""
 _LONGEST_TOKENS, _LONGEST = 4096, 786_432
-"""The same of binary products beyond `_LONGEST` tokens."""
+"""The same for binary products beyond `_LONGEST` tokens."""
 _MAX_TILES = 1024
 _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
 _BINARY, _BINARY_WARPS, _BINARY_LANES, _BINARY_BITS = ((8, 0), (10, 0)), 4, 8, 256
-"""Compute capabilities with binary tensor cores, the first one and the first one without (Blackwell's compiler makes a chain of
-other instructions of them); warps per program; the most query heads and coordinates that they are used for."""
+"""Compute capabilities with binary tensor cores: the first one, and the first one without (on Blackwell the compiler emulates
+them). Warps per program. The most query heads and coordinates that they are used for."""
 _COMPACT_WARPS, _MANY = 4, 2048
-"""From so many programs on each has one warp: what they wait for is then hidden by the others."""
+"""From this many programs on each has one warp, because other programs hide its waiting."""
 _ROTATED_ROWS = 16
 """Coordinates per program of the queries' rotation."""
 _SHIFT_BLOCKS, _FEWEST_SPANS, _MOST_SPANS = 128, 16, 64
-"""Programs that make the products with centres, where spans per program lie between the other two. Every program of the scan
-adds up what they have summed; to let the last of them do that took 3 to 6 us longer."""
+"""Programs for the products with centres; least and most spans per program. Every program of the scan adds up their partial
+sums; letting the last of them do it takes 3 to 6 us longer."""
 _SHIFT_LANES, _SHIFT_NUMBERS = 64, 1024
-"""Lanes whose products with centres one program makes at most, and numbers of a table of turns that it reads at a time."""
+"""Most lanes per program of the products with centres, and numbers of a table of turns that it reads at a time."""
 _RERANKED, _FEWEST_RERANKED, _RERANK_SUMS, _RERANK_WARPS = 128, 32, 2048, 4
-"""Candidates per program of the rerank at most and at least, and sums that it keeps in registers: rows x units x lanes."""
+"""Most and least candidates per program of the rerank, and the sums that fit into registers: rows x units x lanes."""
 _CHUNK, _LONG_CHUNK, _LONG_CHOICE = 1024, 2048, 8192
-"""Candidates whose best are found by one program, up to `_LONG_CHOICE` candidates and beyond; more than four times the
-budget, or nothing would be won."""
+"""Candidates per program of the first selection, for up to `_LONG_CHOICE` candidates and for more. At least four times the
+budget, otherwise a first selection saves nothing."""
 
 _TOP_ELEMENTS = 4
-"""Candidates per thread of the selection, which is a chain of short steps: few, so that each is short."""
+"""Candidates per thread of the selection; few, because the selection is a chain of short steps."""
 
 
 def plan_row(tokens: int, sizes: StageSizes, excluded: int = 0) -> list[int]:
-    """One sequence's numbers of a plan."""
+    """One sequence's row of a plan."""
     return [tokens, min(sizes.candidates, tokens - excluded), *sizes.tier_targets]
 
 
 def binary_products(device: torch.device) -> bool:
-    """Whether one-bit products are made by binary tensor cores there, as far as the device goes."""
+    """Whether the device has binary tensor cores for one-bit products."""
     return not INTERPRETED and _BINARY[0] <= capability(device) < _BINARY[1]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """A sphere index as the kernels read it, on the device.
+    """The tensors of a sphere index that the kernels read, on the device.
 
-    codes: of all blocks, `[blocks, H_kv, block_size, ·]`, parts of blocks that lie equally far apart (`CodePages`). blocks:
-    int32 `[B, W]`, contiguous, the blocks of each sequence. counts int32 `[B, H_kv, S, 256]`; zero_norms int32 `[B, H_kv]`,
-    heads side by side, not 0 where some key has norm zero; barred uint8 `[B, H_kv, tokens of the search]`, not 0 for tokens
-    that must not be found, or None.
+    codes: of all blocks, `[blocks, H_kv, block_size, ·]`, with equal strides between blocks (`CodePages`). blocks:
+    int32 `[B, W]`, contiguous, the blocks of each sequence. counts int32 `[B, H_kv, S, 256]`. zero_norms int32 `[B, H_kv]`,
+    contiguous in heads, not 0 if some key has norm zero. barred uint8 `[B, H_kv, tokens of the search]`, not 0 for tokens that
+    must not be found, or None.
     """
 
     codes: Codes
@@ -98,19 +98,19 @@ class Tables:
 
     @property
     def places(self) -> tuple[int, int, int]:
-        """KV heads of a block, entries of a sequence's table, and bytes from one block to the next."""
+        """(KV heads of a block, entries of a sequence's table, bytes from one block to the next)."""
         return self.codes.signs.shape[1], self.blocks.shape[1], self.codes.signs.stride(0)
 
 
 class GpuSearch:
-    """Scratch and launches for zones of up to `tokens` tokens of which up to `candidates` are reranked."""
+    """Scratch and launches for zones of up to `tokens` tokens and up to `candidates` candidates."""
 
     def __init__(
         self, sequences: int, heads: int, group: int, dim: int, mode: str, stage1: str, top_k: int, tokens: int,
         candidates: int, maps: Maps, stride: int = FIELDS, norms: bool = False, barred: int = 0,
     ) -> None:  # fmt: skip
-        """stride: numbers per row of the plans, of which the first FIELDS are ours. norms: the tables will have norms. barred:
-        the first so many tokens of each sequence are never found."""
+        """stride: numbers per row of the plans; the search uses the first FIELDS. norms: whether tables have norms. barred: how
+        many first tokens of each sequence are never found."""
         device, self._stride, self._barred = maps.rotation.device, stride, barred
         self.mode, self.stage1, self.top_k, self.tokens, self.candidates = mode, stage1, top_k, tokens, candidates
         self._heads, self._group, self._dim, self._maps = heads, group, dim, maps
@@ -125,7 +125,7 @@ class GpuSearch:
         self._tiles = max(1, cdiv(tokens, self._tile * self._sub))
         pairs = sequences * heads
         self.pairs = range(pairs)
-        """Numbers of the sequences and KV heads, head after head: what is searched at most."""
+        """All pairs of sequences and KV heads, head by head."""
 
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -161,14 +161,14 @@ class GpuSearch:
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
         levels = magnitude_levels(device)
         self._levels = torch.cat([-levels, levels])
-        self._scores = torch.empty(pairs, cdiv(tokens, 16) * 16, dtype=torch.uint8, device=device)  # sixteen are read at once
+        self._scores = torch.empty(pairs, cdiv(tokens, 16) * 16, dtype=torch.uint8, device=device)  # read sixteen at a time
         self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
         self.counts = scratch(sequences, heads)
-        """How many of each are real."""
+        """How many ids of each are valid."""
 
     def sharing(self, maps: Maps) -> GpuSearch:
-        """The same search with the maps of another layer: both use one scratch, so one searches after the other."""
+        """The same search with the maps of another layer. Both share scratch, so they must not run at the same time."""
         other = copy(self)
         other._maps, other._centring = maps, Centring.of(maps, self.tokens)
         return other
@@ -176,10 +176,10 @@ class GpuSearch:
     def launch(
         self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None
     ) -> None:
-        """Searches for queries `[B, H_q, D]` (contiguous) in the sequences whose int32 `fire[b]` is not 0.
+        """Searches for queries `[B, H_q, D]` (contiguous) in the sequences with int32 `fire[b]` != 0.
 
-        Fills `ids` and `counts`. plan: int32 `[B, stride]`. The results of other sequences stay as they are. pairs: those of
-        `self.pairs` that this launch is for, all by default; two launches for different ones may run at the same time.
+        Fills `ids` and `counts`; other sequences keep their results. plan: int32 `[B, stride]`. pairs: the part of `self.pairs`
+        to search, all by default; launches for different parts may run at the same time.
         """
         self.make_tables(queries, tables, plan, fire, pairs)
         self.scan(tables, plan, fire, pairs)
@@ -188,7 +188,7 @@ class GpuSearch:
         self.pick(plan, fire, scaling, pairs)
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
-        """Rotated queries and their products with centres and, for collisions, look-up tables; empties the histogram."""
+        """Computes rotated queries, their products with centres and, for collisions, look-up tables; clears the histogram."""
         maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
         together, padded = self._together(pairs), next_power_of_2(self._dim)
         rotate_kernel[(len(pairs), pieces + cdiv(self._sums.shape[2], together))](
@@ -207,13 +207,13 @@ class GpuSearch:
             )  # fmt: skip
 
     def _together(self, pairs: range) -> int:
-        """KV heads of one sequence that a program can take at once, where a launch is for `pairs`."""
+        """KV heads of one sequence that a program can handle together, in a launch for `pairs`."""
         inside = pairs.start // self._heads == (pairs.stop - 1) // self._heads
         count = len(pairs) if inside else gcd(self._heads, pairs.start, len(pairs))
         return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * self._lanes <= _SHIFT_LANES))
 
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
-        """Scores of all tokens and their histogram."""
+        """Computes the scores of all tokens and their histogram."""
         pairs = pairs or self.pairs
         codes, width, size = tables.codes, self._blocks, tables.block_size
         barred = codes.signs if tables.barred is None else tables.barred
@@ -236,7 +236,7 @@ class GpuSearch:
             )  # fmt: skip
             return
         if self.stage1 == "product":
-            # With two warps Triton leaves Blackwell's own matrix unit alone, whose results are never so narrow.
+            # With two warps Triton does not use Blackwell's matrix unit, whose tiles are too wide here.
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift, top = self._scale
@@ -264,7 +264,7 @@ class GpuSearch:
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
-        """Ids of the candidates."""
+        """Writes the ids of the candidates."""
         pairs = pairs or self.pairs
         programs = self._tiles * len(self.pairs)
         compact_kernel[(self._tiles, len(pairs))](
@@ -275,7 +275,7 @@ class GpuSearch:
         )  # fmt: skip
 
     def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:
-        """Estimates of the candidates, and the parts of their softmax where the mode has one."""
+        """Estimates the candidates' products, and the parts of their softmax in softmax modes."""
         unit, pairs = self._unit, pairs or self.pairs
         words = torch.int32 if unit == 4 else torch.uint8
         codes, weights = tables.codes, tables.codes.weights
@@ -291,7 +291,7 @@ class GpuSearch:
         )  # fmt: skip
 
     def pick(self, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:
-        """The best of the candidates."""
+        """Selects the best candidates."""
         softmax, pairs = "softmax" in self.mode, pairs or self.pairs
         left = next_power_of_2(self._chunks * self._slots)
         block = max(self._chunk, left)

@@ -1,7 +1,7 @@
-"""What a captured step does besides search and attention: store the new token, encode one that is about to leave.
+"""The other work of a captured step: store the new token, encode one token that will leave the window.
 
-When the buffer of a sequence is full, `update_interval` tokens move to the retrieval zone at once. All that is left to do by
-then is to count them in: each was encoded and copied to the host in a step of its own while it waited, so no step is slower.
+When the buffer of a sequence is full, `update_interval` tokens move to the retrieval zone at once. Each of them was encoded and
+copied to the host in an earlier step, so that moving only changes counts and no step is slower than others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ def leave(
     MIN_ALPHA, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
     COUNTS: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS rotated coordinates of one window row behind the zone's last token; piece 0 copies the row to the host.
+    """Encodes ROWS rotated coordinates of one window row as the zone's next token; piece 0 copies the row to the host.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`, of which the sequence has the blocks of its table, see `row_offset`. Codes lie in the
-    same blocks, BYTES bytes apart.
-    counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with the tokens that still wait. COUNTS:
-    whether they are kept; counts takes over live when the zone grows with this step. MAP: numbers between the maps of two
-    heads, 0 for one of them all. CENTRED: whether there are means and turns of SPAN tokens each (`encode.centres`). NORMS: the
-    piece behind the last coordinates only measures the whole key.
+    pool `[blocks, HEADS, BLOCK, 2, D]`, addressed by the sequence's table, see `row_offset`. Codes lie in blocks of the same
+    ids, with stride BYTES in bytes. counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with tokens
+    that are encoded and still in the window. COUNTS: whether there are counts; they become `live` when the zone grows with this
+    step. MAP: stride of the maps of heads, 0 for one map. CENTRED: whether there are means and turns of SPAN tokens each
+    (`encode.centre_at`). NORMS: one more piece measures the whole key.
     """
     row = tl.load(p_zone + 4)
     if row >= 0:
@@ -56,7 +55,7 @@ def leave(
         if m_zero:
             tl.store(p_zero_norms + i_bh, 1)
         if COUNTS:
-            tl.debug_barrier()  # the sign bytes that other threads of this program wrote are read below
+            tl.debug_barrier()  # sign bytes of other threads are read below
             o_s = i_piece * (ROWS // 8) + tl.arange(0, ROWS // 8)
             b_sign = tl.load(p_sign + place * S + o_s, mask=o_s < S, other=0).to(tl.int32)
             tl.atomic_add(p_live + (i_bh * S + o_s) * 256 + b_sign, 1, mask=o_s < S, sem="relaxed")
@@ -82,17 +81,17 @@ def step_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
 
-    Their order is that of `readers_first`; behind their parts of the attention is room for OTHERS of another launch. START: the
-    first sequence and KV head of this one. The new token `[BH, D]` is attended from where the model put it, and stored in its
-    row of the window on the way; bad[b] becomes 1 if it is not finite. table int32 `[b, TABLE]`. BYTES: between two blocks of
-    codes.
+    Their order is that of `readers_first`. After their parts of the attention there is room for OTHERS parts of another launch.
+    START: the first sequence and KV head of this launch. The new token `[BH, D]` is attended to where the model put it, and
+    stored in its row of the window; bad[b] becomes 1 if it is not finite. table int32 `[b, TABLE]`. BYTES: stride of code
+    blocks.
     """
     i_bh, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
     i_bh += START
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_zone, p_own = p_plan + i_b * STRIDE + FIRST, p_table + i_b * TABLE
     if i_p < CHOSEN:
-        begin(PDL)  # only they read what the search has found
+        begin(PDL)  # only readers of selected rows depend on the search
     if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
         leave(p_rows, p_zone, p_pool, p_own, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
               p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, HEADS, CAPACITY, BYTES, MAP, MEANS,

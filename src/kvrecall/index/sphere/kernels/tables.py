@@ -1,7 +1,7 @@
 """From queries to look-up tables: rotation, then 256 entries per block of 8 coordinates, four query heads to a word.
 
-Collisions score a key by one look-up per block. The entries of up to four query heads lie in the four bytes of an int32, so
-that one look-up and one addition serve them all; no byte overflows, since a key's entries add up to at most 6 S.
+Collisions score a key by one look-up per block. The four bytes of an int32 hold the entries of up to four query heads, so one
+look-up and one addition serve them all. No byte overflows, because a key's entries add up to at most 6 S.
 Centred keys also need the queries' products with their centres (`write_shifts`).
 """
 
@@ -35,7 +35,7 @@ def write_shifts(
     """Products of queries with the centres of BR spans, and their sums, for TOGETHER heads of a sequence from `i_first` on.
 
     A centre is cos x mean + sin x partner, coordinate by coordinate. So the products of all heads are two matrix products with
-    the turns, which are read once. BN: lanes of these heads, padded. STAGES: how many parts of the turns are read ahead.
+    the turns, which are read once. BN: lanes of these heads, padded. STAGES: parts of the turns that are prefetched.
     """
     o_n, o_span = tl.arange(0, BN), i_block * BR + tl.arange(0, BR)
     m_n, m_span = o_n < TOGETHER * LANES, o_span < spans
@@ -73,11 +73,11 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
                   PDL: tl.constexpr):  # fmt: skip
     """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
-    A lane is a query head of the group, or (MEAN) their mean. MAP: numbers between the maps of two heads, 0 for one rotation
-    of them all. MAPS: heads that have maps; HEADS is less where each is searched as a sequence of its own. One program per head
-    clears the histogram of the scores. The programs behind the first PIECES are for centred keys: each writes the products of
-    the queries with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their squares, `[BH, LANES,
-    ceil(SPANS / BR), 2]`, for TOGETHER heads of a sequence, which take turns with the blocks of spans.
+    A lane is a query head of the group, or (MEAN) their mean. MAP: stride of the maps of heads, 0 for one shared
+    rotation. MAPS: heads with maps; HEADS is smaller if each is searched as a sequence of its own. One program per head clears
+    the histogram of the scores. Programs after the first PIECES are for centred keys: each writes the products of the queries
+    with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their squares,
+    `[BH, LANES, ceil(SPANS / BR), 2]`, for TOGETHER heads of a sequence.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
     if i_p < PIECES:
@@ -152,7 +152,7 @@ def tables_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, block): the tables of one block.
 
-    L: lanes side by side, 1 or 4. C: patterns that are compared at once.
+    L: lanes per word, 1 or 4. C: patterns that are compared at a time.
     """
     begin(PDL)
     i_bh, i_s = START + tl.program_id(0), tl.program_id(1)
