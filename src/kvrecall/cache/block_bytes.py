@@ -1,4 +1,4 @@
-"""What one layer keeps of every block on its device: summaries of keys, whose layout their index knows."""
+"""Summaries of one layer in blocks on its device. Only the index knows the layout of a block."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvrecall.core.errors import HostMemoryError
 from kvrecall.core.launch import cdiv
 
 _SLAB_BYTES = 4 << 20
-"""Memory is asked for in pieces of so many bytes at least."""
+"""Memory grows by at least this many bytes."""
 
 
 class BlockBytes:
-    """Bytes `[blocks, block_bytes]` on a device, at one address for as long as they live. Memory is given as block ids rise.
+    """Bytes `[blocks, block_bytes]` on a device, at a fixed address. Memory grows with the block ids.
 
     Sequences that share blocks may belong to several threads.
     """
 
     def __init__(self, block_bytes: int, block_size: int, device: torch.device) -> None:
-        """block_size: tokens of a block. Raises torch.OutOfMemoryError where a GPU has no memory for the first block."""
+        """block_size: tokens of a block. Raises torch.OutOfMemoryError if a GPU has no memory for the first block."""
         self._block_size = block_size
         self._region = region((cdiv(total_bytes(device), block_bytes), block_bytes), torch.uint8, device)
         self.tensor: Tensor = self._region.tensor
-        """uint8 `[most blocks, block_bytes]`; only what was given may be used."""
+        """uint8 `[most blocks, block_bytes]`; only blocks with memory may be used."""
         self._blocks, self._lock = 0, RLock()
 
     @property
@@ -38,7 +38,7 @@ class BlockBytes:
 
     @property
     def given(self) -> int:
-        """Blocks that are usable: those below this id."""
+        """How many blocks have memory: those below this id."""
         return self._blocks
 
     @property
@@ -47,8 +47,8 @@ class BlockBytes:
         return self._block_size
 
     def give(self, blocks: int) -> None:
-        """Makes the blocks below id `blocks` usable. Raises torch.OutOfMemoryError on a GPU, HostMemoryError on a CPU, and
-        changes nothing, where memory is short."""
+        """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
+        on a GPU, HostMemoryError on a CPU."""
         if blocks > self._blocks:
             with self._lock:
                 self._give(blocks)
@@ -79,13 +79,13 @@ class BlockBytes:
             raise HostMemoryError(need, available, tokens) from error
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
-        """A copy of a block's bytes, uint8 `[block_bytes]` on the CPU, with zeros for what does not belong to the first
-        `tokens` tokens of a sequence whose block number `place` it is."""
+        """A copy of a block's bytes, uint8 `[block_bytes]` on the CPU. The block is number `place` of a sequence; bytes that do
+        not belong to the sequence's first `tokens` tokens are zero."""
         raise NotImplementedError(type(self).__name__)
 
     def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
-        """Makes the blocks below id `blocks` of an empty memory usable, and has `fill` write to them. mapped: it maps them from
-        a file, so that they take no memory. Raises as `give`."""
+        """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
+        them from a file instead, so that they take no memory. Raises as `give`."""
         with self._lock:
             region = self._region
             if not isinstance(region, Region):
@@ -103,11 +103,11 @@ class BlockBytes:
 
     @property
     def region(self) -> Region | None:
-        """Its memory, where that is the host's."""
+        """Its memory if it is host memory, else None."""
         return self._region if isinstance(self._region, Region) else None
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies the bytes of a block; nothing where none of this layer were ever in it."""
+        """Copies the bytes of a block; does nothing for blocks that this layer has never used."""
         if source < self._blocks:
             self.give(target + 1)
             self.tensor[target].copy_(self.tensor[source])

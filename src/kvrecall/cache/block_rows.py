@@ -18,14 +18,14 @@ from kvrecall.core.errors import DeviceError, HostMemoryError
 from kvrecall.core.launch import cdiv
 
 _SLAB_TOKENS = 4096
-"""Memory is asked for in pieces of so many tokens at least."""
+"""Memory grows by at least this many tokens."""
 
 _warned = False
 
 
 @dataclass
 class _Place:
-    """Where the rows lie. blocks: how many of them are usable."""
+    """Where the rows lie. blocks: how many have memory."""
 
     region: Region | DeviceRegion
     on_device: bool
@@ -33,20 +33,20 @@ class _Place:
 
 
 class BlockRows:
-    """Rows `[blocks, H_kv, block_size, K|V, D]`, in host memory, page-locked where a GPU reads them, or on the layer's device.
+    """Rows `[blocks, H_kv, block_size, K|V, D]`, in host memory, page-locked for a GPU, or on the layer's device.
 
-    Memory is given as block ids rise. Rows of the host stay at one address for as long as they live. So do rows of the device,
-    unless the device has no memory for further blocks: then all of them move to the host, once, and stay there. Who holds the
-    old tensor may go on reading it. Rows of a GPU may still be on their way to the host: who reads waits first.
-    Sequences that share blocks may belong to several threads.
+    Memory grows with the block ids. Rows keep their address, with one exception: if the device has no memory for further
+    blocks, all rows move to the host and stay there. The old tensor may still be read by those who hold it. Copies from a GPU
+    to the host may be in flight, so every reader waits for them first. Sequences that share blocks may belong to several
+    threads.
     """
 
     def __init__(
         self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False,
         mapped: int = 0,
     ) -> None:  # fmt: skip
-        """device: of the layer, which reads the rows. on_device: they lie there, if it gives memory. mapped: blocks of a file
-        that may come, for which there is address space beside that for the memory of the host."""
+        """device: the layer's device, which reads the rows. on_device: rows lie there, if it has memory. mapped: most blocks
+        that may be mapped from a file; address space is reserved for them in addition."""
         self._shape, self._dtype, self._mapped = (heads, block_size, 2, dim), dtype, mapped
         self.block_size, self.device = block_size, device
         near = self._reserved_near() if on_device else None
@@ -56,7 +56,7 @@ class BlockRows:
 
     @property
     def tensor(self) -> Tensor:
-        """`[most blocks, H_kv, block_size, K|V, D]`; only what was given may be used."""
+        """`[most blocks, H_kv, block_size, K|V, D]`; only blocks with memory may be used."""
         return self._place.region.tensor
 
     @property
@@ -66,14 +66,14 @@ class BlockRows:
 
     @property
     def pinned(self) -> bool:
-        """Whether a GPU can read the rows where they lie."""
+        """Whether a GPU can read the rows in place."""
         where = self._place.region
         return where.pinned if isinstance(where, Region) else True
 
     def give(self, blocks: int) -> None:
-        """Makes the blocks below id `blocks` usable. Where the device refuses them, all rows move to the host.
+        """Gives memory to the blocks below id `blocks`. If the device refuses, all rows move to the host.
 
-        Raises HostMemoryError, and changes nothing, where host memory is short.
+        Raises HostMemoryError, and changes nothing, if host memory is short.
         """
         if blocks > self._place.blocks:
             with self._lock:
@@ -81,7 +81,7 @@ class BlockRows:
                     self._move(blocks)
 
     def offer(self, blocks: int) -> bool:
-        """As `give`, but returns False, and moves nothing, where the device refuses."""
+        """As `give`, but if the device refuses, returns False and moves nothing."""
         with self._lock:
             place = self._place
             if blocks > place.blocks:
@@ -92,7 +92,7 @@ class BlockRows:
             return True
 
     def _give(self, place: _Place, blocks: int) -> None:
-        """Of host memory."""
+        """`give` for host memory."""
         given, missing, available = place.blocks, place.region.missing, available_host_bytes()
         wanted = max(blocks, given + cdiv(_SLAB_TOKENS, self.block_size))
         if wanted > place.region.most or missing(wanted) > available:
@@ -107,7 +107,7 @@ class BlockRows:
         place.blocks = wanted
 
     def _give_near(self, place: _Place, blocks: int) -> bool:
-        """Of device memory; returns whether there was enough."""
+        """`give` for device memory; returns whether there was enough."""
         for wanted in (max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size)), blocks):
             if wanted > place.region.most or place.region.missing(wanted) > room_for_rows(self.device):
                 continue
@@ -120,7 +120,7 @@ class BlockRows:
         return False
 
     def _move(self, blocks: int) -> None:
-        """Moves all rows to the host, with room for so many blocks."""
+        """Moves all rows to the host, with room for `blocks` blocks."""
         near, far = self._place, self._reserved()
         self._give(far, max(blocks, near.blocks))
         if self.device.type == "cuda":
@@ -131,8 +131,8 @@ class BlockRows:
         say_not_on_device(near.region.missing(blocks), self.device)
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
-        """A copy `[H_kv, block_size, 2, D]` of a block on the CPU, with zeros for what does not belong to the first `tokens`
-        tokens of a sequence whose block number `place` it is."""
+        """A copy `[H_kv, block_size, 2, D]` of a block on the CPU. The block is number `place` of a sequence; rows that do not
+        belong to the sequence's first `tokens` tokens are zero."""
         self.arrive()
         rows, held = self.tensor[block], min(self.block_size, tokens - place * self.block_size)
         if held == self.block_size:
@@ -142,8 +142,8 @@ class BlockRows:
         return copy
 
     def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
-        """Makes the blocks below id `blocks` of an empty memory usable, and has `fill` write to them. mapped: it maps them from
-        a file, so that they take no memory. Raises as `give`."""
+        """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
+        them from a file instead, so that they take no memory. Raises as `give`."""
         with self._lock:
             place = self._place
             if place.on_device or not isinstance(place.region, Region):
@@ -162,23 +162,23 @@ class BlockRows:
 
     @property
     def region(self) -> Region | None:
-        """Its memory, where that is the host's."""
+        """Its memory if it is host memory, else None."""
         return self._place.region if isinstance(self._place.region, Region) and not self.on_device else None
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies the rows of a block once they are there; nothing where no row of this layer was ever in it."""
+        """Copies the rows of a block after they have arrived; does nothing for blocks that this layer has never used."""
         if source >= self._place.blocks:
             return
         with self._lock:
             self.give(target + 1)
             self.arrive()
-            # Kernels may still read what was in the target before; those of the device come first anyway.
+            # Kernels may still read the target's old content. On the device the stream's order is enough.
             if not self.on_device and self.device.type == "cuda" and torch.cuda.is_initialized():
                 torch.cuda.current_stream(self.device).synchronize()
             self.tensor[target].copy_(self.tensor[source])
 
     def arrive(self, on_device: bool = False) -> None:
-        """Rows may be read from now on, by the CPU or by the current stream of the GPU."""
+        """Waits for copies, so that the CPU, or the GPU's current stream, may read rows."""
         pending = self._pending
         if pending is None:
             return
@@ -191,8 +191,8 @@ class BlockRows:
                 self._pending = None
 
     def store(self, rows: Tensor, block: int, offset: int) -> None:
-        """Stores rows `[H_kv, n, 2, D]` of any device in a block; a GPU's are on their way to the host then."""
-        with self._lock:  # rows do not move meanwhile, and the copy that was asked for last is the one to wait for
+        """Stores rows `[H_kv, n, 2, D]` of any device in a block. For rows of a GPU the copy may still be in flight."""
+        with self._lock:  # rows must not move meanwhile, and `_pending` must be the last copy
             target = self.tensor[block][:, offset : offset + rows.shape[1]]
             if rows.is_cuda and not self.on_device:
                 self._pending = send(rows, target)
@@ -200,7 +200,7 @@ class BlockRows:
                 target.copy_(rows)
 
     def _reserved(self) -> _Place:
-        """Address space for as many blocks as the host's memory could hold, or fewer where the process may not have so much."""
+        """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
         block_bytes = self._block_bytes
         blocks, device = (
             self._mapped + cdiv(total_host_bytes(), block_bytes),
@@ -215,7 +215,7 @@ class BlockRows:
                 blocks //= 2
 
     def _reserved_near(self) -> Region | DeviceRegion | None:
-        """The same of the device; None where it has no memory, or its addresses can move."""
+        """The same on the device; None if it has no memory of its own, or no virtual memory management."""
         try:
             return region((cdiv(total_bytes(self.device), self._block_bytes), *self._shape), self._dtype, self.device)
         except (torch.OutOfMemoryError, DeviceError, OSError, MemoryError):
@@ -228,7 +228,7 @@ class BlockRows:
 
 
 def say_not_on_device(need: int, device: torch.device) -> None:
-    """Warns, once per process, that rows that are read whole in every step lie in host memory."""
+    """Warns once per process that a layer without search has its rows in host memory."""
     global _warned
     if _warned:
         return

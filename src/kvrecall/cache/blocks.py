@@ -1,8 +1,8 @@
 """Blocks of tokens: ids that mean the same in every layer, how many sequences use each, and the block table of a sequence.
 
-A block holds the rows of `block_size` consecutive tokens behind the sink. Its id addresses them in the memory of every layer.
-Sequences share blocks (forks, beams, several answers to one prompt). A block that several use is copied before one of them
-writes to it; a block that none uses is given out again.
+A block holds the rows of `block_size` consecutive tokens after the sink. Its id addresses them in the memory of every layer.
+Sequences share blocks (forks, beams, several answers to one prompt). A shared block is copied before one of them writes to
+it. Unused blocks are given out again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 
 BLOCK_TOKENS = 1024
-"""Tokens per block, unless somebody asks for others."""
+"""Default of tokens per block with a GPU."""
 CPU_BLOCK_TOKENS = 4096
-"""Where the CPU computes: it attends to a whole zone block by block, and what is not written in a block takes no memory."""
+"""Default on a CPU, which attends block by block; unwritten parts of a block take no memory there."""
 _LEAST, _MOST = 16, 4096
 
 
 class BlockMemory(Protocol):
-    """What one layer keeps in blocks."""
+    """Memory of one layer in blocks."""
 
     def copy_block(self, source: int, target: int) -> None:
-        """Makes block `target` one that holds what block `source` holds."""
+        """Copies the content of block `source` to block `target`."""
         ...
 
 
@@ -40,7 +40,7 @@ _Memory = TypeVar("_Memory", bound=BlockMemory)
 
 
 class BlockPool:
-    """Block ids of all caches of a model, which several threads may use."""
+    """Block ids shared by caches of a model; thread-safe."""
 
     def __init__(self, block_size: int = BLOCK_TOKENS) -> None:
         """block_size: tokens per block, a power of two from 16 to 4,096."""
@@ -49,14 +49,14 @@ class BlockPool:
             raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
         self.block_size = block_size
         self.memories: WeakValueDictionary[Hashable, BlockMemory] = WeakValueDictionary()
-        """What layers keep in blocks: rows, and the summaries of each method. Each lives as long as somebody uses it."""
+        """Memories of the layers: rows, and the summaries of each method. A memory lives as long as it is used."""
         self._users: list[int] = []
-        self._free: list[int] = []  # a heap: low ids first, so that memory is given as late as possible
+        self._free: list[int] = []  # a heap: low ids first, so that memory grows as late as possible
         self._returned: list[int] = []
         self._lock = RLock()
 
     def memory(self, key: Hashable, make: Callable[[], _Memory]) -> _Memory:
-        """The memory of that name, which is made if nobody uses it yet. Memories of one name are of one class and shape."""
+        """The memory named `key`, made if it does not exist. All users of a name need the same class and shape."""
         with self._lock:
             known = self.memories.get(key)
             if known is None:
@@ -65,13 +65,13 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that some sequence uses."""
+        """How many blocks are in use."""
         with self._lock:
             self._collect()
             return len(self._users) - len(self._free)
 
     def adopt(self, tables: list[list[int]]) -> list[BlockTable]:
-        """Tables with these blocks, of a pool that has given out none: 0 to n - 1, each used by some table."""
+        """Block tables with these ids, in a pool that has given out none. The tables must use all ids 0 .. n - 1."""
         with self._lock:
             assert not self._users, "the pool is in use"
             self._users = [0] * (1 + max((block for blocks in tables for block in blocks), default=-1))
@@ -84,11 +84,11 @@ class BlockPool:
 
     @property
     def named(self) -> int:
-        """Blocks that have an id, whether somebody uses them or not."""
+        """How many ids exist, used or not."""
         return len(self._users)
 
     def take(self) -> int:
-        """The id of a block that nobody uses; it has one user now."""
+        """Takes an unused block; it has one user now. Returns its id."""
         with self._lock:
             self._collect()
             if self._free:
@@ -99,13 +99,13 @@ class BlockPool:
             return len(self._users) - 1
 
     def share(self, blocks: list[int]) -> None:
-        """Each has one user more."""
+        """Adds one user to each block."""
         with self._lock:
             for block in blocks:
                 self._users[block] += 1
 
     def below(self, blocks: int) -> int:
-        """An id below which the next `blocks` blocks lie that are taken, if nobody else takes or gives up any meanwhile."""
+        """An upper bound on the ids of the next `blocks` blocks to be taken, if nobody else takes or releases any meanwhile."""
         with self._lock:
             self._collect()
             if blocks > len(self._free):
@@ -113,17 +113,17 @@ class BlockPool:
             return max(heapq.nsmallest(blocks, self._free), default=-1) + 1
 
     def release(self, blocks: list[int]) -> None:
-        """Each has one user less. May be called at any moment, by a table that Python throws away, so it takes no lock."""
+        """Removes one user of each block. Takes no lock, because a garbage-collected table may call it at any moment."""
         self._returned.extend(blocks)
 
     def shared(self, block: int) -> bool:
-        """Whether several use a block."""
+        """Whether a block has several users."""
         with self._lock:
             self._collect()
             return self._users[block] > 1
 
     def copied(self, block: int) -> int:
-        """A new block, with one user, that holds what `block` holds in every layer."""
+        """A new block with one user and a copy of `block`'s content in every layer."""
         target = self.take()
         try:
             for memory in list(self.memories.values()):
@@ -142,32 +142,32 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence in order. All layers use it; each says how many tokens it holds there."""
+    """The blocks of one sequence in order, for all layers. Each layer records how many tokens it holds."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool, self.blocks = pool, list[int]()
         self.lengths: dict[int, int] = {}
         """Tokens that each layer holds, by the layer's number."""
         self.unchanged: dict[int, int] = {}
-        """First tokens of each layer that are what they were when the sequence was saved, with all that lies in their blocks;
-        by the layer's number. A saved session writes the others."""
+        """How many first tokens of each layer are unchanged, with their summaries, since the sequence was saved; by the
+        layer's number. The next save writes only the others."""
         self._near: dict[torch.device, Tensor] = {}
 
     def __del__(self) -> None:
         self.pool.release(self.blocks)
 
     def hold(self, layer: int, tokens: int) -> None:
-        """A layer holds so many tokens now."""
+        """Records that a layer holds `tokens` tokens."""
         self.lengths[layer] = tokens
         if self.unchanged.get(layer, 0) > tokens:
             self.unchanged[layer] = tokens
 
     def saved(self) -> None:
-        """What is held now has been saved."""
+        """Records that the current content has been saved."""
         self.unchanged = dict(self.lengths)
 
     def reach(self, start: int, stop: int) -> list[int]:
-        """The blocks of the tokens start .. stop - 1, none of them used by another sequence."""
+        """The blocks of tokens start .. stop - 1 for writing: shared ones are copied, missing ones are taken."""
         size = self.pool.block_size
         while len(self.blocks) * size < stop:
             self._near = {}
@@ -178,7 +178,7 @@ class BlockTable:
                 own = self.pool.copied(block)
                 self._near = {}
                 self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
-                self.blocks[place] = own  # in this order, so that no block is given up that a table still names
+                self.blocks[place] = own  # before the release, so that a table never names a released block
                 self.pool.release([block])
         return self.blocks[start // size : cdiv(stop, size)]
 
@@ -192,7 +192,7 @@ class BlockTable:
             self.pool.release(gone)
 
     def fork(self) -> BlockTable:
-        """A table of another sequence with the same tokens, which shares their blocks."""
+        """A table for a copy of the sequence, which shares the blocks."""
         other = BlockTable(self.pool)
         kept = self.blocks[: self._held()]
         self.pool.share(kept)
@@ -200,7 +200,7 @@ class BlockTable:
         return other
 
     def on(self, device: torch.device) -> Tensor:
-        """int32 `[blocks]` on a device; made once per device as long as nothing changes. Not to be written to."""
+        """The table int32 `[blocks]` on a device, cached until it changes. Read-only."""
         if device not in self._near:
             self._near[device] = sent_integers(self.blocks, device)
         return self._near[device]
@@ -215,17 +215,17 @@ def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
 
 
 def stacked_blocks(own: list[Tensor]) -> Tensor:
-    """Blocks int32 `[W_b]` of each sequence side by side, `[B, W]`."""
+    """Stacks the blocks int32 `[W_b]` of each sequence to `[B, W]`."""
     with lasting_tensors():
         return torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
 
 
 def block_tables(sequences: int, device: torch.device) -> list[BlockTable]:
-    """Tables of so many new sequences, for layers on a device, in a pool of their own."""
+    """Tables for `sequences` new sequences of layers on a device, in a new pool."""
     pool = BlockPool(block_size_on(device))
     return [BlockTable(pool) for _ in range(sequences)]
 
 
 def block_size_on(device: torch.device) -> int:
-    """Tokens per block where a device computes, unless somebody asks for others."""
+    """Default of tokens per block for a device."""
     return CPU_BLOCK_TOKENS if device.type == "cpu" else BLOCK_TOKENS

@@ -1,7 +1,7 @@
-"""Device memory at an address that never moves, given piece by piece: address space first, memory from its beginning on.
+"""Device memory at a fixed address that grows piece by piece: first address space, then memory from its beginning on.
 
-A captured step holds addresses, so a table that it reads must not move when it grows. CUDA can reserve addresses without memory
-and put memory behind them later (virtual memory management). On a CPU an ordinary mapping does the same.
+A captured step holds addresses, so a tensor that it reads must not move when it grows. CUDA can reserve addresses without
+memory and map memory to them later (virtual memory management). On a CPU an ordinary mapping does the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvrecall.core.errors import DeviceError
 from kvrecall.core.structs import lasting_tensors
 
 _OUT_OF_MEMORY = 2
-"""Of CUresult."""
+"""Value of CUresult."""
 _SUPPORTED = 102
-"""Of CUdevice_attribute: virtual memory management."""
+"""Value of CUdevice_attribute: virtual memory management."""
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
-"""Of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags."""
+"""Values of CUmemAllocationType, CUmemLocationType and CUmemAccess_flags."""
 
 
 SPARE_BYTES = 1 << 30
-"""Of a GPU, which rows leave free: for activations, workspaces of kernels, and what a graph keeps for itself."""
+"""Bytes of a GPU that rows leave free for activations, workspaces and CUDA graphs."""
 
 
 class _Location(ctypes.Structure):
@@ -57,30 +57,30 @@ class _Access(ctypes.Structure):
 
 
 class DeviceRegion:
-    """A tensor of a GPU that never moves. Its first pieces are usable, all of it is address space."""
+    """A GPU tensor that never moves. The first pieces have memory, the others only addresses."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """shape: `[most, …]`; pieces are counted along the first dimension. Raises DeviceError where the GPU or its driver
-        has no virtual memory management, and torch.OutOfMemoryError where there is no memory for the first bytes."""
+        """shape: `[most, …]`; pieces are counted along the first dimension. Raises DeviceError if the GPU or its driver
+        has no virtual memory management, torch.OutOfMemoryError if there is no memory for the first bytes."""
         self._device, self._piece = device, prod(shape[1:]) * dtype.itemsize
         self._mapping = _Mapping(prod(shape) * dtype.itemsize, device)
-        self._mapping.give(1)  # torch asks the driver to which device an address belongs
+        self._mapping.give(1)  # torch asks the driver for the device of an address, which needs memory there
         with lasting_tensors():
             whole = torch.as_tensor(self._mapping, device=device)
             self.tensor = whole[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        """All of it; only what was given may be used. Views of it keep the memory."""
+        """The whole tensor; only pieces with memory may be used. Views keep the memory alive."""
 
     @property
     def most(self) -> int:
-        """Pieces that there is address space for."""
+        """How many pieces there is address space for."""
         return self.tensor.shape[0]
 
     def missing(self, pieces: int) -> int:
-        """Bytes that the device has yet to give for the first `pieces`."""
+        """Bytes that the first `pieces` still need."""
         return self._mapping.missing(pieces * self._piece)
 
     def give(self, pieces: int) -> None:
-        """Makes the first `pieces` usable. Raises torch.OutOfMemoryError, with what was given before still usable."""
+        """Gives memory to the first `pieces`. Raises torch.OutOfMemoryError; earlier pieces stay usable."""
         self._mapping.give(pieces * self._piece)
 
 
@@ -90,17 +90,17 @@ def region(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether the memory of a device is not that of the host."""
+    """Whether a device has memory of its own, besides the host's."""
     return device.type == "cuda"
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes of memory that a device has."""
+    """Total memory of a device, in bytes."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_host_bytes()
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Bytes that the device can still give, those included that torch keeps for itself."""
+    """Free memory of a device in bytes, including torch's unused reserve."""
     if device.type != "cuda":
         return available_host_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -108,16 +108,16 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def room_for_rows(device: torch.device) -> int:
-    """Bytes of the device that keys and values may still take."""
+    """Device memory that is left for keys and values, in bytes."""
     return free_device_bytes(device) - (SPARE_BYTES if device.type == "cuda" else 0)
 
 
 class _Mapping:
-    """Bytes of a GPU; tensors that torch makes of it keep it."""
+    """Bytes of a GPU. Tensors made from it keep it alive."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        torch.empty(1, device=device)  # the driver's calls below want a context
+        torch.empty(1, device=device)  # the driver calls below need a context
         self._driver = driver = _driver()
         known = ctypes.c_int()
         driver.cuDeviceGetAttribute(ctypes.byref(known), _SUPPORTED, self._index)
@@ -135,7 +135,7 @@ class _Mapping:
         self._address = address.value
         self._parts: list[tuple[int, int, int]] = []
         release = weakref.finalize(self, _release, self._index, self._address, self._count, self._parts)
-        release.atexit = False  # the system takes all of it back, and CUDA may be gone by then
+        release.atexit = False  # at exit the system frees everything, and CUDA may be gone already
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class _Mapping:
         if not more:
             return
         status, handle = self._create(more)
-        if status == _OUT_OF_MEMORY:  # torch may hold memory that nothing uses
+        if status == _OUT_OF_MEMORY:  # torch may hold unused memory
             torch.cuda.empty_cache()
             status, handle = self._create(more)
         if status == _OUT_OF_MEMORY:
@@ -185,7 +185,7 @@ def _check(status: int) -> None:
 
 
 def _release(index: int, address: int, count: int, parts: list[tuple[int, int, int]]) -> None:
-    """Waits for the GPU that uses the memory, and gives it back."""
+    """Waits for the GPU that uses the memory, then frees it."""
     torch.cuda.synchronize(index)
     driver = _driver()
     for start, size, handle in parts:

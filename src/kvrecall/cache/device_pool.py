@@ -14,8 +14,8 @@ from kvrecall.core.structs import Rows, lasting_tensors
 class DevicePool:
     """Rows `[B, H_kv, capacity, K|V, D]`; sequence b's first `lengths[b]` rows are its sink, then its window, oldest first.
 
-    The window is only non-empty when the sink is full, so the resident tokens are one contiguous run and attention over them
-    needs no mask and no concatenation.
+    The window is empty until the sink is full. So the resident tokens are one contiguous run, and attention to them needs no
+    mask and no concatenation.
     """
 
     def __init__(self, sequences: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,14 +54,14 @@ class DevicePool:
                 self.lengths[b] = at + 1
 
     def replace(self, sequence: int, start: int, rows: Tensor) -> None:
-        """Makes `rows` `[H_kv, n, 2, D]` everything that follows the first `start` rows (rows must not alias the pool)."""
+        """Replaces everything after the first `start` rows by `rows` `[H_kv, n, 2, D]`, which must not alias the pool."""
         end = start + rows.shape[1]
         self._ensure(end)
         self._kv[sequence, :, start:end] = rows
         self.lengths[sequence] = end
 
     def make_room(self, tokens: int) -> None:
-        """Allocates what `tokens` rows per sequence need, so that storing them cannot fail for want of memory."""
+        """Allocates room for `tokens` more rows per sequence, so that storing them cannot run out of memory."""
         self._ensure(tokens)
 
     def select(self, sequences: list[int]) -> DevicePool:
@@ -77,14 +77,14 @@ class DevicePool:
         return chosen
 
     def _device_lengths(self) -> Tensor:
-        """int32 `[B]` on the device, sent so that the host waits for nothing."""
+        """The lengths int32 `[B]` on the device; the host does not wait."""
         device, first = self._kv.device, self.lengths[0]
         if self.lengths == [first] * len(self.lengths):
             return torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
         return sent_integers(self.lengths, device)
 
     def _ensure(self, tokens: int) -> None:
-        """Rows of this pool alone, with room for so many tokens."""
+        """Ensures unshared rows with room for `tokens` tokens."""
         room = self._kv.shape[2]
         if tokens > room:
             with lasting_tensors():

@@ -1,6 +1,6 @@
-"""Keys without their values out of host memory: half the bytes of the rows, read where they lie by a kernel."""
+"""Reads keys without values from host memory: a kernel reads them in place, half the bytes of the rows."""
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv, kernels_available, next_power_of_2
 
 _TOKENS = 64
-"""Tokens at a time of a program: 16 KB at D = 128 in 16 bits."""
+"""Tokens that a program reads at a time: 16 KB at D = 128 in 16 bits."""
 _PROGRAMS = 64
-"""Of all heads together: 1 MB on its way keeps the bus busy, and so few programs leave room for kernels of other streams, which
-would wait until the last of thousands has found a place."""
+"""Programs of all heads together: 1 MB in flight keeps the bus busy. Few programs leave room for kernels of other streams,
+which would otherwise wait for the last of thousands of programs to start."""
 
 
 def readable(rows: Tensor, device: torch.device) -> bool:
-    """Whether kernels of a GPU can read these rows of the host, which need to be page-locked for that."""
+    """Whether kernels of a GPU can read these host rows: they must be page-locked."""
     return rows.device != device and kernels_available(device) and rows.is_pinned()
 
 
 def copy_keys(rows: Tensor, keys: Tensor) -> None:
-    """Copies the keys of readable rows `[H_kv, n, 2, D]` into keys `[H_kv, n, D]` of a GPU; nobody waits but its stream.
+    """Copies the keys of readable rows `[H_kv, n, 2, D]` into keys `[H_kv, n, D]` of a GPU, on its current stream.
 
-    The numbers of a row, and those of a head's keys, lie side by side.
+    Rows, and the keys of a head, must be contiguous.
     """
     from kvrecall.cache.host_keys_kernel import keys_kernel  # Triton takes a second to import
 

@@ -11,9 +11,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["tokens"])
 def keys_kernel(p_rows, p_keys, tokens, HEAD, TOKEN, OUT, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr):
-    """Keys that lie HEAD and TOKEN numbers apart -> `[H_kv, n, D]`, whose heads lie OUT apart.
+    """Copies keys with strides HEAD and TOKEN to `[H_kv, n, D]` with head stride OUT, in elements.
 
-    Program (number, KV head): T tokens, and those that are as many times T behind as there are numbers.
+    Program (i, KV head): T tokens from i T on, then every (number of programs) x T tokens further.
     """
     i_h, o_d = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     for i_t in range(tl.program_id(0), tl.cdiv(tokens, T), tl.num_programs(0)):

@@ -1,7 +1,7 @@
-"""Where K and V of one layer live: resident rows on the device, the retrieval zone in blocks, zone lengths by count.
+"""K and V of one layer: resident rows on the device, the retrieval zone in blocks, and zone lengths by counting.
 
-Blocks lie in host memory. Those of a layer that searches nothing, and reads all of them in every step, lie on its device while
-it has room for them.
+Blocks lie in host memory. A layer that searches nothing reads all of them in every step, so its blocks lie on the device while
+it has room.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.core.structs import HostTable, Rows
 
 _PIECE_BYTES = 64 << 20
-"""Of rows that a GPU is brought at a time: few enough for a small GPU, and enough that an attention to them takes longer than
-the launches and the merge behind it."""
+"""Bytes of rows that are copied to a GPU at a time: small enough for a small GPU, and large enough that attention to them takes
+longer than launches and merge."""
 
 
 @dataclass(frozen=True)
 class StoreMark:
-    """What a store held at one moment: rows on the device and in the retrieval zone, and of each window `[H_kv, n, 2, D]` that
-    has been written over since then (first row, rows)."""
+    """The content of a store at one moment: numbers of rows on the device and in the retrieval zone, and (first row, rows
+    `[H_kv, n, 2, D]`) of each window that has been overwritten since."""
 
     lengths: list[int]
     retrieval: list[int]
@@ -44,16 +44,16 @@ class StoreMark:
 class LayerStore:
     """K and V of all sequences of one layer. Every sequence has its own lengths; padding is never stored.
 
-    Between `mark` and `keep` nothing that the store held is lost: rows are added behind the old ones, a window that has to be
-    written over is remembered first, and `restore` brings all of it back, wherever an error has ended the work in between.
+    Between `mark` and `keep` nothing is lost: new rows follow the old ones, and a window is copied before it is overwritten.
+    So `restore` brings everything back after an error at any point.
     """
 
     def __init__(
         self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes,
         layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False,
     ) -> None:  # fmt: skip
-        """layer: its number. tables: the sequences' blocks, which layers of one cache share and which are new to this layer;
-        None: of this layer alone. on_device: rows of the retrieval zone lie on the device, while it has room for them."""
+        """layer: its number. tables: block tables of the sequences, shared by the layers of a cache; this layer must be new to
+        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         tables = block_tables(sequences, device) if tables is None else tables
@@ -61,7 +61,7 @@ class LayerStore:
         self._rows = self._memory(tables[0].pool, on_device)
         self.host = [ZoneRows(layer, self._rows, table) for table in tables]
         self._mark: StoreMark | None = None
-        self._step: StoreMark | None = None  # of the decode step that is made
+        self._step: StoreMark | None = None  # of the current decode step
         self._whole: tuple[list[Tensor], list[int], Tensor, Tensor] | None = None  # see `whole_zones`
 
     def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
@@ -76,14 +76,14 @@ class LayerStore:
 
     @property
     def rows(self) -> Tensor:
-        """All blocks of the layer, `[blocks, H_kv, block_size, 2, D]`, where they lie."""
+        """All blocks of the layer in place, `[blocks, H_kv, block_size, 2, D]`."""
         return self._rows.tensor
 
     def place(self, on_device: bool) -> None:
-        """Rows of the retrieval zone lie on the device from now on, or on the host. Those of other copies of the sequences
-        stay where they are, and so do these where the device has no room.
+        """Moves rows of the retrieval zone to the device, or to the host. Other copies of the sequences keep their place. If
+        the device has no room, nothing moves.
 
-        Raises HostMemoryError, and changes nothing, where host memory is short.
+        Raises HostMemoryError, and changes nothing, if host memory is short.
         """
         if on_device == self.on_device:
             return
@@ -98,8 +98,8 @@ class LayerStore:
         self._rows, self.host = rows, [zone.placed(rows) for zone in self.host]
 
     def whole_zones(self, sequences: list[int]) -> tuple[HostTable, Tensor]:
-        """Where all rows of the retrieval zones lie, for one attention to all of them on the layer's device, and int32 `[B]`
-        how many there are: none of sequences that are not named. Made anew only when something has changed."""
+        """(addresses of the retrieval zones' rows for the layer's device, their numbers int32 `[B]`), for one attention to all.
+        The number is 0 for sequences that are not named. Cached until something changes."""
         device = self._rows.device
         own = [zone.blocks_of_all_layers.on(device) for zone in self.host]
         lengths = [zone.length if b in sequences else 0 for b, zone in enumerate(self.host)]
@@ -112,52 +112,51 @@ class LayerStore:
 
     @property
     def pinned(self) -> bool:
-        """Whether a GPU can read the host's rows where they lie."""
+        """Whether a GPU can read the host's rows in place."""
         return self._rows.pinned
 
     def reach(self, tokens: int) -> HostTable:
-        """Makes room for `tokens` tokens in every retrieval zone, in blocks of its own from the next token of any layer on, and
-        says where they lie, for the device. Blocks stay what they are as long as nothing is cropped; rows on their way are
-        waited for."""
+        """Makes room for `tokens` tokens in every retrieval zone, with unshared blocks from the next token of any layer on.
+        Returns the addresses for the device. Blocks do not change unless something is cropped. Waits for copies in flight."""
         for rows in self.host:
             rows.reach(tokens, every_layer=True)
         self._rows.arrive()
         return HostTable(self._rows.tensor, stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
 
     def on_host(self, blocks: Tensor) -> HostTable:
-        """The layer's rows, of sequences whose blocks int32 `[B, W]` says, for the device."""
+        """Addresses of the layer's rows for the device. blocks: int32 `[B, W]`, the sequences' blocks."""
         return HostTable(self._rows.tensor, blocks)
 
     @property
     def memory(self) -> BlockRows:
-        """What holds the layer's rows; they stay at one address as long as somebody holds it."""
+        """The memory of the layer's rows; holding it keeps the address valid."""
         return self._rows
 
     @property
     def pool(self) -> BlockPool:
-        """Where the sequences' blocks come from."""
+        """The pool of the sequences' blocks."""
         return self.host[0].blocks_of_all_layers.pool
 
     @property
     def marked(self) -> bool:
-        """Whether there is something to go back to: work that has not ended, or that an error has ended."""
+        """Whether there is a state to restore: work that is unfinished, or that an error ended."""
         return self._mark is not None
 
     def mark(self) -> None:
-        """Remembers what is stored now."""
+        """Remembers the current content, for `restore`."""
         self._mark = StoreMark(list(self.resident.lengths), [rows.length for rows in self.host])
 
     def before_step(self) -> StoreMark:
-        """What is stored now, for `rewind`. It is told of windows that are written over until the next one, or `end_steps`."""
+        """The current content, for `rewind`. Overwritten windows are added to it until the next call or `end_steps`."""
         self._step = StoreMark(list(self.resident.lengths), [rows.length for rows in self.host])
         return self._step
 
     def end_steps(self) -> None:
-        """What comes is no part of the last step."""
+        """Ends the last step: later changes do not belong to it."""
         self._step = None
 
     def rewind(self, sequence: int, mark: StoreMark) -> None:
-        """Undoes the last decode step of a sequence, before which `before_step` gave `mark`."""
+        """Undoes the last decode step of a sequence. mark: from `before_step`."""
         if sequence in mark.windows:
             start, rows = mark.windows[sequence]
             self._remember(sequence, start, self.resident.view(sequence, start).clone())
@@ -168,13 +167,13 @@ class LayerStore:
             self.host[sequence].trim()
 
     def keep(self) -> None:
-        """The work since `mark` is whole: there is no way back."""
+        """The work since `mark` is complete; it can no longer be undone."""
         self._mark = None
         for rows in self.host:
             rows.trim()
 
     def restore(self) -> None:
-        """Holds again what was stored at `mark`, which stays: this may be called again if it does not come to its end."""
+        """Restores the content at `mark`. The mark stays valid, so an interrupted call may be repeated."""
         mark, self._step = self._mark, None
         assert mark is not None
         for b, (start, rows) in mark.windows.items():
@@ -200,8 +199,8 @@ class LayerStore:
     def append_chunk(self, sequence: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Adds a chunk `[H_kv, n, D]` of a prompt to one sequence and settles its zones.
 
-        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, for the index; None when none did. Of a GPU
-        they are still on their way. Raises before anything is changed when there is no memory for them.
+        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, for the index; None if none moved. With a GPU
+        the copy may still be in flight. If there is no memory, raises before anything changes.
         """
         rows = torch.stack([keys, values], dim=2)
         before = self.zones(sequence)
@@ -222,7 +221,7 @@ class LayerStore:
     def evict(self, sequence: int, at_most: int | None = None) -> Tensor | None:
         """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`.
 
-        at_most: moves no more than that many (a whole segment, where tokens leave by segments).
+        at_most: moves at most this many (a whole segment, if tokens leave by segments).
         """
         zones = self.zones(sequence)
         moved = self.sizes.evicted(zones, settle=False)
@@ -237,7 +236,7 @@ class LayerStore:
         return window[:, :moved]
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forgets all but the first `tokens` tokens; local is refilled from the host so that it stays as full as it can be."""
+        """Forgets all but the first `tokens` tokens. Local is refilled from the host as far as possible."""
         zones = self.zones(sequence)
         sink = min(tokens, zones.sink)
         keep_host = max(0, min(zones.retrieval, tokens - sink - self.sizes.local_tokens))
@@ -253,7 +252,7 @@ class LayerStore:
     def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerStore:
         """A new store whose sequence i is this one's `sequences[i]`; blocks of the host are shared, resident rows copied.
 
-        tables: forks of the sequences' block tables, which layers of one cache share; None: of this layer alone."""
+        tables: forks of the sequences' block tables, shared by the layers of a cache; None: own tables."""
         chosen = copy(self)
         chosen._mark = chosen._step = None
         chosen.resident = self.resident.select(sequences)
@@ -273,11 +272,11 @@ class LayerStore:
 
     @contextmanager
     def passing(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
-        """What `take` makes of all stored rows of one sequence, in blocks `[H_kv, n, 2, D]` on the device, in any order.
+        """Calls `take` for all stored rows of one sequence, in pieces `[H_kv, n, 2, D]` on the device in any order, and yields
+        its results.
 
-        On a GPU the host's rows come piece by piece into places that others need again, and are on their way from the moment
-        the context is entered; `take` must leave all that reads them to the current stream. Rows of the device are joined to
-        pieces of the same size.
+        On a GPU the host's rows are copied piece by piece into buffers that are reused; copying starts when the context is
+        entered. `take` must read them on the current stream only. Rows on the device are joined to pieces of the same size.
         """
         near, host = self.resident.view(sequence), self.host[sequence]
         first = (take(rows) for rows in (near,) if rows.shape[1])
@@ -293,8 +292,7 @@ class LayerStore:
             yield chain(first, pieces)
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:
-        """The window, which begins behind the first `start` resident rows, is about to be written over; the first one that is
-        remembered counts. `window`: a copy of it."""
+        """Remembers a copy of the window before it is overwritten; the first copy counts. start: resident rows before it."""
         for mark in (self._mark, self._step):
             if mark is not None:
                 mark.windows.setdefault(sequence, (start, window))
@@ -310,11 +308,11 @@ class LayerStore:
 
 
 def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:
-    """The rows of a zone in pieces `[H_kv, n, 2, D]` of so many tokens, or of one block.
+    """The rows of a zone in pieces `[H_kv, n, 2, D]` of `tokens` tokens, or of one block.
 
-    A head's rows in two blocks do not lie side by side, and the merge behind an attention to one block of 1,024 rows takes a
-    good part of the attention's time. So one launch copies the blocks of a piece into one run of memory. It moves each byte
-    twice, and the attention of a chunk of a prompt computes for many times as long."""
+    A head's rows in two blocks are not contiguous, and for one block of 1,024 rows the merge takes a good part of the
+    attention's time. So one launch copies the blocks of a piece into contiguous memory. This takes little time beside the
+    attention of a chunk of a prompt."""
     parts, held = list[Tensor](), 0
     for rows in zone.blocks(on_device=True):
         if parts and held + rows.shape[1] > tokens:

@@ -1,4 +1,4 @@
-"""Keys or rows of a retrieval zone back from the host, piece by piece: while one is used, the next are on their way."""
+"""Brings keys or rows of a retrieval zone back from the host in pieces: while one is used, the next are copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Zone(Protocol):
     """The retrieval-zone rows of one sequence on the host."""
 
     def blocks(self, start: int = 0, stop: int | None = None, on_device: bool = False) -> Iterator[Tensor]:
-        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; None: all that are counted in.
+        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; None: up to the length.
 
         For the CPU, or for a GPU's current stream alone.
         """
@@ -28,32 +28,32 @@ class Zone(Protocol):
 
 
 def zone_rows(source: Zone, start: int, stop: int) -> Tensor:
-    """Rows `[H_kv, stop - start, 2, D]` of a stretch of the retrieval zone, on the host; start < stop."""
+    """Rows start .. stop - 1 of the retrieval zone on the host, `[H_kv, stop - start, 2, D]`; start < stop."""
     return torch.cat(list(source.blocks(start, stop)), 1)
 
 
 def read_keys(source: Zone, start: int, keys: Tensor) -> None:
-    """Fills keys `[H_kv, n, D]`, whose heads may lie apart, with those of the tokens start .. start + n - 1 of the zone.
+    """Fills keys `[H_kv, n, D]`, with any head stride, from tokens start .. start + n - 1 of the zone.
 
-    On a GPU its current stream does so, and where a kernel can read the host, nobody else waits and values stay behind.
+    On a GPU in its current stream. If a kernel can read the host, only keys are copied and the host does not wait.
     """
     for rows, place in _parts(source, start, keys):
         fill_keys(rows, place)
 
 
 def fill_keys(rows: Tensor, keys: Tensor) -> None:
-    """As `read_keys`, of the rows `[H_kv, n, 2, D]` that are given."""
+    """As `read_keys`, from given rows `[H_kv, n, 2, D]`."""
     if readable(rows, keys.device):
         copy_keys(rows, keys)
     elif rows.device == keys.device:
         keys.copy_(rows[:, :, 0])
-    else:  # a head's rows are one run of bytes: half of it would have to be picked out by the CPU first
+    else:  # a copy moves whole runs of bytes; the CPU would have to gather the keys first
         for near, own in zip(keys, rows, strict=True):
             near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
 
 
 def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of the tokens from `start` on, each with its part of the place `[H_kv, n, …]` for all."""
+    """Pairs of rows from `start` on and the matching part of the target `[H_kv, n, …]`."""
     at = 0
     for rows in source.blocks(start, start + place.shape[1], on_device=True):
         yield rows, place[:, at : at + rows.shape[1]]
@@ -64,10 +64,10 @@ def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Te
 def prefetch_pieces(
     source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken]
 ) -> Iterator[Iterator[Taken]]:
-    """What `take` makes of the rows `[H_kv, <= size, 2, D]` of a stretch of the zone, in order, on the device; start < stop.
-    The rows are gone afterwards.
+    """Calls `take` for the rows start .. stop - 1 of the zone, in order, in pieces `[H_kv, <= size, 2, D]` on the device, and
+    yields its results. A piece's memory is reused afterwards.
 
-    A GPU copies on a stream of its own, the first piece from the moment the context is entered. Nobody waits but its streams.
+    A GPU copies on a separate stream, from the moment the context is entered. The host does not wait.
     """
     starts = range(start, stop, size)
     if device.type != "cuda":
@@ -77,15 +77,15 @@ def prefetch_pieces(
     try:
         yield iter(pieces)
     finally:
-        pieces.arrive()  # what is still on its way must not find its place given to others
+        pieces.arrive()  # copies in flight must end before their buffers are freed
 
 
 _PLACES_BYTES = 128 << 20
-"""Of the pieces that are on their way: more than two where they are small, so that the bus has work while one is waited for."""
+"""Bytes of pieces in flight: small pieces are more than two, so that the bus is busy while one is waited for."""
 
 
 class _Pieces(Generic[Taken]):
-    """Places on a GPU that are filled with rows in turn, two at least."""
+    """Buffers on a GPU, at least two, that are filled with rows in turn."""
 
     def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
@@ -106,20 +106,20 @@ class _Pieces(Generic[Taken]):
             yield taken
 
     def arrive(self) -> None:
-        """What the current stream does from now on comes after everything that was sent."""
+        """Makes the current stream wait for all copies so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _place(self, number: int) -> Tensor:
-        """Rows `[H_kv, n, 2, D]` of a piece."""
+        """The buffer `[H_kv, n, 2, D]` of a piece."""
         return self._near[number % len(self._near)][:, : min(self._starts.step, self._starts.stop - self._starts[number])]
 
     def _send(self, number: int) -> None:
         if number >= len(self._starts):
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # for who still reads what was there
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # readers of the old content
         with torch.cuda.stream(self._stream):
             for rows, place in _parts(self._source, self._starts[number], self._place(number)):
-                for head, own in zip(place, rows, strict=True):  # a head's rows are one run of bytes
+                for head, own in zip(place, rows, strict=True):  # a head's rows are contiguous
                     head.copy_(own, non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
@@ -128,6 +128,6 @@ class _Pieces(Generic[Taken]):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """More urgent than others: a reader of the host is few programs, and would wait for all those of a large kernel otherwise,
-    while the bus does nothing."""
+    """A stream of high priority. Otherwise the few programs that read the host would wait for all programs of a large kernel,
+    and the bus would be idle."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,7 +1,7 @@
-"""The files of a saved session: blocks and tensors in raw files, each with its checksum, and where they are.
+"""The files of a saved session: blocks and tensors in raw files, each with a checksum.
 
-A file is written once, under a name that no other has, and is never changed, so who reads it or has mapped it may go on. The
-blocks of a memory lie side by side in it and begin at a page, so that they can be mapped as one run.
+A file is written once under a unique name and never changed, so readers and mappings stay valid. The blocks of a memory are
+contiguous in it and begin at a page, so that they can be mapped as one run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import SessionError
 
 FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-z]{1,8}-[0-9a-f]{16}\.bin")
-"""Generation, layer, and something that no other save has drawn."""
+"""Generation, layer, and a random part."""
 _PAGE = 65_536
-"""Where parts of a file begin: whole pages on every machine."""
+"""Runs of a file begin at multiples of this: whole pages on every machine."""
 _ALIGNMENT = 64
 _WRITTEN = 256 << 10
+<<<<<<< HEAD
 """Bytes that are written at a time, or left out where all are zero, as behind the last token of a block."""
 _VERIFIED = 1 << 20
 """Bytes that are read at a time where only their checksum is wanted."""
+=======
+"""Bytes that are written at a time, or skipped if all are zero, as after the last token of a block."""
+>>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
 _MOST_THREADS = 16
 
 
 class BlockMemory(Protocol):
-    """What one layer keeps in blocks, as files see it."""
+    """Memory of one layer in blocks, for saving and loading."""
 
     @property
     def tensor(self) -> Tensor:
@@ -45,21 +49,21 @@ class BlockMemory(Protocol):
 
     @property
     def region(self) -> Region | None:
-        """Its memory, where that is the host's."""
+        """Its memory if it is host memory, else None."""
         ...
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
-        """A copy of a block on the CPU, without what does not belong to a sequence's first tokens."""
+        """A copy of a block on the CPU, with zeros after a sequence's first `tokens` tokens."""
         ...
 
     def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
-        """Makes the first blocks usable, which `fill` writes, or maps."""
+        """Gives memory to the first `blocks` blocks; `fill` writes or maps them."""
         ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where bytes lie: file, offset, how many, and their CRC-32."""
+    """Bytes in a file: file, offset, number and CRC-32."""
 
     file: str
     offset: int
@@ -68,7 +72,7 @@ class Place:
 
 
 class NewFile:
-    """A file that is to be written: its parts and their places."""
+    """A file to write: its parts and their places."""
 
     def __init__(self, name: str) -> None:
         self.name, self.size = name, 0
@@ -76,11 +80,11 @@ class NewFile:
         self.crcs: list[int] = []
 
     def begin_run(self) -> None:
-        """What is added next begins at a page."""
+        """Aligns the next part to a page."""
         self.size = -(-self.size // _PAGE) * _PAGE
 
     def add(self, nbytes: int, get: Callable[[], Tensor], aligned: bool = True) -> int:
-        """The number of a part of so many bytes, which `get` gives when it is written, on the CPU."""
+        """Adds a part of `nbytes` bytes and returns its number. get: returns it as a CPU tensor when it is written."""
         if aligned:
             self.size = -(-self.size // _ALIGNMENT) * _ALIGNMENT
         self.parts.append((self.size, nbytes, get))
@@ -89,13 +93,13 @@ class NewFile:
         return len(self.parts) - 1
 
     def place(self, number: int) -> Place:
-        """Where a part lies, once it is written."""
+        """The place of a written part."""
         offset, nbytes, _ = self.parts[number]
         return Place(self.name, offset, nbytes, self.crcs[number])
 
 
 def write(folder: Path, files: list[NewFile]) -> None:
-    """Writes files that are not there yet, and returns when the disk has them. Raises OSError; what is there then is a part."""
+    """Writes new files and returns when they are on disk. Raises OSError, and may leave incomplete files then."""
     opened = [os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _flag("O_CLOEXEC"), 0o644) for file in files]
     try:
         with threads() as pool:
@@ -133,7 +137,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass
 class OpenFiles:
-    """Files that are open for reading, by name."""
+    """Open files by name."""
 
     folder: Path
     descriptors: dict[str, int] = field(default_factory=dict)
@@ -141,7 +145,7 @@ class OpenFiles:
     @staticmethod
     @contextmanager
     def of(folder: Path, sizes: dict[str, int]) -> Iterator[OpenFiles]:
-        """Opens files of the sizes that they must have. Raises SessionError where they have not, and FileNotFoundError."""
+        """Opens files of expected sizes. Raises SessionError for other sizes, and FileNotFoundError."""
         files = OpenFiles(folder)
         try:
             for name, size in sizes.items():
@@ -168,7 +172,7 @@ class OpenFiles:
             raise SessionError(name, f"a file of {size:,} bytes", got)
 
     def read(self, place: Place, into: Tensor, verify: bool) -> None:
-        """Fills a contiguous CPU tensor of as many bytes."""
+        """Fills a contiguous CPU tensor of `place.nbytes` bytes."""
         target, at = as_bytes(into), 0
         while at < place.nbytes:
             at += self._read(place, target[at:], at)
@@ -192,15 +196,23 @@ class OpenFiles:
         return count
 
 
+<<<<<<< HEAD
 def _check(place: Place, crc: int) -> None:
     """Raises SessionError for the checksum of other bytes than were written."""
     if crc != place.crc:
         raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{crc:08x}")
+=======
+def check(place: Place, held: memoryview) -> None:
+    """Raises SessionError if the bytes differ from those written."""
+    found = zlib.crc32(held)
+    if found != place.crc:
+        raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{found:08x}")
+>>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
 
 
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read and write side by side; after an error what has not begun is dropped."""
+    """Threads for reading and writing. After an error, jobs that have not begun are dropped."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(max(2, min(_MOST_THREADS, 2 * cores)))
     try:
@@ -219,10 +231,15 @@ def fill_blocks(
     memory: BlockMemory, blocks: int, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, *, verify: bool,
     restored: Callable[[Tensor], Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Makes the blocks below id `blocks` of an empty memory usable, with the bytes of a file for those that have a place.
+    """Gives memory to the blocks below id `blocks` of an empty memory, and fills those that have a place in a file.
 
+<<<<<<< HEAD
     On a CPU they are mapped. verify: all bytes are read for their checksums; those of mapped blocks are not kept. restored:
     makes a block of the bytes that were written, uint8 `[n]`, where they are not the block itself.
+=======
+    On a CPU blocks are mapped, and only read if `verify`. restored: makes a block from the stored bytes, uint8 `[n]`, if they
+    are not the block itself.
+>>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
     """
     region = memory.region
     mapped = region is not None and restored is None and all(region.mappable(place.offset) for place in places.values())
@@ -243,7 +260,7 @@ def _map(
 
 
 def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
-    """(first block, how many) of blocks that lie side by side in one file."""
+    """(first block, number) of runs of contiguous blocks in one file."""
     first, count = -1, 0
     for block in sorted(places):
         if count:
@@ -277,7 +294,7 @@ def _read(
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the disk know the names in a folder."""
+    """Writes the folder's names to disk."""
     with suppress(OSError):  # some systems cannot open a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The index of a saved session: one JSON file that says what there is and where it lies. Anybody may have written it.
+"""The index of a saved session: one JSON file that lists its content. It is not trusted, so every field is checked.
 
 {"checksum": "<SHA-256 of all that follows>", "format": "kvrecall-session", "version": 1, …}
 """
@@ -46,8 +46,8 @@ class SavedTensor(_Strict):
 
 
 class SavedBlocks(_Strict):
-    """The blocks of one memory of one layer: entry i is of block i. files: -1 for a block that holds nothing here. held: up to
-    which token of its sequence a block is filled. nbytes: of each block, as it is written."""
+    """The blocks of one memory of one layer; entry i belongs to block i. files: -1 for a block without content here. held: the
+    token of its sequence up to which a block is filled. nbytes: of each stored block."""
 
     form: Rows
     nbytes: Annotated[int, Field(ge=1, le=MOST)]
@@ -64,7 +64,7 @@ class SavedBlocks(_Strict):
 
 
 class SavedPart(_Strict):
-    """What an archive notes (`core.archive`)."""
+    """The notes of an archive (`core.archive`)."""
 
     values: dict[str, bool | Number | float | list[Number] | None]
     tensors: dict[str, SavedTensor]
@@ -79,7 +79,7 @@ class SavedFile(_Strict):
 
 
 class SavedModel(_Strict):
-    """The model that a session belongs to. config, weights: its fingerprint; weights is None where nobody could read them."""
+    """The model that a session belongs to. config, weights: its fingerprint; weights is None if they could not be read."""
 
     type: str
     layers: Count
@@ -93,7 +93,7 @@ class SavedModel(_Strict):
 class SavedSession(_Strict):
     """The whole index. about: where the tokens come from, for people and programs.
 
-    tables: the blocks of each sequence. cache: what belongs to no layer of ours. layers: by number.
+    tables: the blocks of each sequence. cache: state outside the retrieval layers. layers: by number.
     """
 
     format: Literal["kvrecall-session"]
@@ -134,15 +134,15 @@ class SavedSession(_Strict):
 
     @property
     def block_count(self) -> int:
-        """Blocks of all sequences."""
+        """Number of blocks of all sequences."""
         return 1 + max((block for table in self.tables for block in table), default=-1)
 
     def place(self, tensor: SavedTensor) -> Place:
-        """Where a tensor lies."""
+        """The place of a tensor."""
         return Place(self.files[tensor.file].name, tensor.offset, _nbytes(tensor), tensor.crc)
 
     def places(self, memory: SavedBlocks) -> dict[int, Place]:
-        """Where the blocks of a memory lie that hold something."""
+        """The places of a memory's blocks that have content."""
         found = zip(memory.files, memory.offsets, memory.crcs, strict=True)
         return {
             block: Place(self.files[file].name, offset, memory.nbytes, crc)
@@ -167,7 +167,7 @@ def _check_end(sizes: dict[int, int], file: int, end: int) -> None:
 
 
 def write_index(folder: Path, session: SavedSession) -> str:
-    """Puts an index in the place of the folder's, and returns its checksum. Raises OutputFileError."""
+    """Replaces the folder's index and returns its checksum. Raises OutputFileError."""
     body = json.dumps(session.model_dump(), separators=(",", ":"))[1:] + "\n"
     checksum = hashlib.sha256(body.encode()).hexdigest()
     write_text(folder / NAME, f'{{"checksum": "{checksum}", {body}')
@@ -175,7 +175,7 @@ def write_index(folder: Path, session: SavedSession) -> str:
 
 
 def checksum_of(folder: Path) -> str | None:
-    """What the index of a folder says of itself; None where there is none."""
+    """The checksum in the folder's index; None without an index."""
     try:
         with (folder / NAME).open("rb") as file:
             head = _HEAD.match(file.read(128))
@@ -185,7 +185,7 @@ def checksum_of(folder: Path) -> str | None:
 
 
 def read_index(folder: Path) -> tuple[SavedSession, str]:
-    """The index of a folder and its checksum. Raises SessionError for a folder without one, and for one that is damaged."""
+    """The index of a folder and its checksum. Raises SessionError for a missing or damaged index."""
     path = folder / NAME
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -1,13 +1,12 @@
-"""What ends a device step whose zones the device counts: the token is stored for good, and old ones leave the window.
+"""The end of a device step whose zones the device counts: the token is stored, and old tokens leave the window.
 
-Every token lies in the host row that its number says from its own step on, so nothing is left to copy when it leaves the
-window. How many leave is decided here: the host does not know where segments end. All programs of a sequence decide the same,
-each for its own KV head.
+Every token is written to its host row in its own step, so leaving the window copies nothing. How many leave is decided here,
+because the host does not know where segments end. All programs of a sequence compute the same, each for its own KV head.
 
-A zone row, int32, one per sequence and KV head, is: rows in front of the window (sink and static set) · window rows with the
-token of this step · ring place of the oldest · row of the token of this step · numbers of the oldest window token, which is the
-length of the retrieval zone, and of the token of this step · what kind of step it is: STEP, TRIAL or IDLE. Tokens count from
-the end of the sink.
+A zone row, int32, one per sequence and KV head, is: rows before the window (sink and static set) · window rows including this
+step's token · ring place of the oldest · row of this step's token · number of the oldest window token, which is the length of
+the retrieval zone · number of this step's token · kind of step: STEP, TRIAL or IDLE. Tokens are numbered from the end of the
+sink.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ IDLE = tl.constexpr(IDLE_STEP)
 
 @triton.jit
 def store_token(p_rows, p_zone, p_pool, p_table, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Copies the row of this step's token, out of rows `[CAPACITY, 2, D]`, to the host: pool `[blocks, HEADS, BLOCK, 2, D]`, of
-    which the sequence has the blocks of its table, see `row_offset`."""
+    """Copies the row of this step's token from rows `[CAPACITY, 2, D]` to the host's pool `[blocks, HEADS, BLOCK, 2, D]`, by
+    the sequence's table, see `row_offset`."""
     o_d = tl.arange(0, BD)
     p_row = p_rows + tl.load(p_zone + 3).to(tl.int64) * (2 * D) + o_d
     number = tl.load(p_zone + 5)
@@ -50,7 +49,7 @@ def keep_token(
     p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """What every step does with its token, whatever its units are: row, queries (LOG) and the count of resident rows.
+    """Stores the token's row and, with LOG, its queries; counts resident rows. The same for all indexes.
 
     table int32 `[b, TABLE]`; the rest as in `store_token`.
     """
@@ -65,14 +64,14 @@ def keep_token(
 
 @triton.jit
 def leaving(p_zone, LOCAL, INTERVAL):
-    """How many tokens may leave the window: what it holds beyond LOCAL, as soon as that is INTERVAL; none in a trial."""
+    """How many tokens may leave the window: all beyond LOCAL if they are at least INTERVAL; none in a trial."""
     buffer = tl.load(p_zone + 1) - LOCAL
     return tl.where((buffer >= INTERVAL) & (tl.load(p_zone + 6) == 0), buffer, 0)
 
 
 @triton.jit
 def move_on(p_zone, moved, RING, FRONT):
-    """The next step's row: one token more, of which `moved` have left."""
+    """Writes the next step's row: one more token, `moved` tokens have left."""
     first, token = tl.load(p_zone + 4) + moved, tl.load(p_zone + 5) + 1
     tl.debug_barrier()  # all threads have read the row
     tl.store(p_zone + 1, token + 1 - first)
@@ -88,8 +87,8 @@ def tokens_kernel(
     INTERVAL, WINDOW,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head): stores the token; the buffer of a full window leaves it. For summaries of single tokens,
-    which are written when the token comes. See `keep_token`."""
+    """Program (sequence and KV head): stores the token and empties a full buffer. For summaries of single tokens, which are
+    written when the token comes. See `keep_token`."""
     i_bh = tl.program_id(0)
     p_zone += i_bh * ZONE_FIELDS
     if tl.load(p_zone + 6) == IDLE:

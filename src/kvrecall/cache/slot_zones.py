@@ -1,7 +1,7 @@
-"""The zones of the sequences in the slots of a device step: what the kernels read of them, and who counts them.
+"""The zone lengths of the sequences in slots, as kernels read them.
 
-Where lengths follow from the number of steps alone, the host counts (`PlannedZones`) and sends one row of numbers per slot
-before each step. Where queries decide what leaves the window, as LouisKV's segments do, the device counts (`DeviceZones`).
+If lengths follow from the number of steps, the host counts (`PlannedZones`) and sends one row of numbers per slot before each
+step. If queries decide what leaves the window, as with LouisKV's segments, the device counts (`DeviceZones`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 ZONE_NUMBERS = 7
 """int32 numbers of a row of `DeviceZones`; see `cache.slot_kernels`."""
 STEP, TRIAL, IDLE = 0, 1, 2
-"""What kind of step a row asks for. A trial: nothing leaves the window. Idle: a slot without a sequence, of which nothing is
-written down."""
+"""Kinds of steps. TRIAL: nothing leaves the window. IDLE: a slot without a sequence, nothing is stored."""
 
 
 class ZonePlan(ABC):
-    """Zone lengths of the sequences in their slots, counted by the host, the same in all layers that share the plan."""
+    """Zone lengths of the sequences in slots, counted by the host for all layers that share the plan."""
 
     zones: dict[int, ZoneLengths]
-    """By slot, as they are before the next step; a slot without a sequence has none."""
+    """By slot, before the next step; None without a sequence."""
     row: int
-    """int32 numbers of a slot."""
+    """int32 numbers per slot."""
 
     @abstractmethod
     def rows(self, quiet: bool = False) -> Tensor:
-        """int32 `[slots, row]` on the CPU, for the next step. quiet: for a trial, in which nothing leaves the window."""
+        """int32 `[slots, row]` on the CPU, for the next step. quiet: for a trial step, in which nothing leaves the window."""
 
     @abstractmethod
     def attended(self, slot: int) -> int:
@@ -39,47 +38,47 @@ class ZonePlan(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """The step was made."""
+        """Called after a step."""
 
 
 class SlotZones(ABC):
     """The zones of one layer's slots."""
 
     rows: Tensor
-    """int32 `[·, ·]` on the device: what the kernels read."""
+    """int32 `[·, ·]` on the device, read by kernels."""
 
     @abstractmethod
     def join(self, slot: int, zones: ZoneLengths, front: int) -> None:
-        """A sequence takes a slot. front: rows in front of its window, sink and static set."""
+        """Gives a slot to a sequence. front: rows before its window, sink and static set."""
 
     @abstractmethod
     def leave(self, slot: int) -> None:
-        """The slot is free: its token attends to itself, and nothing is written down."""
+        """Frees a slot: its token attends to itself, and nothing is stored."""
 
     @abstractmethod
     def lengths(self, slots: list[int]) -> list[ZoneLengths]:
-        """As they are before the next step; synchronises where the device counts."""
+        """Zone lengths before the next step; synchronises if the device counts."""
 
     @abstractmethod
     def attended(self, slots: list[int], steps: int) -> int:
-        """Tokens outside the selection and the static set that the `steps` steps since these sequences joined attended to."""
+        """Tokens outside selection and static set that these sequences attended to in the `steps` steps since they joined."""
 
     @abstractmethod
     def on_host(self, zones: ZoneLengths) -> int:
-        """How many of a window's tokens, oldest first, must lie in their host rows before a step."""
+        """How many of a window's oldest tokens must be in their host rows before a step."""
 
     def begin_trial(self, slots: list[int]) -> None:  # noqa: B027 - optional: a plan has trials of its own
-        """The next step is a trial."""
+        """Makes the next step a trial."""
 
     def moved_on(self, slots: list[int]) -> None:  # noqa: B027 - optional: a device counts for itself
-        """A step is made, of which the plan does not know yet."""
+        """Called after a step that the plan has not counted yet."""
 
 
 class PlannedZones(SlotZones):
-    """The host counts. A token that waits in the buffer is copied to the host in a step of its own."""
+    """The host counts. Tokens of the buffer are copied to the host one per step."""
 
     def __init__(self, plan: ZonePlan, rows: Tensor) -> None:
-        """rows: int32 `[slots, plan.row]` on the device, filled before each step by whoever owns the plan."""
+        """rows: int32 `[slots, plan.row]` on the device, filled before each step by the owner of the plan."""
         self.plan, self.rows = plan, rows
         self._attended: dict[int, int] = {}
 
@@ -104,17 +103,17 @@ class PlannedZones(SlotZones):
 
 
 class DeviceZones(SlotZones):
-    """The kernel that ends a step counts. Every token lies in its host row from its own step on."""
+    """The kernel that ends a step counts. Every token is in its host row from its own step on."""
 
     def __init__(
         self, slots: int, heads: int, sizes: ZoneSizes, tokens: int, front: int, ring: int, device: torch.device
     ) -> None:
-        """tokens: most tokens behind the sink. front: rows in front of the window. ring: most rows of the window."""
+        """tokens: most tokens after the sink. front: most rows before the window. ring: most rows of the window."""
         self._by_slot, self._sizes, self._front, self._ring = (slots, heads, ZONE_NUMBERS), sizes, front, ring
         self.rows = torch.zeros(slots * heads, ZONE_NUMBERS, dtype=torch.int32, device=device)
         """int32 `[slots * H_kv, ZONE_NUMBERS]`; all KV heads of a slot have the same row."""
         self.marks = torch.zeros(slots, tokens + 1, dtype=torch.uint8, device=device)
-        """uint8 `[slots, tokens + 1]`, not 0 for tokens, by their number behind the sink, with which a segment begins."""
+        """uint8 `[slots, tokens + 1]`, by number after the sink: not 0 for tokens that begin a segment."""
         self.resident = torch.zeros(slots, dtype=torch.int64, device=device)
         """int64 `[slots]`: window rows that the steps have attended to."""
         for slot in range(slots):
@@ -153,14 +152,14 @@ class DeviceZones(SlotZones):
         return zones.local + zones.buffer
 
     def begin_trial(self, slots: list[int]) -> None:
-        self.rows.view(self._by_slot)[slots, :, 6] = TRIAL  # units that lose or win tokens could not be brought back
+        self.rows.view(self._by_slot)[slots, :, 6] = TRIAL  # changes of units could not be undone
 
     def mark(self, slot: int, numbers: Sequence[int]) -> None:
-        """Segments begin with these tokens, counted from behind the sink."""
+        """Marks tokens, numbered from the end of the sink, as beginnings of segments."""
         self.marks[slot, torch.tensor(numbers, dtype=torch.int64, device=self.marks.device)] = 1
 
     def marked(self, slot: int, start: int, stop: int) -> list[int]:
-        """Those of the tokens start .. stop - 1 with which a segment begins; synchronises."""
+        """Tokens of start .. stop - 1 that begin a segment; synchronises."""
         return (start + self.marks[slot, start:stop].nonzero().flatten()).tolist()
 
     def _set(self, slot: int, row: list[int]) -> None:

@@ -1,6 +1,6 @@
-"""Rows between device and host. Towards the host they travel on a stream of their own, and the host waits for none of them.
+"""Copies of rows between device and host. Copies to the host run on a separate stream, and the host does not wait.
 
-Who reads rows that may still be on their way waits first: a GPU's stream for the copy's event, the CPU for the same event.
+Readers wait first for the copy's event: a GPU's stream, or the CPU.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvrecall.cache.prefetch import fill_keys
 
 
 class Pending:
-    """The last copy towards one pool. Never changed once made, so forks of a pool may share it."""
+    """The last copy to one memory. Immutable, so forks may share it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device, self._done = stream.device, torch.cuda.Event()
         self._done.record(stream)
 
     def wait_on_device(self) -> None:
-        """What the current stream of the GPU does from now on comes after the copy; the host goes on."""
+        """Makes the GPU's current stream wait for the copy; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def wait_on_host(self) -> None:
@@ -30,27 +30,28 @@ class Pending:
         self._done.synchronize()
 
     def arrived(self) -> bool:
-        """Whether nobody has to wait any more."""
+        """Whether the copy is done."""
         return self._done.query()
 
 
 def send(rows: Tensor, target: Tensor) -> Pending:
-    """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape, after what its stream does already.
+    """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape, after the earlier work of its
+    current stream.
 
-    The rows must not be written to afterwards; their memory is kept until they have arrived.
+    The rows must not be written to afterwards; their memory is kept until the copy is done.
     """
     stream = _stream(rows.device)
-    # Not only the rows must be there: what the stream still reads of the target's place (before a crop) must be read.
+    # The copy must also wait for reads of the target's old content (before a crop).
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream):
-        for head, own in zip(target, rows, strict=True):  # each is one run of bytes, where all heads together are not
+        for head, own in zip(target, rows, strict=True):  # each head is contiguous, all heads together are not
             head.copy_(own, non_blocking=True)
     rows.record_stream(stream)
     return Pending(stream)
 
 
 def bring(block: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, n, 2, D]` on the device; from the host by one copy per head, with no contiguous copy there in between."""
+    """Rows `[H_kv, n, 2, D]` on the device; from the host by one copy per head."""
     if block.device == device or device.type != "cuda":
         return block.to(device)
     near = torch.empty(block.shape, dtype=block.dtype, device=device)
@@ -60,7 +61,7 @@ def bring(block: Tensor, device: torch.device) -> Tensor:
 
 
 def bring_keys(block: Tensor, device: torch.device) -> Tensor:
-    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, on the device; values stay behind if it can read the host."""
+    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, on the device; values are not copied if the device can read the host."""
     if block.device == device:
         return block[:, :, 0]
     near = torch.empty_like(block[:, :, 0], device=device, memory_format=torch.contiguous_format)
@@ -69,7 +70,7 @@ def bring_keys(block: Tensor, device: torch.device) -> Tensor:
 
 
 class AsyncRead:
-    """A copy of a small GPU tensor to the host. It starts at once; the host looks for the result later and never waits."""
+    """A copy of a small GPU tensor to the host. It starts at once; the host polls for the result and never waits."""
 
     def __init__(self, source: Tensor) -> None:
         self._copy = staging(tuple(source.shape), source.dtype)
@@ -78,7 +79,7 @@ class AsyncRead:
         self._done.record(torch.cuda.current_stream(source.device))
 
     def result(self) -> Tensor | None:
-        """The tensor as it was, on the CPU; None until the copy is done."""
+        """The tensor's content at the start, on the CPU; None until the copy is done."""
         return self._copy if self._done.query() else None
 
 

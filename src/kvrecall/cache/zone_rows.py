@@ -1,4 +1,4 @@
-"""The retrieval zone's K and V, for one sequence of one layer, wherever the rows of the layer lie."""
+"""K and V of the retrieval zone of one sequence in one layer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvrecall.core.structs import HostTable
 class ZoneRows:
     """Rows of the tokens 0 .. length - 1 of the zone, in the blocks of the sequence.
 
-    Rows are written once and never move. Copies of a sequence share blocks; a shared one is copied before it is written to.
-    Rows of a GPU are still on their way when `append` returns; every way of reading them waits as long as it must.
+    Rows are written once. Copies of a sequence share blocks; a shared block is copied before it is written to.
+    After `append` a copy from a GPU may still be in flight; every reader waits for it.
     """
 
     def __init__(self, layer: int, rows: BlockRows, table: BlockTable) -> None:
-        """layer: its number, by which the table knows it."""
+        """layer: its number."""
         self._layer, self._rows, self._table = layer, rows, table
         self._reserved, self._cut = 0, False
         self._table.lengths.setdefault(layer, 0)
 
     @property
     def length(self) -> int:
-        """Tokens that are stored."""
+        """Stored tokens."""
         return self._table.lengths[self._layer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are stored (a shared block counts in every sequence that uses it)."""
+        """Bytes of the stored rows; a shared block counts for every sequence that uses it."""
         heads, _, two, dim = self._rows.tensor.shape[1:]
         return self.length * heads * two * dim * self._rows.tensor.element_size()
 
@@ -45,36 +45,36 @@ class ZoneRows:
 
     @property
     def pinned(self) -> bool:
-        """Whether a GPU can read the rows where they lie."""
+        """Whether a GPU can read the rows in place."""
         return self._rows.pinned
 
     def reserve(self, tokens: int) -> None:
-        """Announces the length the zone will reach, so that memory for all of it is asked for at once."""
+        """Announces the length that the zone will reach, so that memory is allocated at once."""
         self._reserved = max(self._reserved, tokens)
 
     def append(self, rows: Tensor) -> None:
-        """Stores rows `[H_kv, n, 2, D]` from any device behind those that are there; a GPU's must not be written to afterwards.
+        """Stores rows `[H_kv, n, 2, D]` from any device at the end. Rows of a GPU must not be written to afterwards.
 
-        Raises HostMemoryError, and stores nothing, when the host has no memory for them.
+        Raises HostMemoryError, and stores nothing, if the host has too little memory.
         """
         self.make_room(rows.shape[1])
         self.write(self.length, rows)
-        self.extend(self.length + rows.shape[1])  # once all are there: an error on the way stores nothing
+        self.extend(self.length + rows.shape[1])  # counted last, so that an error stores nothing
 
     def make_room(self, tokens: int) -> None:
-        """Asks for what the next `tokens` rows need, so that storing them cannot fail for want of memory."""
+        """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory."""
         if tokens:
             self.reach(max(self.length + tokens, self._reserved))
 
     def reach(self, tokens: int, every_layer: bool = False) -> None:
-        """Makes room for `tokens` rows in all, those that are there included, in blocks that no other sequence uses from the
-        next row on. every_layer: from the next row of the layer that has fewest."""
+        """Makes room for `tokens` rows in all, with unshared blocks from the next row on. every_layer: from the next row of the
+        layer with the fewest rows."""
         start = min(self._table.lengths.values()) if every_layer else self.length
         if tokens > start:
             self._rows.give(max(self._table.reach(start, tokens)) + 1)
 
     def write(self, start: int, rows: Tensor) -> None:
-        """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, where there is room, without counting them."""
+        """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, in existing blocks, without counting them."""
         size, at = self._rows.block_size, 0
         while at < rows.shape[1]:
             place, offset = divmod(start + at, size)
@@ -83,26 +83,26 @@ class ZoneRows:
             at += part.shape[1]
 
     def extend(self, tokens: int) -> None:
-        """Counts in rows that were written behind those that were there, up to `tokens` in all."""
+        """Counts rows that are already written, up to `tokens` in all."""
         self._table.hold(self._layer, tokens)
 
     def truncate(self, tokens: int) -> None:
-        """Forgets everything after the first `tokens` rows. Until `trim` they may come back, by `extend`."""
+        """Forgets everything after the first `tokens` rows. Until `trim`, `extend` can bring them back."""
         self.extend(min(tokens, self.length))
         self._cut = True
 
     def trim(self) -> None:
-        """Gives up blocks that were cut off and that no layer needs."""
+        """Gives up blocks that no layer needs."""
         if self._cut:
             self._table.trim()
         self._cut = False
 
     def view(self, table: BlockTable) -> ZoneRows:
-        """The rows of a copy of the sequence, which has its own table."""
+        """The rows for a copy of the sequence with its own table."""
         return ZoneRows(self._layer, self._rows, table)
 
     def placed(self, rows: BlockRows) -> ZoneRows:
-        """The same sequence, whose blocks lie in other memory."""
+        """The same sequence with its blocks in other memory."""
         other = ZoneRows(self._layer, rows, self._table)
         other._reserved, other._cut = self._reserved, self._cut
         return other
@@ -123,10 +123,10 @@ class ZoneRows:
         return self._table
 
     def table(self, device: torch.device) -> HostTable | None:
-        """Where the rows lie, for reads by `device`; None where there are none, a GPU asks and they are not page-locked, or the
-        CPU asks and they lie on a GPU.
+        """Addresses of the rows for reads by `device`. None without rows, for a GPU if rows are not page-locked, and for the
+        CPU if rows lie on a GPU.
 
-        A GPU's current stream, or the CPU, waits for rows that are on their way.
+        Makes the GPU's current stream, or the CPU, wait for copies in flight.
         """
         rows, on_gpu = self._rows.tensor, device.type == "cuda"
         if not self.length or (not self.pinned if on_gpu else rows.device.type == "cuda"):
@@ -137,7 +137,7 @@ class ZoneRows:
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length).
 
-        pin: into page-locked memory, for a copy to a GPU that nobody has to wait for.
+        pin: into page-locked memory, for an asynchronous copy to a GPU.
         """
         self._rows.arrive()
         rows = self._rows.tensor
@@ -163,9 +163,8 @@ class ZoneRows:
     ) -> Iterator[Tensor]:
         """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; valid while the zone is not truncated.
 
-        stop: `length` by default; more for rows that were written but are not counted in yet. on_device: only the GPU's current
-        stream will read them, so it waits for those that are on their way, and not the host. of: the memory of all blocks, if
-        it is not the one they lie in.
+        stop: `length` by default; more for rows that are written but not counted. on_device: only the GPU's current stream
+        will read them, so it waits for copies in flight, not the host. of: memory of all blocks, if it is another one.
         """
         self._rows.arrive(on_device)
         every = self._rows.tensor if of is None else of

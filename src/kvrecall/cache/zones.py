@@ -1,7 +1,7 @@
 """The four zones of a sequence (ParisKV section 4.2.1, Fig. 5) as arithmetic on counts.
 
     | sink | retrieval ........................ | local | buffer |
-      0 .. sink_tokens                            most recent local_tokens, then what came since the last update
+      0 .. sink_tokens                            most recent local_tokens, then tokens since the last update
 
 Sink, local and buffer stay on the compute device and are always attended; the retrieval zone lives on the host. Tokens fill
 the sink first, then local, then the buffer. When the buffer reaches `update_interval` tokens, the oldest tokens of local +
@@ -62,6 +62,6 @@ class ZoneSizes:
         return ZoneLengths(sink, retrieval, local, window - local)
 
     def evicted(self, zones: ZoneLengths, settle: bool) -> int:
-        """Oldest window tokens to move to the retrieval zone now; `settle` empties the buffer whatever its length."""
+        """How many of the oldest window tokens move to the retrieval zone now. settle: empty the buffer at any length."""
         due = settle or zones.buffer >= self.update_interval
         return zones.buffer if due else 0
