@@ -29,13 +29,9 @@ _PAGE = 65_536
 """Runs of a file begin at multiples of this: whole pages on every machine."""
 _ALIGNMENT = 64
 _WRITTEN = 256 << 10
-<<<<<<< HEAD
-"""Bytes that are written at a time, or left out where all are zero, as behind the last token of a block."""
+"""Bytes that are written at a time, or skipped if all are zero, as after the last token of a block."""
 _VERIFIED = 1 << 20
 """Bytes that are read at a time where only their checksum is wanted."""
-=======
-"""Bytes that are written at a time, or skipped if all are zero, as after the last token of a block."""
->>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
 _MOST_THREADS = 16
 
 
@@ -196,18 +192,10 @@ class OpenFiles:
         return count
 
 
-<<<<<<< HEAD
 def _check(place: Place, crc: int) -> None:
     """Raises SessionError for the checksum of other bytes than were written."""
     if crc != place.crc:
         raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{crc:08x}")
-=======
-def check(place: Place, held: memoryview) -> None:
-    """Raises SessionError if the bytes differ from those written."""
-    found = zlib.crc32(held)
-    if found != place.crc:
-        raise SessionError(place.file, f"bytes from {place.offset:,} on with checksum {place.crc:08x}", f"{found:08x}")
->>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
 
 
 @contextmanager
@@ -231,15 +219,10 @@ def fill_blocks(
     memory: BlockMemory, blocks: int, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, *, verify: bool,
     restored: Callable[[Tensor], Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Gives memory to the blocks below id `blocks` of an empty memory, and fills those that have a place in a file.
+    """Makes the blocks below id `blocks` of an empty memory usable, with the bytes of a file for those that have a place.
 
-<<<<<<< HEAD
     On a CPU they are mapped. verify: all bytes are read for their checksums; those of mapped blocks are not kept. restored:
     makes a block of the bytes that were written, uint8 `[n]`, where they are not the block itself.
-=======
-    On a CPU blocks are mapped, and only read if `verify`. restored: makes a block from the stored bytes, uint8 `[n]`, if they
-    are not the block itself.
->>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
     """
     region = memory.region
     mapped = region is not None and restored is None and all(region.mappable(place.offset) for place in places.values())

@@ -1,13 +1,7 @@
-<<<<<<< HEAD
 """The forms of a saved block: plain, as it lies in memory, or, for rows, in eight bits.
 
 In eight bits (e4m3) each key and each value has a scale of its own. A row's largest number becomes 448, the largest of e4m3, so
 a row loses at most 1/16 of each number, whatever its size.
-=======
-"""Compact sessions: rows in eight bits (e4m3), with one scale per key and per value.
-
-The largest number of a row becomes 448, the largest of e4m3.
->>>>>>> b058530 (Cache: docstrings and comments in short sentences; the file list follows)
 """
 
 from __future__ import annotations
