@@ -8,7 +8,6 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,15 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import write_csv
 from kvrecall.core.errors import InputFileError, ParameterError
-from kvrecall.evaluate.answers import boxed, final_choice, final_number, same_answer
+from kvrecall.evaluate.answers import boxed, final_choice
 from kvrecall.evaluate.conditions import conditions
+from kvrecall.evaluate.expressions import same_answer, stated
 from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.problems import read_problems
 from kvrecall.evaluate.runs import Shard, read_records
 from kvrecall.evaluate.scoring import copied_share, says
 from kvrecall.evaluate.summary import layer_recall, rounds, summarise, windows
+from kvrecall.evaluate.tasks.base import Turn
 
 LENGTH = 100_000
 LOOPS = [
@@ -33,9 +34,9 @@ LOOPS = [
     "= -",    "1 000 ", "\\mod", "\\sqrt ", "\\frac{a}b", "^{\\circ", "option A  ", "\u2028", "\x00",
 ]  # fmt: skip
 SCORERS = {
-    "boxed": boxed, "number": final_number, "choice": final_choice, "same": lambda text: same_answer(text, "1"),
+    "boxed": boxed, "stated": stated, "choice": final_choice, "same": lambda text: same_answer(text, "1"),
     "expected": lambda text: same_answer("1", text), "says": lambda text: says(text, "12 1"),
-    "copied": lambda text: copied_share(text, SimpleNamespace(answers=("a b",))),
+    "copied": lambda text: copied_share(text, Turn("?", ("a b",))),
 }  # fmt: skip
 
 
@@ -46,17 +47,15 @@ def test_scorers_take_a_time_that_grows_as_the_answer_does(name: str) -> None:
     for loop in LOOPS:
         for before, after in (("", ""), ("1^", "x"), ("\\boxed{", "}")):
             text = before + (loop * (LENGTH // len(loop))) + after
-            start = time.process_time()
+            start, began = time.process_time(), time.monotonic()
             SCORERS[name](text)
-            if time.process_time() - start > 6:
+            if time.process_time() - start > 6 or time.monotonic() - began > 60:  # a request to math-verify ends after 10
                 slow.append((before, loop))
     assert not slow
 
 
-def test_answers_as_long_as_a_loop_are_equal_only_letter_for_letter() -> None:
-    digits = "7" * LENGTH
-    assert same_answer(digits, digits) and not same_answer(digits, digits + "0")
-    assert final_number(f"so {digits}") == digits and final_choice("The answer is B. " * 5000) == "B"
+def test_the_choice_of_a_loop_is_the_last_one() -> None:
+    assert final_choice("The answer is B. " * 5000) == "B"
 
 
 JUNK = st.recursive(
@@ -68,7 +67,7 @@ FIELDS = ["task", "condition", "context", "sample", "attempt", "method", "budget
           "expected", "seconds", "new_tokens", "attended_tokens", "estimated_units", "windows", "layers", "more"]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(held=st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))
 def test_a_sample_of_junk_is_refused_or_summed_up(tmp_path_factory: pytest.TempPathFactory, held: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("junk")

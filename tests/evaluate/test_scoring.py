@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from kvrecall.core.errors import ParameterError
-from kvrecall.evaluate.answers import boxed, final_choice, final_number, same_answer
+from kvrecall.evaluate.answers import boxed, final_choice
 from kvrecall.evaluate.intervals import interval, pass_at_k, wilson
 from kvrecall.evaluate.scoring import copied_share, says, string_match_all
 from kvrecall.evaluate.tasks.base import Turn
@@ -70,52 +70,6 @@ def test_copied_share_ends_at_the_first_mistake(text: str, share: float) -> None
 )
 def test_boxed(text: str, found: str | None) -> None:
     assert boxed(text) == found
-
-
-def test_final_number_prefers_the_box() -> None:
-    assert final_number(r"\boxed{7} checked 9 times") == "7" and final_number("it is 1,234 or -5.5") == "-5.5"
-    assert final_number("no number") is None and final_number(r"it is 5, not \boxed{}") == "5"
-
-
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        ("The answer is 73, which is prime", "73"),
-        ("1,234, done", "1,234"),
-        (r"it is 1{,}234, not 5\,678", "5678"),
-        ("12, 34 and 1,2345", None),
-        ("**42**.", "42"),
-        (r"\textbf{42}", "42"),
-        ("<answer>42</answer>", "42"),
-        ("the answer - 42", "42"),
-        ("42 km/h", "42"),
-        (r"$90^\circ$", "90"),
-        ("x = .5", ".5"),
-        ("it is \u22125", "-5"),
-        ("so x = - 5.", "-5"),
-        ("50%", "50"),
-        ("7/8", "7/8"),
-        (r"$-\dfrac{3}{4}$.", r"-\dfrac{3}{4}"),
-        ("3, 4", "4"),
-        ("5 m", "5"),
-        ("in 2024\n42", "42"),
-    ],
-)
-def test_final_number_without_a_box(text: str, found: str | None) -> None:
-    assert final_number(text) == found
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"2^{10}", "x^2", r"3\sqrt{2}", r"3\sqrt 2", r"5\pi", "5 + 2i", "5x", "10 - 7", "3-5", "f(x) = x - 5", "(3, 4)",
-        "(3,4)", "[3, 4]", r"\{3, 4\}", "3:4", "12 / 5", r"2 \times 10^5", "1e5", "x_1", "f(2)", r"\pm 5", r"\frac{\pi}{2}",
-        r"\frac12", "2**10", "5/x", "5^n", "17 (mod 100)", r"17 \bmod 100", r"17 \pmod{100}", "17 mod n", "1 234", "1\u00a0234",
-        "5!", "+-3", "5 (mod. 7)", "± 3", "+/- 3", "minus 3", "5 million", "42 base seven", "101 in base 2", "3 squared",
-    ],
-)  # fmt: skip
-def test_a_part_of_an_expression_is_no_answer(text: str) -> None:
-    assert final_number(f"Thus it is 1. The answer is {text}") is None
 
 
 @pytest.mark.parametrize(
@@ -214,100 +168,6 @@ def test_final_choice(text: str, found: str | None) -> None:
 def test_a_choice_is_one_of_those_there_are() -> None:
     assert final_choice("The answer is (E).", "ABCDE") == final_choice(r"\boxed{e}", "ABCDE") == "E"
     assert final_choice("The answer is (E).") is None
-
-
-@pytest.mark.parametrize(
-    "given, expected, same",
-    [
-        ("042", "42", True),
-        (r"\dfrac{1}{2}", r"\frac12", True),
-        ("0.5", r"\frac{1}{2}", True),
-        (r"-\frac{1}{2}", "-0.5", True),
-        ("1,234", "1234", True),
-        (r"12\text{ cm}", "12", True),
-        (r"90^\circ", "90", True),
-        ("x = 5", "5", True),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", True),
-        (r"\text{Evelyn}", r"\text{Evelyn}", True),
-        ("Evelyn", r"\text{Evelyn}", True),
-        ("$73$.", "73", True),
-        (r"\(73\)", "73", True),
-        (r"\mathbf{73}", "73", True),
-        (r"1{,}234", "1234", True),
-        (r"1\,234", "1234", True),
-        ("1 234", "1234", True),
-        (r"11,\! 111,\! 100", "11,111,100", True),
-        ("(1,234)", "(1, 234)", True),
-        ("\u22125", "-5", True),
-        (".50", "0.5", True),
-        ("1/2", r"\frac12", True),
-        (r"\frac1{72}", r"\frac{1}{72}", True),
-        (r"50\%", "50", True),
-        (r"12\text{ cm}^2", "12", True),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
-        (r"4210_{5}", "4210_5", True),
-        (r"4210_{5}", "4210", False),
-        (r"11\sqrt{2}", r"11\sqrt2", True),
-        (r"11\sqrt 2", r"11\sqrt{2}", True),
-        (r"\sqrt{23}", r"\sqrt{2}3", False),
-        (r"\sqrt23", r"\sqrt{23}", False),
-        ("x^10", "x^{10}", False),
-        (r"\frac{\sqrt{3}}2", r"\frac{\sqrt{3}}{2}", True),
-        (r"\dfrac{a}b", r"\frac{a}{b}", True),
-        (r"\frac{\frac12}3", r"\frac{\frac{1}{2}}{3}", True),
-        ("B", r"\text{(B)}", True),
-        ("C", r"\text{(B)}", False),
-        (r"\theta = 30^\circ", "30", True),
-        ("x_1 = 3", "3", True),
-        (r"x_{12} = 3", "3", True),
-        ("AB = 3", "3", True),
-        ("AB = 3", "CD = 3", False),
-        ("2x = 3", "3", False),
-        (r"x \in [-2,7]", "[-2,7]", True),
-        (r"x\infty", r"\infty", False),
-        (r"\boldsymbol{5}", "5", True),
-        (r"\boldsymbol{\frac{1}{2}}", r"\frac12", True),
-        ("50%", "0.5", False),
-        ("\u22125", "5", False),
-        ("3 4", "34", False),
-        ("1, 234", "1234", False),
-        ("1,2,100", "1,2100", False),
-        ("12_8", "128", False),
-        (r"5\text{ or }7", "57", False),
-        (r"6\text{ ft }2\text{ in}", "62", False),
-        (r"5\text{ million}", "5", False),
-        (r"3\mathrm{i}", "3", False),
-        (r"12_\text{nine}", r"12_\text{eight}", False),
-        (r"12_{\text{nine}}", r"12_{\text{eight}}", False),
-        ("43", "42", False),
-        ("(3,4)", "(4,3)", False),
-        ("1/0", "0", False),
-        ("", "", False),
-        (None, "42", False),
-    ],
-)
-def test_same_answer(given: str | None, expected: str, same: bool) -> None:
-    assert same_answer(given, expected) is same
-
-
-@pytest.mark.parametrize(
-    "unit", ["cm", "square inches", "m/s", "m", "kg", "cups of tea", "sq. in.", "months", "degrees", "minutes"]
-)
-def test_units_are_dropped(unit: str) -> None:
-    assert same_answer(rf"5\text{{ {unit}}}", "5") and same_answer(rf"5\ \mathrm{{{unit}}}^2", "5")
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        r"5\text{ trillion}", r"5\text{x}", r"5\text{ score}", r"5\text{ pairs}", r"5\text{ Million dollars}", r"5\mathrm{x}",
-        r"5\mathrm{\pi}", r"5\text{ tenths}", r"5\text{ kilo}", r"5\text{ squared}", r"5\text{ half}", r"5\text{ base seven}",
-        r"5\text{ mod }7", r"5\text{ factorial}", r"5\text{ pi}", r"5\text{th}", r"5\text{ pm}", r"5\text{ two-thirds}",
-        r"5\text{ or more}", r"0.5\text{ repeating}", r"5\text{ trillion}\text{ dollars}", r"5\text{ cm}^7",
-    ],
-)  # fmt: skip
-def test_what_changes_a_number_is_no_unit(answer: str) -> None:
-    assert not same_answer(answer, "5") and not same_answer(answer, "0.5")
 
 
 def test_wilson_is_the_textbook_interval() -> None:

@@ -32,3 +32,10 @@ def require_server() -> None:
     for name in SERVER:
         if find_spec(name) is None:
             raise MissingPackageError("transformers' server", "serve", name)
+
+
+def require_math_verify() -> None:
+    """Raises MissingPackageError if answers to mathematical problems cannot be compared."""
+    for name in ("math_verify", "antlr4"):
+        if find_spec(name) is None:
+            raise MissingPackageError("math-verify", "eval", name)

@@ -11,7 +11,7 @@ from typing import Any
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate import drift_task
 from kvrecall.evaluate.conditions import Condition, described
-from kvrecall.evaluate.problems import FORMATS, problem_text
+from kvrecall.evaluate.problems import FORMATS, problem_text, require_scorer
 from kvrecall.evaluate.runs import Key, Record, Shard, key_of
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 
@@ -53,6 +53,7 @@ class Plan:
                 raise UnknownNameError("task", name, [*KNOWN, *FORMATS, drift_task.NAME])
             if name in KNOWN:
                 generated(spec)
+            require_scorer(spec)
         for what, given in (("tasks", self.tasks), ("contexts", self.contexts), ("depths", self.depths)):
             if not given or len(set(given)) < len(given):
                 raise ParameterError(what, "one or more, each once", list(given), "Remove the repetition, or name one.")

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.core.errors import InputFileError, ParameterError, UnknownNameError
+from kvrecall.core.extras import require_math_verify
 from kvrecall.core.whole_files import parse_json
-from kvrecall.evaluate.answers import final_choice, final_number, same_answer
+from kvrecall.evaluate.answers import boxed, final_choice
+from kvrecall.evaluate.expressions import same_answer, stated
 
 _BOX = "Please reason step by step, and put your final answer within \\boxed{}."
 _CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."
@@ -28,8 +30,8 @@ class Problem:
     choice: bool = False
 
     def extract(self, text: str) -> str | None:
-        """The answer that a text gives."""
-        return final_choice(text) if self.choice else final_number(text)
+        """The answer that a text gives: what is in its last box, or else what it states."""
+        return final_choice(text) if self.choice else boxed(text) or stated(text)
 
     def right(self, text: str) -> bool:
         """Whether a text ends in the right answer."""
@@ -60,7 +62,9 @@ def _gpqa(row: dict[str, Any], draw: random.Random) -> Problem:
     return Problem(f"{_field(row, 'Question', 'question')}\n\n{listed}\n\n{_CHOOSE}", right, choice=True)
 
 
-FORMATS: dict[str, Callable[[dict[str, Any], random.Random], Problem]] = {"aime": _aime, "math500": _math, "gpqa": _gpqa}
+CHOICES = "gpqa"
+"""The format whose answers are letters; those of all others need math-verify."""
+FORMATS: dict[str, Callable[[dict[str, Any], random.Random], Problem]] = {"aime": _aime, "math500": _math, CHOICES: _gpqa}
 
 
 def read_problems(spec: str, seed: int) -> list[Problem]:
@@ -87,6 +91,13 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
     if not found:
         raise InputFileError(file, "holds no problem", "Give one JSON object per line.")
     return found
+
+
+def require_scorer(spec: str) -> None:
+    """Raises MissingPackageError if answers to a task cannot be scored for want of a package."""
+    name = spec.partition(":")[0]
+    if name in FORMATS and name != CHOICES:
+        require_math_verify()
 
 
 def problem_text(spec: str) -> str:
