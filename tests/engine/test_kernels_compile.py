@@ -305,7 +305,8 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    own = {"plan_kernel", "store_kernel", "paged_step_kernel", "merge_kernel", *(["mean_kernel"] if rest else [])}
+    own = {"plan_kernel", "store_kernel", "paged_step_kernel", "merge_kernel"}
+    own |= {"mean_kernel", "page_means_kernel"} if rest else set()
     shared = {"encode_kernel", "rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
               "rerank_kernel", "top_kernel"}  # fmt: skip
     assert names == own | shared

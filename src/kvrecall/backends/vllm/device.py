@@ -182,6 +182,8 @@ class DeviceLayer:
             def part(of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables) -> None:
                 self._search.launch(q, tables, rows[own], asked.plan.fire[own], self._params.scaling, of)
                 self._attend(q, k, v, asked.plan, own, tables.blocks, window, of)
+                if self._means is not None:
+                    self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
             beside(divided(pairs, branches(len(pairs), self.scratch.longest)), q, part)
             merge_step(
@@ -200,10 +202,11 @@ class DeviceLayer:
         )  # fmt: skip
         dim, measured, centred = shape.head_dim, codes.norms is not None, maps.means is not None
         means = codes.signs if self._means is None else self._means
-        pieces = cdiv(dim, _ENCODED_ROWS) + measured + (scratch.means is not None)
+        meaned, own_parts = self._means is not None, scratch.parts - scratch.mean_parts
+        pieces = cdiv(dim, _ENCODED_ROWS) + measured + meaned
         least, most = weight_range(codes.weights.dtype, centred)
         recent, rows = window.blocks[own], self._host.rows
-        paged_step_kernel[(len(pairs) * (scratch.parts + pieces),)](
+        paged_step_kernel[(len(pairs) * (own_parts + pieces),)](
             q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
             self._sinks, self._kept_ids, self._kept, self.read[own], scratch.out, scratch.lse, maps.keys, centring.means,
             centring.cos, centring.sin, scratch.levels, scratch.thresholds, codes.signs, codes.magnitudes, codes.weights,
@@ -213,9 +216,24 @@ class DeviceLayer:
             codes.signs.stride(0), maps.stride, centring.between, means.stride(0), scratch.mean_tokens, most, least, MIN_ALPHA,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
             G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
-            CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, MEAN_PARTS=scratch.mean_parts,
+            CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, MEANED=meaned, OWN_PARTS=own_parts,
             PARTS=scratch.parts, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
             NORMS=measured, REUSE=own.start < self._kept_rows, num_warps=4, **overlapping(shape.device),
+        )  # fmt: skip
+
+    def _estimate(self, q: Tensor, means: Tensor, pages: Tensor, blocks: Tensor, pairs: range) -> None:
+        """Means of whole pages, as the last parts of the merge. A launch of its own: its programs wait for the search with few
+        registers, those of `paged_step_kernel` with many, which other branches' searches need."""
+        from kvrecall.index.page_means.kernels import page_means_kernel
+
+        scratch, shape, dim = self.scratch, self.shape, self.shape.head_dim
+        page_means_kernel[(len(pairs) * scratch.mean_parts,)](
+            q, means, blocks, pages, self._search.ids, scratch.out, scratch.lse, self._params.scaling, self._params.softcap,
+            shape.kv_heads, pairs.start, blocks.stride(0), means.stride(0), means.shape[2], scratch.top_k,
+            scratch.mean_tokens, scratch.sinks, BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim),
+            G=shape.query_heads // shape.kv_heads, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
+            SHARES=scratch.mean_parts, FIRST=scratch.parts - scratch.mean_parts, PARTS=scratch.parts,
+            CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
     def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:

@@ -12,22 +12,22 @@ import triton.language as tl
 from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows
 from kvrecall.core.host_rows import row_offset
 from kvrecall.core.pdl import begin, end
-from kvrecall.index.page_means.kernels import attend_pages
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
 
 @triton.jit
 def plan_kernel(
-    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_counts, TABLE, LOCAL, SINKS, K,
-    GENERATIONS,
+    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_pages, p_counts, TABLE, LOCAL, SINKS,
+    K, MEAN_TOKENS, GENERATIONS,
     BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the batch): its plan row, and whether it searches.
 
     begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: as vLLM has them; a row decodes if it brings one
     token. candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then
-    those of `plan.OWN_FIELDS`. counts int64 `[3]`: searches, tokens searched in and rows selected are added.
+    those of `plan.OWN_FIELDS`. pages int32 `[b]`: whole pages of MEAN_TOKENS tokens in the zone that it searches, 0 if it does
+    not. counts int64 `[3]`: searches, tokens searched in and rows selected are added.
 
     A row of the batch is another sequence's from one step to the next, without a word. Its tag int32 `[b, 3]` says whose step
     was the last one here: the block of its newest token, that token's position, and the generation of the block. Generations
@@ -67,6 +67,7 @@ def plan_kernel(
     tl.store(p_row + SEARCH + 1, now)
     tl.store(p_row + SEARCH + 2, tl.where(same, 1 - now, 2))
     tl.store(p_fire + i_b, searches.to(tl.int32))
+    tl.store(p_pages + i_b, tl.where(searches, tokens // MEAN_TOKENS, 0))
     among = tl.where(searches, tokens - SINKS, 0).to(tl.int64)
     tl.atomic_add(p_counts, searches.to(tl.int64), mask=searches, sem="relaxed")
     tl.atomic_add(p_counts + 1, among, mask=searches, sem="relaxed")
@@ -128,25 +129,26 @@ def paged_step_kernel(
     LOWEST, MIN_ALPHA,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr,
-    MEAN_PARTS: tl.constexpr, PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr,
-    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
+    MEANED: tl.constexpr, OWN_PARTS: tl.constexpr, PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
+    CAP: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the batch and KV head, part): CHOSEN parts of R selected rows, PIECES that summarise the new token, then
-    SINK_PARTS and the window's parts of W rows each, and MEAN_PARTS of the means of pages.
+    SINK_PARTS and the window's parts of W rows each: OWN_PARTS without the pieces. What is behind them among the PARTS of the
+    merge, another launch fills.
 
     queries, keys, values: of row b at b * TOKEN numbers, a head's D side by side. plan, fire: of `plan_kernel`. ids `[·, K]`:
     what the search has found, of this launch's rows; out, lse: likewise, PARTS each. FIRST_PAIR: of this launch in what is kept
     for PAIRS rows and heads. pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, table their blocks; window, window_table:
-    the recent ones, PAGE tokens a block (`window_place`). page_means: of MEAN_TOKENS tokens, `[HEADS, BLOCK / MEAN_TOKENS,
-    2 D]` in blocks MEAN_BLOCK numbers apart; those of whole pages of the zone are attended to, and the last piece takes that of
-    a page whose last token is the new one. sinks `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids
+    the recent ones, PAGE tokens a block (`window_place`). page_means, where MEANED: of MEAN_TOKENS tokens,
+    `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in blocks MEAN_BLOCK numbers apart; the last piece takes that of a page whose last token
+    is the new one. sinks `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids
     `[3, PAIRS, K]`, the last third -1: rows of the step before (REUSE; without, nothing is kept). Codes as in `encode_one`,
     blocks BYTES bytes apart.
 
     The new token is attended from where the model put it, and stored on the way: in the window's pages, in its block on the
     host, and encoded. bad[b] becomes 1 if it is not finite.
     """
-    i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (PARTS + PIECES), CHOSEN)
+    i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (OWN_PARTS + PIECES), CHOSEN)
     i_pair += START
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
     p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
@@ -166,7 +168,7 @@ def paged_step_kernel(
         b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, now, then, p_read + i_b, b_id, o_k, i_kept, i_kv, HEADS,
                                  PAIRS, K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
-    elif i_p < CHOSEN + PIECES - min(1, MEAN_PARTS):  # the last piece takes means
+    elif i_p < CHOSEN + PIECES - MEANED:
         if length > 0:
             i_piece = i_p - CHOSEN
             b_key = tl.load(p_key + o_d, mask=o_d < D, other=0.0).to(tl.float32)
@@ -183,7 +185,7 @@ def paged_step_kernel(
             if m_zero:
                 tl.store(p_zero_norms + i_kv, 1)
     elif i_p < CHOSEN + PIECES:
-        if MEAN_PARTS > 0:  # noqa: SIM102 - one is the compiler's
+        if MEANED:  # noqa: SIM102 - one is the compiler's
             if (length > 0) & (length % MEAN_TOKENS == 0):
                 first = length - MEAN_TOKENS
                 row, block = (i_kv * BLOCK + first % BLOCK) // MEAN_TOKENS, tl.load(p_blocks + newest // BLOCK).to(tl.int64)
@@ -191,15 +193,6 @@ def paged_step_kernel(
                 take_mean(p_mean, first, p_key, p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D, newest, ends, p_pool,
                           p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, PAGE, W_BLOCK,
                           W_HEAD, W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
-    elif i_p >= PARTS + PIECES - MEAN_PARTS:
-        if MEAN_PARTS > 0:
-            begin(PDL)  # pages of which tokens were found weigh less
-            i_part = i_p - PIECES
-            pages = tl.where(tl.load(p_fire + i_b) != 0, ends // MEAN_TOKENS, 0)
-            p_own_means = p_page_means + i_kv * (BLOCK // MEAN_TOKENS) * (2 * D)
-            attend_pages(p_query, p_own_means, p_blocks, p_ids + i_pair.to(tl.int64) * K, p_part, p_part_lse,
-                         i_part - (PARTS - MEAN_PARTS), i_part, pages, scaling, softcap, MEAN_BLOCK, K, MEAN_TOKENS, SINKS,
-                         BLOCK, D, BD, G, W, BK, MEAN_PARTS, PARTS, CAP)  # fmt: skip
     else:
         i_part = i_p - PIECES
         if i_part < CHOSEN + SINK_PARTS:

@@ -27,7 +27,8 @@ _GENERATIONS = 1 << 16
 class PassPlan:
     """Fixed addresses, filled before each pass: what a recorded pass reads.
 
-    rows: int32 `[most, ROW]`. fire: int32 `[most]`, which of them search. counts: int64 `[3]`, of all passes: searches, tokens
+    rows: int32 `[most, ROW]`. fire: int32 `[most]`, which of them search. pages: int32 `[most]`, how many means of whole pages
+    each attends to. counts: int64 `[3]`, of all passes: searches, tokens
     searched in, and rows that were selected for each layer and KV head.
     """
 
@@ -35,9 +36,12 @@ class PassPlan:
         """most: rows of a batch. longest: tokens of a sequence."""
         assert method.top_k is not None
         self._local, self._sinks, self._top_k = method.local_tokens, method.sink_tokens, method.top_k
+        means = method.rest_config()
+        self._mean_tokens = 1 if means is None else means.page_tokens
         self._candidates = candidates(index, longest, method.top_k).to(device)
         self.rows = torch.zeros(most, ROW, dtype=torch.int32, device=device)
         self.fire = torch.zeros(most, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(most, dtype=torch.int32, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._tags = torch.full((most, 3), -1, dtype=torch.int32, device=device)
         self._generations = torch.zeros(_GENERATIONS, dtype=torch.int32, device=device)
@@ -51,7 +55,8 @@ class PassPlan:
         if count:
             plan_kernel[(count,)](
                 begins, lengths, blocks, self._candidates, self._tags, self._generations, self.rows, self.fire,
-                self.counts, blocks.stride(0), self._local, self._sinks, self._top_k, _GENERATIONS,
+                self.pages, self.counts, blocks.stride(0), self._local, self._sinks, self._top_k, self._mean_tokens,
+                _GENERATIONS,
                 BLOCK=block_size, SEARCH=SEARCH_FIELDS, STRIDE=ROW, T=64, num_warps=1,
             )  # fmt: skip
 

@@ -80,19 +80,20 @@ def attend_pages(
 @triton.jit(do_not_specialize=["START", "TABLE"])
 def page_means_kernel(
     p_queries, p_means, p_table, p_pages, p_ids, p_out, p_lse, scaling, softcap, HEADS, START, TABLE, NUMBERS, ROWS, K, PAGE,
+    SINKS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     SHARES: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, share): part FIRST + share of PARTS; see `attend_pages`.
 
     means in blocks `[HEADS, ROWS, 2 D]`. table int32 `[B, TABLE]`: the blocks of each sequence; its first pages[b] pages are
-    valid. ids `[BH, K]`.
+    valid. ids `[BH, K]`. The first SINKS tokens are in no mean.
     """
     begin(PDL)
     i_bh, i_share = tl.program_id(0) // SHARES + START, tl.program_id(0) % SHARES
     i_b, i_kv, o_part = i_bh // HEADS, i_bh % HEADS, i_bh.to(tl.int64) * G * PARTS
     attend_pages(p_queries + i_bh.to(tl.int64) * G * D, p_means + i_kv * ROWS * (2 * D), p_table + i_b * TABLE,
                  p_ids + i_bh.to(tl.int64) * K, p_out + o_part * D, p_lse + o_part, i_share, FIRST + i_share,
-                 tl.load(p_pages + i_b), scaling, softcap, NUMBERS, K, PAGE, 0, BLOCK, D, BD, G, W, BK, SHARES, PARTS,
-                 CAP)  # fmt: skip
+                 tl.load(p_pages + i_b), scaling, softcap, NUMBERS, K, PAGE, SINKS, BLOCK, D, BD, G, W, BK, SHARES,
+                 PARTS, CAP)  # fmt: skip
     end(PDL)

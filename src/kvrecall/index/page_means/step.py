@@ -50,7 +50,7 @@ class SlotMeans:
         top_k, heads = ids.shape[-1], layout.heads
         page_means_kernel[(len(pairs) * self.parts,)](
             queries, means, self._table, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start,
-            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, BLOCK=layout.block_size, D=dim,
+            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, 0, BLOCK=layout.block_size, D=dim,
             BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES, BK=next_power_of_2(top_k), SHARES=self.parts,
             FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
         )  # fmt: skip
