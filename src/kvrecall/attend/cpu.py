@@ -24,9 +24,10 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     out = torch.empty(b, heads, 1, dim)
     lse = torch.empty(b, heads, 1)
     bits, kind = as_bits(rows.kv)
-    lengths = rows.lengths.contiguous().numpy()  # one array layout, one compilation
+    # One layout of every array: one compilation.
+    lengths = rows.lengths.contiguous().numpy()
     _attend(
-        queries[:, :, 0].float().numpy(),
+        queries[:, :, 0].float().contiguous().numpy(),
         bits,
         kind,
         lengths,

@@ -38,6 +38,8 @@ from kvrecall.index.sphere.turns import SPAN
 from kvrecall.select.cpu import max_softmax, mean_softmax, top_k_of, union
 
 _CHUNK = 2048
+_NONE = np.empty((0, 0, 0, 0, 0), np.int16)
+"""No products, in their dtype: `_search` is then compiled once for both kinds of tables."""
 _MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
 _MODES = {
     "mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q, "max_softmax": _MAX_SOFTMAX,
@@ -78,7 +80,7 @@ def search_batch(
     for b, e in enumerate(excluded):
         if e is not None:
             barred[b, :, : e.shape[1]] = e.numpy()
-    products, offset, shift, most = np.empty((0, 0, 0, 0, 0), np.uint8), 0, 0, 254
+    products, offset, shift, most = _NONE, 0, 0, 254
     if stage1 == "product":
         offset, shift, most = product_scale(queries.shape[-1], layout.norms)
         products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
