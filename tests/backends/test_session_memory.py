@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvrecall
 from kvrecall import RetrievalCache
@@ -26,6 +27,7 @@ from tests.one_layer import ZONES
 ROOT = Path(__file__).parents[2]
 LAYERS = int(os.environ.get("KVRECALL_SESSION_LAYERS", "2"))
 TOKENS = 3072
+"""Of the session; its rows have LAYERS * TOKENS * ROW_BYTES bytes."""
 ROW_BYTES = 2 * 4 * 32 * 128
 """Of one token in one layer of `wide`."""
 
@@ -82,14 +84,20 @@ def load_and_answer(small: str, large: str) -> None:
     """In a process of its own: prints what loading a large session and answering from it took, after a small one."""
     torch.set_num_threads(1)
     model = wide()
-    decode(model, RetrievalCache.load(small, model.config), 3)  # all that is compiled or imported late
+    answer(model, RetrievalCache.load(small, model.config))  # all that is compiled or imported late
     say_free(TOKENS * LAYERS * ROW_BYTES // 4)
     told: dict[str, Any] = {"load": {}, "answer": {}}
     with watched(told["load"]):
         cache = RetrievalCache.load(large, model.config, model=model)
     with watched(told["answer"]):
-        told["logits"] = decode(model, cache.fork(), 12)[:, 0, :8].tolist()
+        told["logits"] = answer(model, cache.fork()).tolist()
     print(json.dumps(told))
+
+
+def answer(model: Any, cache: RetrievalCache) -> Tensor:
+    """Some logits of an answer of 12 tokens to a question of 30, which attends to all that is held."""
+    question = feed(model, cache, tokens(30, seed=4))
+    return torch.cat([question, decode(model, cache, 12)[:, 0]])[:, :8]
 
 
 def test_a_session_larger_than_memory_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +111,7 @@ def test_a_session_larger_than_memory_answers(tmp_path: Path, monkeypatch: pytes
         info = cache.save(tmp_path / name)
     rows = TOKENS * LAYERS * ROW_BYTES
     assert info.nbytes > 0.9 * rows
-    expected = decode(model, cache, 12)[:, 0, :8]
+    expected = answer(model, cache)
     code = "import sys; from tests.backends.test_session_memory import load_and_answer; load_and_answer(*sys.argv[1:])"
     call = [sys.executable, "-c", code, tmp_path / "small", tmp_path / "large"]
     run = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -232,3 +232,6 @@ def test_compact_rows_are_near_and_small_and_the_rest_is_exact(model: Any, tmp_p
     assert read_info(tmp_path / "small").rows == "plain"
     with pytest.raises(kvrecall.errors.ParameterError, match="fp8"):
         cache.save(tmp_path / "other", rows="fp4")  # type: ignore[arg-type]
+    with pytest.raises(kvrecall.errors.ParameterError, match="without rows would have to read its documents again"):
+        cache.save(tmp_path / "other", rows="none")  # type: ignore[arg-type]
+    assert not (tmp_path / "other").exists()

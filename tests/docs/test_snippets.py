@@ -34,6 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shell.small_files(tmp_path, 3600)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVRECALL_SESSIONS", raising=False)  # the pages list and remove what is kept
     return tmp_path
 
 

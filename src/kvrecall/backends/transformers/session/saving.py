@@ -30,11 +30,17 @@ from kvrecall.layer.state import LayerState
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
 
+_FORMS = (
+    '"fp8" is half as large, at a loss. A session without rows would have to read its documents again whenever it is loaded: '
+    "keep their text instead."
+)
+"""Codes without rows were weighed in docs/design/sessions.md."""
+
 
 def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
     """See `RetrievalCache.save`."""
     if rows not in ("plain", "fp8"):
-        raise ParameterError("rows", '"plain" or "fp8"', rows, '"fp8" is half as large, at a loss.')
+        raise ParameterError("rows", '"plain" or "fp8"', rows, _FORMS)
     cache._check_idle("save")
     cache.settle()
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
