@@ -40,11 +40,11 @@ def test_sliding_windows_are_captured(family: str, changes: dict[str, Any]) -> N
             transformers.Llama4TextConfig(
                 **SMALL, attention_chunk_size=8, layer_types=["chunked_attention", "full_attention", "chunked_attention"]
             ),
-            "layer 0 attends within chunks, which are no sliding window",
+            "layer 0 uses chunked attention, which has no captured form",
         ),
         (
             transformers.Qwen3NextConfig(**SMALL, layer_types=["full_attention", "linear_attention", "linear_attention"]),
-            "layer 1 is linear attention or a convolution, whose state a trial run would change",
+            "layer 1 is linear attention or a convolution, and a trial run would change its state",
         ),
         (
             transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
@@ -62,11 +62,11 @@ def test_windows_that_are_not_the_mask_s_or_keep_their_past_are_refused() -> Non
     config = tiny("gemma2").config
     cache = kvrecall.RetrievalCache(config, RETRIEVES)
     cache.activate_past_recording()
-    with pytest.raises(CaptureError, match="layer 0 keeps more than its window"):
+    with pytest.raises(CaptureError, match="layer 0 keeps more tokens than its window"):
         check_layers(config, cache)
     layer: Any = cache.layers[0]
     layer.sliding_window = 5
-    with pytest.raises(CaptureError, match="layer 0 has a window of 5 tokens, which its mask has not"):
+    with pytest.raises(CaptureError, match="layer 0 has a window of 5 tokens, but its mask has none"):
         check_layers(config, cache)
 
 

@@ -163,7 +163,7 @@ def gptj() -> Any:
 
 def test_what_cannot_be_asked_is_unknown_and_told_once() -> None:
     for model in (gptj(), gptj()):
-        with pytest.warns(UserWarning, match="gptj: expected keys .* layers 0, 1. Retrieval stays right"):
+        with pytest.warns(UserWarning, match="gptj: expected a rotary embedding .* layers 0, 1. Retrieval works"):
             found = rotaries_of(model)
         assert found.unknown == (0, 1)
         assert all(isinstance(layer.rotary, NoRotary) for layer in found.layers.values())

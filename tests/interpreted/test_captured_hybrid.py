@@ -259,7 +259,7 @@ def test_a_cache_whose_steps_are_captured_is_left_alone() -> None:
     model = model_of("gemma2")
     cache, decoder = decoded(model, 2)
     for name, change in {"fork": cache.fork, "crop": lambda: cache.crop(-1), "reset": cache.reset}.items():
-        with pytest.raises(ParameterError, match=f"^{name}: expected a cache that nobody decodes with"):
+        with pytest.raises(ParameterError, match=f"^{name}: expected a cache that is not being decoded"):
             change()
     with pytest.raises(CaptureError, match="2 tokens were fed at once"), kvrecall.attach(model), torch.no_grad():
         decoder._call(input_ids=torch.ones(2, 2, dtype=torch.int64), past_key_values=cache, use_cache=True)

@@ -1,1 +1,1 @@
-"""Who drives the layers: each backend says which sequences, which tokens and which rows."""
+"""Backends: they take queries, keys and values from a framework's model and return its attention."""

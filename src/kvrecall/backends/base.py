@@ -1,8 +1,8 @@
 """The one seam between a backend and the layers: q, k and v of new tokens go in, their attention comes out.
 
-A backend says which tokens of which sequences are real and whether they belong to a prompt. It never reaches into a stage. What
-every backend would have to do alike is done here: NaN and infinity are noticed before anything is stored, indexes compute in
-fp32, signals wait, and all of a pass over a layer is done or nothing of it.
+A backend says which tokens are padding and whether they belong to a prompt. It never calls a stage. This file does what all
+backends need: NaN and infinity are noticed before anything is stored, indexes compute in fp32, signals wait, and a pass over a
+layer is complete or undone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvrecall.layer.pipeline import decode_step, decode_steps, prefill_layer
 from kvrecall.layer.state import LayerState
 
 MOST_QUERIES = 8
-"""Tokens per sequence of one pass that are decoded, each with a search of its own. More are attended densely, as a prompt's
-are: one pass over all rows serves all of them."""
+"""Up to this many tokens per sequence in one pass are decoded, each with its own search. More tokens attend to everything like
+a prompt, in one pass over all rows."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
     """The next T tokens of all sequences of a layer.
 
-    queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`, rotated and in the dtype that is stored. valid: bool `[B, T]` on
-    the CPU, False for padding, which is never stored (None: all are real). prompt: they are a chunk of a prompt, however few.
+    queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`, post-RoPE, in the dtype of the cache. valid: bool `[B, T]` on
+    the CPU, False for padding, which is never stored (None: no padding). prompt: they are a chunk of a prompt, even if few.
     """
 
     queries: Tensor
@@ -49,12 +49,12 @@ def attend(
 ) -> Tensor:
     """Stores the new tokens and attends: `[B, H_q, T, D]`, in the queries' dtype.
 
-    Tokens of a prompt are attended densely and settle the zones. All others are decode queries, up to `MOST_QUERIES` of them:
-    each attends to what it would find if it were fed alone, and `LayerState.crop` takes any of them back exactly. Several
-    tokens of sequences that hold nothing yet are a prompt's, too.
+    Tokens of a prompt attend to everything and settle the zones. Up to `MOST_QUERIES` other tokens are decode queries: each
+    finds what it would find alone, and `LayerState.crop` takes any of them back exactly. Several first tokens of a sequence
+    are a prompt, too.
 
-    counted: what the backend itself notes of them, called last of all. uncounted: takes that back, as often as it is called.
-    Raises NonFiniteError, HostMemoryError and DeviceMemoryError; the layer is then as it was.
+    counted: the backend's own bookkeeping, called last. uncounted: undoes it; may be called several times.
+    Raises NonFiniteError, HostMemoryError and DeviceMemoryError; the layer is then unchanged.
     """
     state.guard(new.keys, new.values)
     _gather(state, new)
@@ -77,7 +77,7 @@ def _attend(state: LayerState, new: NewTokens, params: AttentionParams) -> Tenso
 
 
 def _gather(state: LayerState, new: NewTokens) -> None:
-    """Shows new tokens to statistics that are still gathered, before they are stored."""
+    """Adds new tokens to statistics that are still being gathered, before they are stored."""
     calibration = state.shape.calibration
     if calibration is None or calibration.settled:
         return

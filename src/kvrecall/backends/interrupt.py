@@ -1,8 +1,8 @@
-"""Signals wait until a layer has finished storing, so that none can leave half a token behind.
+"""Signals wait until a layer has finished storing, so that none can interrupt half-way.
 
-A handler set in Python may raise: Ctrl-C, a time-out by SIGALRM, SIGTERM made SystemExit. Python runs handlers between any two
-instructions of the main thread, so all of them are deferred, whichever signal they are for. Blocking signals in the kernel
-would not do: another thread would take the signal, and the main thread would run the handler all the same.
+A Python signal handler may raise: Ctrl-C, a time-out by SIGALRM, SIGTERM turned into SystemExit. Python runs handlers between
+any two instructions of the main thread, so all handlers are deferred. Blocking signals in the kernel would not help: another
+thread would receive the signal, and the main thread would still run the handler.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NUMBERS = sorted(int(number) for number in signal.valid_signals() - _FAULTS)
 
 
 class _Relay:
-    """Stands for a handler: remembers signals while it is closed, and hands them on at any other time. One that could not be
-    taken away again therefore does no harm."""
+    """Replaces a handler. While closed it remembers signals; otherwise it passes them on, so a relay that could not be removed
+    does no harm."""
 
     def __init__(self, number: int, handler: _Handler) -> None:
         self.number, self.handler, self.closed = number, handler, True
@@ -38,10 +38,9 @@ class _Relay:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Delays every signal with a handler in Python to the end of the block, and the first exception of a handler with it.
+    """Delays all Python signal handlers to the end of the block, which then raises the first of their exceptions.
 
-    In other threads there is nothing to delay: Python runs handlers in the main thread only. Takes about as long as reading
-    the handlers of all signals, a few microseconds.
+    Does nothing in other threads, because Python runs handlers in the main thread only. Takes a few microseconds.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -49,10 +48,10 @@ def deferred_interrupt() -> Iterator[None]:
     relays: list[_Relay] = []
     try:
         for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
-            if not callable(handler):  # the system's own, which no Python runs for
+            if not callable(handler):  # handled by the system, not by Python
                 continue
             if isinstance(handler, _Relay):
-                if handler.closed:  # a block around this one waits already
+                if handler.closed:  # an outer block defers already
                     continue
                 handler = handler.handler
             relays.append(_Relay(number, handler))
@@ -63,7 +62,7 @@ def deferred_interrupt() -> Iterator[None]:
 
 
 def _open(relays: list[_Relay]) -> None:
-    """Puts the handlers back and has them handle what came. All of that is done before the first of their exceptions rises."""
+    """Restores the handlers and runs them for the remembered signals; then raises the first of their exceptions."""
     error: BaseException | None = None
     for relay in relays:
         relay.closed = False
@@ -71,7 +70,7 @@ def _open(relays: list[_Relay]) -> None:
         try:
             if _signal.getsignal(relay.number) is relay:
                 _signal.signal(relay.number, relay.handler)
-        except BaseException as raised:  # by a handler that is back, of a signal that came this moment
+        except BaseException as raised:  # from a restored handler, for a signal that came just now
             error = error or raised
     for relay in relays:
         for number, frame in relay.waiting:

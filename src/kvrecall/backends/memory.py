@@ -1,4 +1,4 @@
-"""What happens when memory runs out: the layer is as it was before, and the error says how much was needed."""
+"""Out of memory: the layer is unchanged, and the error says how much was needed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvrecall.methods.base import Method
 
 @contextmanager
 def all_or_nothing(state: LayerState, new: int, uncounted: Callable[[], None]) -> Iterator[None]:
-    """Inside, a layer changes, and gets at most `new` tokens per sequence; after an error it holds what it held before.
+    """Context for a change of a layer by at most `new` tokens per sequence; an error undoes the change.
 
-    uncounted: has the layer's owner count as it did before; after an error it may be called twice. Raises DeviceMemoryError for
+    uncounted: undoes the owner's bookkeeping; after an error it may be called twice. Raises DeviceMemoryError for
     torch.OutOfMemoryError.
     """
     mend(state)
@@ -30,8 +30,8 @@ def all_or_nothing(state: LayerState, new: int, uncounted: Callable[[], None]) -
 
 @contextmanager
 def as_before(layers: Iterable[object]) -> Iterator[None]:
-    """After an error inside, every attribute of these layers is what it was: for changes that replace what a layer holds and
-    write to none of it."""
+    """After an error inside, restores every attribute of these layers. For changes that replace attributes and write to
+    none."""
     before = [(layer, dict(vars(layer))) for layer in layers]
     try:
         yield
@@ -43,7 +43,7 @@ def as_before(layers: Iterable[object]) -> Iterator[None]:
 
 @contextmanager
 def explained(layer: int, shape: LayerShape, method: Method, tokens: int) -> Iterator[None]:
-    """Turns torch.OutOfMemoryError into DeviceMemoryError, with what a layer of `tokens` tokens per sequence takes."""
+    """Turns torch.OutOfMemoryError into DeviceMemoryError, with the bytes of a layer of `tokens` tokens per sequence."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -52,9 +52,9 @@ def explained(layer: int, shape: LayerShape, method: Method, tokens: int) -> Ite
 
 
 def check_device(states: list[LayerState], tokens: int) -> None:
-    """Raises DeviceMemoryError if summaries of `tokens` tokens per sequence are more than a GPU can give; grows nothing.
+    """Raises DeviceMemoryError if a GPU has no room for summaries of `tokens` tokens per sequence; allocates nothing.
 
-    Rows that lie on it are no reason: where it has no room for more of them, they move to the host."""
+    Rows on the device do not count, because they can move to the host."""
     states = [state for state in states if state.index is not None and state.shape.device.type == "cuda"]
     if not states:
         return
@@ -66,19 +66,19 @@ def check_device(states: list[LayerState], tokens: int) -> None:
 
 
 def bytes_to_grow(states: list[LayerState], tokens: int) -> int:
-    """Device bytes that windows and summaries take beyond what they have, for `tokens` tokens per sequence."""
+    """Device bytes that windows and summaries still need for `tokens` tokens per sequence."""
     needs = [s.shape.sequences * layer_bytes(s.layer, s.shape, s.method, tokens) for s in states]
     have = sum(s.store.resident.nbytes + (0 if s.index is None else s.index.nbytes) for s in states)
     return max(0, sum(needs) - have)
 
 
 def layers_near(each: int, layers: int, room: int) -> int:
-    """Of so many layers that search nothing, those whose rows a device has room for: `each` bytes per layer."""
+    """How many of `layers` layers without search fit on a device with `room` bytes for rows, at `each` bytes per layer."""
     return layers if not each else max(0, min(layers, room // each))
 
 
 def zone_bytes(shape: LayerShape, method: Method, tokens: int) -> int:
-    """Bytes of the retrieval-zone rows of one sequence of one layer, wherever they lie."""
+    """Bytes of the retrieval-zone rows of one sequence of one layer, on host or device."""
     sizes = method.zone_sizes()
     return 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
 

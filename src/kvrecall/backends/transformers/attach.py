@@ -1,11 +1,10 @@
-"""`attach(model)`: calls of the model with a RetrievalCache retrieve; every other call is what it is outside.
+"""`attach(model)`: calls of the model with a RetrievalCache retrieve; all other calls are unchanged.
 
-1. `attach` puts a pair of hooks on the model and on the models inside it, and takes them off on exit. It counts per model, so
-   contexts may overlap in any order and in any thread.
-2. A call that is given a RetrievalCache, or several as one (`joint`), opens a forward pass (`passes`). Only while such a pass
-   runs do the decoder's configs name our attention function, and transformers' models look it up there.
-   On a GPU its `generate` replays captured steps meanwhile (`generating`).
-3. At the end the pass must have gone through every retrieval layer exactly once; else it is undone and refused.
+1. `attach` puts a pair of hooks on the model and on the models inside it, and removes them on exit. It counts contexts per
+model, so they may overlap in any order and in any thread. 2. A call with a RetrievalCache, or with several as one (`joint`),
+opens a forward pass (`passes`). Only during such a pass the decoder's configs name our attention function, where transformers'
+models look it up. On a GPU, `model.generate` replays captured steps (`generating`). 3. At the end every retrieval layer must
+have attended exactly once. Otherwise the pass is undone and refused.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
 
 @contextmanager
 def attach(model: nn.Module, *, capture: bool = True) -> Iterator[nn.Module]:
-    """Routes calls of `model` that are given a RetrievalCache through kvrecall; everything is undone on exit.
+    """Makes calls of `model` with a RetrievalCache retrieve; the model is restored on exit.
 
-    model: a transformers model, or a wrapper that holds one (PEFT). Calls with any other cache, or none, are what they are
-    outside. Contexts may be nested, overlap in any order and be entered from any thread. capture: on a GPU, `model.generate`
-    replays captured steps where it can, by greedy search or sampling; False: every step calls the model.
+    model: a transformers model, or a wrapper that holds one (PEFT). Calls with another cache, or without one, are unchanged.
+    Contexts may be nested, overlap in any order and be entered from any thread. capture: on a GPU, `model.generate` replays
+    captured steps where possible, with greedy search or sampling; False: every step calls the model.
 
-    Raises UnsupportedModelError for families whose attention cannot be taken over, ParameterError for what is no model.
+    Raises UnsupportedModelError for families whose attention cannot be replaced, ParameterError if `model` is no model.
     """
     inner = transformers_model(model)
     check_model(inner)
@@ -56,11 +55,11 @@ def attach(model: nn.Module, *, capture: bool = True) -> Iterator[nn.Module]:
         try:
             context.leave()
         finally:
-            context.leave()  # where a signal has ended the first call before it began
+            context.leave()  # if a signal ended the first call before it began
 
 
 class _Context:
-    """One `with` block: counts itself in once and out once, whatever signals come meanwhile."""
+    """One `with` block: counts itself in and out exactly once, also if signals interrupt it."""
 
     def __init__(self, model: PreTrainedModel, capture: bool) -> None:
         self._model, self._capture = model, capture
@@ -84,7 +83,7 @@ class _Context:
 
 
 class Attachment:
-    """The hooks on one model, and how many contexts want them."""
+    """The hooks on one model, and the number of contexts that use them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._contexts = self._capturing = 0
@@ -96,7 +95,7 @@ class Attachment:
         self.configs = decoder_configs(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        return self  # so that a copy of the model, which has its hooks, is seen not to be attached
+        return self  # a copied model has the hooks; this shows that it is not attached
 
     def enter(self, capture: bool) -> None:
         """Counts one more context."""
@@ -110,7 +109,7 @@ class Attachment:
             self._generate.install()
 
     def leave(self, capture: bool) -> None:
-        """Counts one context less. The last one takes the hooks off, as soon as no other thread is in a pass."""
+        """Counts one context less. The last one removes the hooks, once no other thread is in a pass."""
         self._contexts -= 1
         self._capturing -= capture
         if not self._capturing:
@@ -121,7 +120,7 @@ class Attachment:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is attached, and no pass goes on."""
+        """Whether there is no context and no pass."""
         return not self._contexts and not self._running
 
     def _clean(self) -> None:
@@ -142,8 +141,8 @@ class Attachment:
         for own in [cache] if isinstance(cache, RetrievalCache) else cache.members:
             own.meet(self._parts[0])
         if self._contexts and isinstance(cache, RetrievalCache) and _holds_nothing_yet(cache):
-            cache.calibrate(self._parts[0])  # before anything of the pass begins, as it may fail
-        with _lock:  # no other thread takes the hooks off between the look at the contexts and the beginning of the pass
+            cache.calibrate(self._parts[0])  # before the pass begins, because it may fail
+        with _lock:  # no other thread may remove the hooks between this check and the beginning of the pass
             if not self._contexts or not any(module is part for part in self._parts):
                 raise NotAttachedError
             switch = partial(switched, self.configs, retrieval_attention, retrieval_mask)
@@ -170,17 +169,17 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return Inputs(None, None, None, mask)
     known = {"inputs_embeds", "attention_mask", "labels"}
     others = any(isinstance(x, Tensor) and x.is_floating_point() for name, x in kwargs.items() if name not in known)
-    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None  # an image is more than its ids
+    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None  # ids do not describe images
     return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask)
 
 
 def _holds_nothing_yet(cache: RetrievalCache) -> bool:
-    """Whether the first call over a cache begins, and no call around it has begun."""
+    """Whether this is the first call over a cache, and not inside another call."""
     return not cache.get_seq_length() and (cache.running is None or not cache.running.alive())
 
 
 def _retrieval_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | JointCache | None:
-    """The RetrievalCache among the arguments of a call, or several as one, whatever the model calls it."""
+    """The RetrievalCache or JointCache among the arguments of a call, under any argument name."""
     for value in (*kwargs.values(), *args):
         if isinstance(value, RetrievalCache | JointCache):
             return value

@@ -1,7 +1,7 @@
-"""The attention function and its mask function, as transformers calls them while a forward pass retrieves.
+"""The attention function and the mask function that transformers calls during a forward pass that retrieves.
 
-Layers that are not ours (sliding windows, shared weights, other towers) and calls of other threads get the functions that the
-model had before: whatever does not retrieve is computed as it is without kvrecall.
+Layers that do not retrieve (sliding windows, shared weights, other towers) and calls of other threads get the model's own
+functions, so their results are the same as without kvrecall.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CHANGE_NOTHING = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
     "logits_to_keep", "num_items_in_batch", "labels", "deterministic", "tokenizer",
 })  # fmt: skip
-"""Arguments that models pass on to their attention function and that no attention function reads."""
+"""Arguments that models pass to attention functions and that none reads."""
 
 
 _ALWAYS_PASSED_ON = _CHANGE_NOTHING | {
     "scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "position_bias", "output_attentions",
 }  # fmt: skip
-"""Arguments that the model's own attention function reads. For others (indices of a sparse attention) some models make a mask
-themselves, but only for functions that they know by name, and ours is none of those."""
+"""Arguments that the model's own attention function reads. Some models turn other arguments (indices of sparse attention) into
+a mask, but only for attention functions that they know by name; ours is not one of them."""
 
 
 def retrieval_attention(
@@ -49,7 +49,7 @@ def retrieval_attention(
         raise UnsupportedModelError(_family(module), "values that are changed between the cache and the attention")
     if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
         raise ShapeError("queries", f"a multiple of {key.shape[1]} heads, {key.shape[2]} tokens", list(query.shape), "")
-    if layer.is_sliding:  # a captured window, of as many tokens as the config says, which needs no mask
+    if layer.is_sliding:  # a captured window of the config's size needs no mask
         kwargs, attention_mask = {name: value for name, value in kwargs.items() if name != "sliding_window"}, None
     params = _params(module, query, kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -73,9 +73,9 @@ def retrieval_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Padding as a 2-D mask (None without padding) for causal layers: no query-by-key tensor at long contexts.
+    """For causal layers: padding as a 2-D mask (None without padding), so that long contexts need no query-by-key tensor.
 
-    Every other pattern (sliding window, chunks, overlays) is made as the model's own attention function wants it.
+    Masks of other patterns (sliding window, chunks, overlays) are made by the model's own mask function.
     """
     running, config = current(), kwargs.get("config")
 
@@ -88,19 +88,19 @@ def retrieval_mask(
     if running is None:
         return own()
     if q_length == kv_length == 1 and attention_mask is None:
-        return None  # a single token needs no mask, and a graph would record how it is made
-    if mask_function is bidirectional_mask_function:  # for an encoder's states; ours refuses it, so there must be one
+        return None  # a single token needs no mask, and a graph would record its construction
+    if mask_function is bidirectional_mask_function:  # an encoder's states, which ours refuses
         return own(allow_is_bidirectional_skip=False)
     if mask_function is not causal_mask_function or kwargs.get("local_size"):
         return own()
     running.own_causal_mask = own
-    # A mask may be longer than the tokens there are (static shapes): it is read by position, from the left.
+    # A mask may be longer than the tokens (static shapes); it is read by position from the left.
     padding = None if attention_mask is None else attention_mask[:, :kv_length]
     return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=padding)
 
 
 def _own_causal_mask(running: OpenCall, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask for a layer that is not ours: what its own attention function would have been given instead of our 2-D one."""
+    """The mask that a non-retrieval layer's own attention function needs, instead of our 2-D mask."""
     ours = mask is None or (mask.ndim == 2 and mask.shape[1] == key.shape[2])
     if not ours or running.own_causal_mask is None or getattr(module, "is_causal", True) is False:
         return mask
@@ -111,7 +111,7 @@ def _own_causal_mask(running: OpenCall, module: nn.Module, query: Tensor, key: T
 
 
 def _params(module: nn.Module, query: Tensor, given: dict[str, Any]) -> AttentionParams:
-    """What our attention takes of the keyword arguments; refuses those that it does not know."""
+    """Our attention's parameters from the keyword arguments; refuses unknown ones."""
     rest = {name: value for name, value in given.items() if value is not None and name not in _CHANGE_NOTHING}
     scaling, softcap, sinks = rest.pop("scaling", query.shape[-1] ** -0.5), rest.pop("softcap", 0.0), rest.pop("s_aux", None)
     if dropout := rest.pop("dropout", 0.0):
@@ -140,7 +140,7 @@ def _family(module: nn.Module) -> str:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Passes the attention's output on, and refuses to be differentiated."""
+    """Returns the attention's output; raises on backward."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""RetrievalCache: a transformers Cache whose full-attention layers live in host memory and are searched, not scanned."""
+"""RetrievalCache: a transformers Cache with full-attention layers in host memory that are searched instead of read whole."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from kvrecall.backends.transformers.session import SavedState, SessionInfo
 
 _CHECKED_TOKENS = 256
-"""Appends of more tokens than this ask the host for its free memory first; single tokens are not worth the file read."""
+"""Appends of more tokens than this check free host memory first; for single tokens the check would take too long."""
 
 
 class RetrievalCache(Cache):
     """Drop-in `past_key_values` for `generate` inside `kvrecall.attach(model)`.
 
-    Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers; a captured decode
-    puts its own in place of sliding ones until it ends.
+    Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers. Captured decoding
+    replaces sliding ones until it ends.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class RetrievalCache(Cache):
     ) -> None:  # fmt: skip
         """config: the model's. method: e.g. `kvrecall.methods.recommended()`. profile: time the stages on a GPU too.
 
-        observe_queries: last queries of a prompt to remember although the method needs none, so that forks under PRKV or CTkvr
-        can judge keys by them (2,048 serve any). The statistics of its keys are gathered then too, for forks under balanced
-        ParisKV.
+        observe_queries: how many last queries of a prompt to remember for forks under PRKV or CTkvr, if the method itself needs
+        none (2,048 are enough for all). Key statistics are then gathered too, for forks under balanced ParisKV.
 
-        rows_on_device: False keeps the rows of layers that search nothing in host memory, like all others. By default they lie
-        on a GPU while it has room for them.
+        rows_on_device: False keeps rows of layers without search in host memory. By default they lie on a GPU while it has
+        room.
         """
         if rows_on_device not in (None, False):
             remedy = "Leave it out: rows lie on a GPU while it has room for them."
@@ -80,86 +79,86 @@ class RetrievalCache(Cache):
         self._config = config
         self._session: SavedState | None = None
         """The session that this cache was last saved to or loaded from; forks share it."""
-        self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # held, so that no other can take over an id
+        self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # keeps configs alive, so that ids stay unique
         self.reserved_tokens = 0
         self.prefilling = False
-        """Whether new tokens are a prompt's, however few they are; see `reading_prompt`."""
+        """Whether new tokens belong to a prompt, even if few; see `reading_prompt`."""
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         self.tokens = TokenLog()
-        """Ids of the tokens that are held."""
+        """Ids of the stored tokens."""
         self.running: ForwardPass | None = None
-        """The forward pass that stores into this cache right now."""
+        """The current forward pass over this cache."""
         self.calibration: ModelCalibration | None = None
-        """What is known of the keys of the model that fills this cache; forks share it."""
+        """Key statistics of the model that fills this cache; forks share them."""
         self._model: ref[PreTrainedModel] | None = None
         self._torn = False
         self.tables: list[BlockTable] | None = None
-        """Blocks of the sequences, the same in all layers; None while nothing is held."""
+        """Block tables of the sequences, for all layers; None while the cache is empty."""
         layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
-        """The layers that store keys: ours and those of transformers."""
+        """The layers that store keys: retrieval layers and transformers' own."""
         self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
-        """Sliding layers as they were before the running forward pass: what has slid out of a window cannot be cropped back."""
+        """Sliding layers before the current forward pass, because a crop cannot restore tokens that left a window."""
 
     @classmethod
     def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
-        """A cache under the method that a JSON or TOML file names, such as `kvrecall tune` writes.
+        """A cache with the method of a JSON or TOML file, for example from `kvrecall tune`.
 
-        options: the other parameters of the class. Raises InputFileError for a file that cannot be read, holds no valid
-        method, or was made for a model with another number of layers.
+        options: the other parameters of the class. Raises InputFileError for a file that cannot be read, has no valid
+        method, or is for a model with another number of layers.
         """
-        from kvrecall.methods.files import load_method  # pydantic takes a while to import, and few caches come from files
+        from kvrecall.methods.files import load_method  # pydantic is slow to import, and few caches come from files
 
         return cls(config, load_method(path, ModelSignature.of(config).layers), **options)
 
     @property
     def retrieval_layers(self) -> list[RetrievalLayer]:
-        """The layers that are ours."""
+        """The layers that retrieve."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
 
     @property
     def sequences(self) -> int:
-        """B, the number of sequences; 0 while nothing is held."""
+        """B, the number of sequences; 0 while the cache is empty."""
         return max((x.state.shape.sequences for x in self.retrieval_layers if x.state is not None), default=0)
 
     @property
     def valid(self) -> Tensor | None:
-        """bool `[B, tokens]` on the CPU, False for padding; None while nothing was padding."""
+        """bool `[B, tokens]` on the CPU, False for padding; None without padding."""
         return self.retrieval_layers[0]._valid
 
     @property
     def wants_calibration(self) -> bool:
-        """Whether the method's indexes use statistics of keys, or those of a fork may."""
+        """Whether the method's indexes, or those of a fork, use key statistics."""
         methods = [self.method, *(self.method.at(number) for number, _ in self.method.per_layer)]
         configs = [method.index_config() for method in methods]
         return self.observe_queries > 0 or any(config is not None and config.needs_calibration for config in configs)
 
     def calibrate(self, model: PreTrainedModel) -> None:
-        """Before the first forward pass: takes what is known of the model's keys, which may call the model.
+        """Takes the model's key statistics, before the first forward pass. May call the model.
 
-        Whatever it raises, the cache is unchanged."""
+        After any exception the cache is unchanged."""
         self._model = ref(model)
         if self.calibration is None and self.wants_calibration:
             self.calibration = calibration_of(model)
 
     def meet(self, model: PreTrainedModel) -> None:
-        """Before a model uses a cache that was loaded: raises SessionError where it is not the one that filled it."""
+        """Checks the model of a loaded cache before its first use. Raises SessionError if another model filled the cache."""
         if self._session is not None and self._session.meet(model):
             self._model = ref(model)
 
     def stats(self) -> CacheStats:
-        """Counters per layer and in total; on a GPU also the moment at which non-finite keys are reported."""
+        """Counters per layer and in total. On a GPU it also raises for non-finite keys."""
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
 
     def fork(self, method: Method | None = None, *, rows_on_device: bool | None = None) -> RetrievalCache:
-        """A cache with the same tokens, optionally under another method: answers several questions after a single prefill.
+        """A cache with the same tokens, optionally under another method; for several questions after one prefill.
 
-        Blocks of rows are shared copy-on-write where the methods' zones are of the same sizes, and copied into the new zones
-        otherwise. They are copied, too, where a layer that searches under one method searches nothing under the other, and so
-        has its rows on a GPU. Raises HostMemoryError or DeviceMemoryError where there is no room for that; this cache is
-        unchanged. rows_on_device: as in the class, and by default as it is here unless the method is another one.
+        Blocks of rows are shared copy-on-write if the methods' zones have the same sizes, else copied into the new zones.
+        They are also copied if a layer searches under only one of the methods, so that its rows lie on a GPU under the other.
+        Raises HostMemoryError or DeviceMemoryError if there is no room; this cache is unchanged. rows_on_device: as in the
+        class; by default as in this cache, unless the method changes.
         """
         self._check_idle("fork")
         if rows_on_device is None and method in (None, self.method):
@@ -173,7 +172,7 @@ class RetrievalCache(Cache):
         fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
         if fork.calibration is None and model is not None and fork.wants_calibration:
-            fork.calibration = calibration_of(model, gather=False)  # the queries of what is held have gone by
+            fork.calibration = calibration_of(model, gather=False)  # the queries of the stored tokens are gone
         same = method.zone_sizes() == self.method.zone_sizes()
         fork.tables = [table.fork() for table in self.tables] if same and self.tables is not None else None
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
@@ -182,17 +181,17 @@ class RetrievalCache(Cache):
     def save(
         self, folder: str | Path, *, rows: Literal["plain", "fp8"] = "plain", about: dict[str, Any] | None = None
     ) -> SessionInfo:
-        """Writes all that is held to a folder, from which `load` makes the same cache, in this process or another.
+        """Saves the cache to a folder; `load` makes the same cache from it, in this process or another.
 
-        A folder that holds a session gets another one in its place: whole, or not at all. Where it is the one that this cache
-        was loaded from or last saved to, only what has changed since is written. rows: "fp8" writes keys and values in eight
-        bits with a scale per row, half of 16-bit types, at a loss (docs/guide/sessions.md). about: texts, counts and lists of
-        texts to be found in `SessionInfo.about`; None: what the session says that this cache was loaded from.
+        An existing session in the folder is replaced completely or not at all. If it is the session that this cache was loaded
+        from or last saved to, only changes are written. rows: "fp8" stores keys and values in eight bits with a scale per row,
+        half the size of 16-bit types, with a loss (docs/guide/sessions.md). about: texts, counts and lists of texts for
+        `SessionInfo.about`; None: as in the session that this cache was loaded from.
 
-        Raises SessionError for a cache that holds nothing or cannot be saved, and for a folder of other files;
-        InterruptedPassError where the last forward pass was interrupted; OutputFileError where the disk refuses.
+        Raises SessionError for an empty cache, one that cannot be saved, and a folder with other files; InterruptedPassError
+        if the last forward pass was interrupted; OutputFileError if the disk refuses.
         """
-        from kvrecall.backends.transformers import session  # pydantic takes a while to import
+        from kvrecall.backends.transformers import session  # pydantic is slow to import
 
         return session.save(self, folder, rows, about)
 
@@ -202,16 +201,15 @@ class RetrievalCache(Cache):
         device: torch.device | str | None = None, verify: bool = True, profile: bool = False,
         rows_on_device: bool | None = None,
     ) -> RetrievalCache:  # fmt: skip
-        """The cache that was saved to a folder; it may be decoded with, extended, cropped, forked and saved again.
+        """The cache that was saved to a folder. It can be decoded, extended, cropped, forked and saved again.
 
-        config: of the model that it was made for. model: that model, whose weights are compared at once; otherwise they are
-        compared before its first forward pass. device: where the model computes; by default that of `model`, else a GPU if
-        there is one. On a CPU rows are mapped from the files: they take no memory, other processes that map them share them,
-        and a page is copied before it is written to. On a GPU they are read into page-locked memory. verify: False leaves out
-        the checksums of all blocks. profile, rows_on_device: as in the class.
+        config: of the cache's model. model: if given, its weights are compared at once, else before its first forward pass.
+        device: where the model computes; by default that of `model`, else a GPU if there is one. On a CPU rows are mapped from
+        the files: they take no memory, processes share them, and a page is copied before it is written to. On a GPU they are
+        read into page-locked memory. verify: False skips the checksums of blocks. profile, rows_on_device: as in the class.
 
-        Raises SessionError for a folder without a session, one that is damaged, of a newer version, or of another model, and
-        HostMemoryError or DeviceMemoryError where there is no room.
+        Raises SessionError for a folder without a session, and for a session that is damaged, of a newer version, or of
+        another model; HostMemoryError or DeviceMemoryError if there is no room.
         """
         from kvrecall.backends.transformers import session
 
@@ -219,8 +217,7 @@ class RetrievalCache(Cache):
         return session.load(cls, folder, config, model=model, device=device, verify=verify, options=options)
 
     def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
-        """Tables of so many sequences for a layer that begins: those of the other layers, or new ones where it was the first to
-        have them."""
+        """Block tables of `sequences` sequences for a new layer: those of the other layers, or new ones for the first layer."""
         if self.tables is None or len(self.tables) != sequences or layer in self.tables[0].lengths:
             pool = pool_of(None if self._model is None else self._model(), device)
             self.tables = [BlockTable(pool) for _ in range(sequences)]
@@ -228,8 +225,8 @@ class RetrievalCache(Cache):
 
     @contextmanager
     def reading_prompt(self) -> Iterator[None]:
-        """Inside, tokens that the model is given are a chunk of a prompt, however few they are: attended densely, their zones
-        settled. Elsewhere up to 8 tokens in one call, behind others, are decode queries, each of which retrieves."""
+        """Inside, the model's tokens are a chunk of a prompt, even if few: they attend to everything and settle the zones.
+        Outside, up to 8 tokens in one call after others are decode queries that retrieve."""
         before, self.prefilling = self.prefilling, True
         try:
             yield
@@ -240,9 +237,9 @@ class RetrievalCache(Cache):
         return self.fork()
 
     def reserve(self, tokens: int, sequences: int = 1) -> None:
-        """Announces the length (in tokens per sequence, prompt and answer) so that memory is sized exactly.
+        """Announces the final length, prompt and answer in tokens per sequence, so that memory is allocated exactly.
 
-        Raises HostMemoryError or DeviceMemoryError, with the bytes, when host or GPU cannot hold it; the cache is unchanged.
+        Raises HostMemoryError or DeviceMemoryError, with the bytes, if it does not fit; the cache is unchanged.
         """
         present = self.get_seq_length()
         self._check_host(max(0, tokens - present), sequences, None)
@@ -255,7 +252,7 @@ class RetrievalCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As in transformers; the first layer of a forward pass checks for all of them, before any has stored anything.
+        """As in transformers. The first layer of a forward pass checks for all layers, before any has stored anything.
 
         Raises NotAttachedError outside a call of an attached model.
         """
@@ -266,7 +263,7 @@ class RetrievalCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Logical length in tokens; by default what every layer holds, also after an interrupted forward pass."""
+        """Logical length in tokens; by default the length that all layers have, also after an interrupted forward pass."""
         if layer_idx:
             return super().get_seq_length(layer_idx)
         return min(map(self._length, self._attention_numbers))
@@ -274,10 +271,10 @@ class RetrievalCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes tokens from the end; a negative count, as transformers has it.
 
-        Raises ParameterError, and changes nothing, for more tokens than there are and where a sliding window has moved on.
+        Raises ParameterError, and changes nothing, for more tokens than there are, and after a sliding window has moved on.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
-        if tokens_to_remove:  # of none, `generate` tells also while steps are captured
+        if tokens_to_remove:  # `generate` also calls with 0, even while steps are captured
             self._check_idle("crop")
         length = self.get_seq_length()
         if -tokens_to_remove > length:
@@ -285,17 +282,17 @@ class RetrievalCache(Cache):
         windows: list[Any] = [x for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
         if tokens_to_remove and any(x.get_seq_length() >= x.sliding_window and not x.record_past for x in windows):
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
-            raise ParameterError("crop", "0 tokens, as the sliding windows have moved on", -tokens_to_remove, remedy)
+            raise ParameterError("crop", "0 tokens, because the sliding windows have moved on", -tokens_to_remove, remedy)
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         fixed = [i for i, layer in enumerate(self.layers) if _holds_tokens(layer) and not getattr(layer, "is_croppable", True)]
         if tokens_to_remove and length and fixed:
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
-            raise ParameterError("crop", f"0 tokens, as layer {fixed[0]} keeps a running state", -tokens_to_remove, remedy)
+            raise ParameterError("crop", f"0 tokens, because layer {fixed[0]} keeps a running state", -tokens_to_remove, remedy)
         for layer in self.layers:
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
                 layer.crop(keep - layer.get_seq_length())
-            elif crop is not None and (keep != length or getattr(layer, "record_past", False)):  # which is cut to its window
+            elif crop is not None and (keep != length or getattr(layer, "record_past", False)):  # cut to its window
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 
@@ -323,7 +320,8 @@ class RetrievalCache(Cache):
 
     @contextmanager
     def _rearranged(self, sequences: list[int]) -> Iterator[None]:
-        """Inside, the layers take the new order of sequences, in which sequence i is the `sequences[i]`-th; all do, or none."""
+        """Context for reordering: all layers take the new order, in which sequence i is the old `sequences[i]`, or none
+        does."""
         before = self.tables
         with deferred_interrupt(), as_before(self.layers):
             try:
@@ -336,14 +334,14 @@ class RetrievalCache(Cache):
                 raise
 
     def align(self) -> None:
-        """Ends an interrupted forward pass: all layers hold the same tokens again, those of the shortest one."""
+        """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
         torn = [layer.mend() for layer in self.retrieval_layers]
         if self.running is not None and not self.running.alive():
             self.running.finish(failed=any(torn) or bool(self.running.missing()))
         self.undo(self.get_seq_length())
 
     def undo(self, tokens: int) -> None:
-        """Cuts every layer back to `tokens` tokens, after a forward pass that is not accepted."""
+        """Cuts every layer to `tokens` tokens, after a forward pass that was not accepted."""
         for layer in self.retrieval_layers:
             layer.mend()
         for layer, before in self._windows:
@@ -359,18 +357,18 @@ class RetrievalCache(Cache):
         if running and not tokens:
             for state in running:
                 state.reset()
-        elif running:  # nobody knows which of them have seen the tokens that are gone
+        elif running:  # it is unknown which of them have seen the removed tokens
             self._torn = True
 
     def open_pass(self, inputs: Inputs) -> ForwardPass:
-        """The state of a forward pass that begins. Raises InterruptedPassError where the last one was interrupted, and
-        ShapeError for inputs that do not go with what is held; nothing is stored then."""
+        """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
+        not match the stored tokens; nothing is stored then."""
         self.settle()
         passes.check_inputs(self, inputs)
         return ForwardPass(self, inputs)
 
     def settle(self) -> None:
-        """Before a forward pass: mends what an interrupted one left, and raises InterruptedPassError if there was anything."""
+        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case."""
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
             torn = torn or bool(stale.missing())
@@ -389,26 +387,26 @@ class RetrievalCache(Cache):
 
     @property
     def captured(self) -> bool:
-        """Whether a captured decode has borrowed it."""
+        """Whether captured decoding has borrowed it."""
         return any(layer.captured is not None for layer in self.retrieval_layers)
 
     def _check_idle(self, what: str) -> None:
         if self.captured:
             remedy = "Wait until generate has returned; the cache is unchanged."
-            raise ParameterError(what, "a cache that nobody decodes with", "one whose steps are captured", remedy)
+            raise ParameterError(what, "a cache that is not being decoded", "one whose steps are captured", remedy)
 
     def _length(self, number: int) -> int:
         layer: Any = self.layers[number]
         return layer.get_seq_length()
 
     def _begin_pass(self, keys: Tensor) -> None:
-        if keys.shape[2] > _CHECKED_TOKENS:  # the memory must be there before any layer stores
+        if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores
             self._check_host(keys.shape[2], keys.shape[0], keys)
         self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
 
     def _check_host(self, tokens: int, sequences: int, keys: Tensor | None, method: Method | None = None) -> None:
-        """Raises HostMemoryError if the host has no room for so many tokens more. method: of layers that begin, by default the
-        cache's own."""
+        """Raises HostMemoryError if the host has no room for `tokens` more tokens. method: for new layers, by default the
+        cache's."""
         dtype, device = (None, None) if keys is None else (keys.dtype, keys.device)
         need = self.host_bytes(tokens, sequences, dtype, device, method)
         available = available_host_bytes()
@@ -419,10 +417,10 @@ class RetrievalCache(Cache):
         self, tokens: int, sequences: int = 1, dtype: torch.dtype | None = None, device: torch.device | None = None,
         method: Method | None = None,
     ) -> int:  # fmt: skip
-        """Bytes of host memory that so many tokens more per sequence take; rows that are to lie on a GPU do not count.
+        """Bytes of host memory for `tokens` more tokens per sequence, without rows that will lie on a GPU.
 
-        dtype, device: of the keys while nothing is held; None: two bytes per number, where the model is. method: of layers that
-        begin, by default the cache's own.
+        dtype, device: of the keys while the cache is empty; None: two bytes per number, the model's device. method: for new
+        layers, by default the cache's.
         """
         states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
         itemsize = states[0].shape.dtype.itemsize if states else 2 if dtype is None else dtype.itemsize
@@ -436,7 +434,7 @@ class RetrievalCache(Cache):
         return row * layers * tokens * sequences
 
     def _device(self) -> torch.device:
-        """Where layers compute, or are going to as far as that is known; a GPU where there is one and nobody can tell."""
+        """The layers' device; while it is unknown, a GPU if there is one."""
         known = [layer.state.shape.device for layer in self.retrieval_layers if layer.state is not None]
         model = None if self._model is None else self._model()
         if known or model is not None:
@@ -445,7 +443,7 @@ class RetrievalCache(Cache):
 
 
 def _keeps_running_state(layer: Any) -> bool:
-    """Whether a layer keeps a state that each token changes, and that no token can be taken out of."""
+    """Whether a layer keeps a running state, from which tokens cannot be removed."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 

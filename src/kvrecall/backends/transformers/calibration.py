@@ -4,8 +4,8 @@
 
 1. Those that this process keeps for the model.
 2. A file in the user's folder, found by the model's fingerprint.
-3. Else nothing is known: fresh ones gather from the prompt that is read next. They are kept for the process once a prompt of
-   `LEAST_TOKENS` has been read; a shorter one serves its own cache and that cache's forks alone.
+3. Otherwise they are gathered from the next prompt. After `LEAST_TOKENS` tokens they are kept for the process; a shorter
+prompt's statistics serve only its cache and that cache's forks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelCalibration:
     """The calibrations of a model's retrieval layers, by number."""
 
     def __init__(self, rotaries: Rotaries, statistics: dict[int, KeyStatistics] | None = None) -> None:
-        """statistics: of every layer; None: they are gathered."""
+        """statistics: of every layer; None: to be gathered."""
         self.layers = {
             number: LayerCalibration(found.rotary, None if statistics is None else statistics[number])
             for number, found in rotaries.layers.items()
@@ -56,7 +56,7 @@ class ModelCalibration:
         return min((layer.tokens for layer in self.layers.values()), default=0)
 
     def layer(self, number: int, kv_heads: int, dim: int) -> LayerCalibration | None:
-        """The calibration of a layer, if it is of so many heads of that size."""
+        """The calibration of a layer, if it has `kv_heads` heads of size `dim`; else None."""
         return self.layers.get(number) if self._heads.get(number) == (kv_heads, dim) else None
 
     def settle(self) -> dict[int, KeyStatistics]:
@@ -64,17 +64,17 @@ class ModelCalibration:
         return {number: layer.settle(*self._heads[number]) for number, layer in self.layers.items()}
 
     def mark(self) -> dict[int, Mark]:
-        """What was seen before a forward pass; empty once all is settled."""
+        """The sums before a forward pass; empty if all are settled."""
         return {number: layer.mark() for number, layer in self.layers.items() if not layer.settled}
 
     def rewind(self, marks: dict[int, Mark]) -> None:
-        """A forward pass is undone."""
+        """Undoes a forward pass."""
         for number, mark in marks.items():
             self.layers[number].rewind(mark)
 
     def accept(self) -> None:
-        """A forward pass is accepted. Once the layers that have an index are settled with enough tokens, so are the others, and
-        the process keeps them all."""
+        """Accepts a forward pass. When the layers with an index are settled from enough tokens, settles the others too, and
+        keeps all for the process."""
         model = None if self._model is None else self._model()
         if model is None or self.tokens < LEAST_TOKENS or not any(layer.settled for layer in self.layers.values()):
             return
@@ -84,7 +84,7 @@ class ModelCalibration:
 
 @dataclass
 class _Known:
-    """What the process knows of a model."""
+    """The calibration and rotary embeddings that the process keeps for a model."""
 
     kept: ModelCalibration | None = None
     fingerprint: Fingerprint | None = None
@@ -96,10 +96,10 @@ _known: WeakKeyDictionary[PreTrainedModel, _Known] = WeakKeyDictionary()
 
 
 def calibration_of(model: PreTrainedModel, *, gather: bool = True, tell: bool = True) -> ModelCalibration | None:
-    """The calibration that the next cache of a model gets, as the docstring of this file says.
+    """The calibration for the next cache of a model; see the order above.
 
-    gather: whether there is one that knows nothing yet; else None stands for it. tell: whether a warning says so, once per
-    process and model. Asks the model for its rotary embeddings, which may raise what a lack of memory raises.
+    gather: in case 3, return a calibration that gathers; False: return None. tell: warn in case 3, once per process and model.
+    Asks the model for its rotary embeddings, which may raise out-of-memory errors.
     """
     rotaries = rotaries_of(model)
     with _lock:
@@ -123,14 +123,14 @@ def calibration_of(model: PreTrainedModel, *, gather: bool = True, tell: bool = 
 
 
 def fresh(model: PreTrainedModel) -> ModelCalibration:
-    """A calibration that knows nothing and gathers."""
+    """A calibration that gathers from the next prompt."""
     made = ModelCalibration(rotaries_of(model))
     made._model = ref(model)
     return made
 
 
 def keep(model: PreTrainedModel, calibration: ModelCalibration) -> None:
-    """Later caches of the model in this process get this calibration, unless they get another one already."""
+    """Keeps this calibration for later caches of the model in this process, unless there is one already."""
     with _lock:
         known = _known.setdefault(model, _Known())
         if known.kept is None:
@@ -138,20 +138,20 @@ def keep(model: PreTrainedModel, calibration: ModelCalibration) -> None:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Caches that are made from now on get what a new process would get."""
+    """Forgets the calibration kept for a model; later caches start as in a new process."""
     with _lock:
         _known.pop(model, None)
 
 
 def load(model: PreTrainedModel, path: str | Path) -> ModelCalibration:
-    """The statistics of a file for this process's heads of a model. Raises CalibrationError for anything but that model's."""
+    """The statistics of a file for this process's heads of a model. Raises CalibrationError for another model's file."""
     from kvrecall.backends.transformers.calibration_file import read  # pydantic takes a while to import
 
     return _loaded(model, rotaries_of(model), Path(path), fingerprint_of(model), read)
 
 
 def describe(model: PreTrainedModel, calibration: ModelCalibration, name: str, text: str) -> CalibrationFile:
-    """What a file of these statistics holds; settles them. text: what was read, in a few words."""
+    """The content of a file of these statistics; settles them. text: describes the text in a few words."""
     from kvrecall.backends.transformers.calibration_file import CalibrationFile
 
     statistics = calibration.settle()
@@ -179,7 +179,7 @@ def _from_folder(model: PreTrainedModel, rotaries: Rotaries, known: _Known) -> M
 
 
 def _loaded(model: PreTrainedModel, rotaries: Rotaries, path: Path, fingerprint: Fingerprint, read: Any) -> ModelCalibration:
-    """This process's part of a file. Under tensor parallelism a process has consecutive KV heads."""
+    """This process's part of a file: under tensor parallelism, consecutive KV heads."""
     text, world = model.config.get_text_config(decoder=True), _world()
     whole = {n: (found.kv_heads if world == 1 else Heads.of(text, n).kv, found.dim) for n, found in rotaries.layers.items()}
     statistics = read(path, fingerprint, whole).statistics

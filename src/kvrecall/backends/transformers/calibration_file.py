@@ -29,7 +29,7 @@ _LARGEST_METADATA = 1 << 20
 
 
 class _Metadata(BaseModel):
-    """What a file tells of itself: anybody may have written it."""
+    """The metadata of a file; untrusted, so every field is checked."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -42,7 +42,7 @@ class _Metadata(BaseModel):
 
 
 class _Version(BaseModel):
-    """The one field that every version has."""
+    """The only field that every version has."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -51,7 +51,7 @@ class _Version(BaseModel):
 
 @dataclass(frozen=True)
 class CalibrationFile:
-    """What a file holds. statistics: by layer; tokens: how many they were gathered from; text: which these were."""
+    """The content of a file. statistics: by layer; tokens: how many they come from; text: describes the text."""
 
     fingerprint: Fingerprint
     model: str
@@ -61,17 +61,17 @@ class CalibrationFile:
 
 
 def calibration_dir() -> Path:
-    """The folder of these files, `calibration` beside that of the models. May not exist yet."""
+    """The folder of calibration files, beside the models' folder. May not exist yet."""
     return models_dir().parent / "calibration"
 
 
 def path_for(fingerprint: Fingerprint) -> Path:
-    """Where the file of a model with known weights belongs."""
+    """The path for the file of a model with known weights."""
     return calibration_dir() / f"{fingerprint.config[:16]}-{(fingerprint.weights or '')[:16]}.safetensors"
 
 
 def find(fingerprint: Fingerprint) -> Path | None:
-    """The file of a model in the user's folder; of a model whose weights are not known, the only one that fits its config."""
+    """The file of a model in the user's folder. Without known weights: the file that fits the config, if there is only one."""
     if fingerprint.weights is not None:
         path = path_for(fingerprint)
         return path if path.is_file() else None
@@ -83,7 +83,7 @@ def find(fingerprint: Fingerprint) -> Path | None:
 
 
 def write(path: Path, held: CalibrationFile) -> None:
-    """Writes a file, in whole or not at all; makes its folder. Raises OutputFileError."""
+    """Writes a file completely or not at all; makes its folder. Raises OutputFileError."""
     told = {
         "version": VERSION, "config": held.fingerprint.config, "weights": held.fingerprint.weights, "model": held.model,
         "tokens": held.tokens, "text": held.text,
@@ -101,7 +101,7 @@ def write(path: Path, held: CalibrationFile) -> None:
 def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, int]]) -> CalibrationFile:
     """Reads the statistics of a model's layers. layers: (KV heads of the whole model, D) of each.
 
-    Raises CalibrationError for anything but a whole file of that model, before a tensor is read.
+    Raises CalibrationError, before a tensor is read, unless the file is complete and of this model.
     """
     try:
         if not path.is_file():
@@ -135,7 +135,7 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
 
 
 def _check_shapes(file: Any, layers: Mapping[int, tuple[int, int]]) -> None:
-    """Reads the header alone."""
+    """Checks names, shapes and dtypes in the header."""
     there = set(file.keys())
     expected = {
         f"layer.{number}.{name}": [heads, *[dim] * dims]
@@ -162,7 +162,7 @@ def _statistics(file: Any, number: int, tokens: int) -> KeyStatistics:
 
 
 def _is_second_moment(x: Tensor) -> bool:
-    """Whether matrices `[H, D, D]` are symmetric, with a diagonal that bounds the rest."""
+    """Whether matrices `[H, D, D]` are symmetric, with off-diagonal numbers within the bounds that the diagonal sets."""
     diagonal = x.diagonal(dim1=-2, dim2=-1)
     if (diagonal < 0).any():
         return False

@@ -1,17 +1,17 @@
-"""Coded cos and sin, and what the keys that they leave tell of a rotary embedding.
+"""Test values for cos and sin, and the rotary embedding that follows from the resulting keys.
 
-Each group of rows reads the same tokens under codes of its own, a pair (cos, sin) per column:
+Each group of rows reads the same tokens with its own test values, a pair (cos, sin) per column:
 
-| group | cos, sin | tells |
+| group | cos, sin | shows |
 |---|---|---|
 | plain | 1, 0 | the key before the embedding |
-| gone | 0, 0 | coordinates that are not turned stay |
+| gone | 0, 0 | coordinates without rotation stay |
 | partner | 0, 1 | the partner of a coordinate, with its sign |
 | cos | 2^digit, 0 | the column of cos, in base 8 |
 | sin | 0, 2^digit | the column of sin |
-| source | 2^digit, 0 | which answer of which module it was: its number, in base 8 |
-| real | the model's own at random positions | whether all that is true |
-| moved | 1, 0 | whether the position has other ways into the key |
+| source | 2^digit, 0 | the number of the module's answer, in base 8 |
+| real | the model's own at random positions | whether the result is right |
+| moved | 1, 0 | whether the position affects the key in another way |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvrecall.index.calibration import turn
 
 TOKENS = 8
-"""Tokens per group; with the KV heads they are the samples that partners are told apart by."""
+"""Tokens per group. Tokens times KV heads are the samples that distinguish partners."""
 _DIGITS, _BASE, _SHIFT = 3, 8, 4
 """Columns below 8^3; digits become 2^-4 .. 2^3, which are exact in every dtype."""
 
@@ -37,14 +37,14 @@ MOVED = REAL + 1
 GROUPS = MOVED + 1
 ROWS = GROUPS * TOKENS
 _CLOSE = 0.1
-"""Relative difference of vectors that are taken for the same ones; what is found so is verified afterwards."""
+"""Relative difference up to which vectors count as equal; the result is verified afterwards."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A linear map as `index.calibration.Rotary` has it; columns -1 for none, sign 0 where there is no sin.
+    """A linear map as in `index.calibration.Rotary`; column -1: none, sign 0: no sin.
 
-    source: number of the answer that it reads; None where nothing is turned.
+    source: number of the module's answer that it reads; None without rotation.
     """
 
     partner: Tensor
@@ -68,7 +68,7 @@ def write(width: int, source: int, real: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
 
 def read(keys: Tensor, tolerance: float) -> Found | None:
-    """What keys fp64 `[GROUPS, TOKENS, H_kv, D]` tell; None if they fit no map of that form."""
+    """The map that keys fp64 `[GROUPS, TOKENS, H_kv, D]` show; None if they fit no map of this form."""
     dim = keys.shape[-1]
     samples = keys.flatten(1, 2)  # [GROUPS, S, D]
     plain, partnered = samples[PLAIN], samples[PARTNER]
@@ -99,7 +99,7 @@ def read(keys: Tensor, tolerance: float) -> Found | None:
 
 
 def verified(keys: Tensor, found: Found, cos: Tensor, sin: Tensor, tolerance: float) -> bool:
-    """Whether keys under the model's own cos and sin `[TOKENS, W]` are what the map makes of the plain ones."""
+    """Whether keys under the model's own cos and sin `[TOKENS, W]` are the map's image of the plain keys."""
     if int(found.cos_column.max()) >= cos.shape[1] or int(found.sin_column.max()) >= cos.shape[1]:
         return False
     c, s = (x.double()[:, None] for x in columns(found, cos, sin))
@@ -110,7 +110,7 @@ def verified(keys: Tensor, found: Found, cos: Tensor, sin: Tensor, tolerance: fl
 
 
 def columns(found: Found, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) `[n, D]` of the coordinates from those `[n, W]` of the model."""
+    """(cos, sin) `[n, D]` per coordinate, from the model's `[n, W]`."""
     return (
         torch.where(found.cos_column < 0, 1.0, cos[:, found.cos_column]),
         torch.where(found.sin_column < 0, 0.0, sin[:, found.sin_column] * found.sign),
@@ -123,7 +123,7 @@ def differ(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def tolerance(eps: float) -> float:
-    """Relative root mean square that rounding may make in a dtype with that `eps`, through all layers of a model."""
+    """Relative root mean square error that rounding may cause through all layers, in a dtype with this `eps`."""
     return 8 * eps + 1e-3
 
 
@@ -132,7 +132,7 @@ def _power(number: Tensor, digit: int) -> Tensor:
 
 
 def _digits(coded: Tensor, plain: Tensor) -> Tensor:
-    """Numbers int64 `[D]` from the ratios of coded `[_DIGITS, S, D]` to plain `[S, D]`; -1 where there are none."""
+    """Numbers int64 `[D]` from the ratios of coded `[_DIGITS, S, D]` to plain `[S, D]`; -1 for none."""
     ratio = (coded * plain).sum(1) / plain.square().sum(0).clamp_min(1e-300)
     exponent = ratio.clamp_min(1e-30).log2()
     digit = exponent.round().long() + _SHIFT

@@ -17,13 +17,13 @@ ENCODER_DECODER = "an encoder-decoder model (cross-attention, two caches)"
 COMPILED = "Use the model as it is; on a GPU, kvrecall captures decode steps as CUDA graphs, with compiled=True also compiled."
 
 _REFUSED = {"doge": "attention that computes with its mask, which has to be of queries by keys"}
-"""Families that would fail with an error of their own."""
+"""Families that would otherwise fail with another library's error."""
 
 _STEADY_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModelError for a config whose decoder kvrecall cannot serve, and ParameterError for no config."""
+    """Raises UnsupportedModelError for an unsupported decoder, and ParameterError if `config` is no config."""
     if not isinstance(config, PretrainedConfig):
         raise ParameterError("config", "a transformers config", type(config).__name__, "Pass model.config.")
     family = config.model_type or type(config).__name__
@@ -54,7 +54,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError for a model whose attention kvrecall cannot take over."""
+    """Raises UnsupportedModelError for a model whose attention cannot be replaced."""
     config = model.config
     family = config.model_type or type(model).__name__
     if config.is_encoder_decoder:
@@ -73,16 +73,15 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def changing_rotary(config: PretrainedConfig) -> str | None:
-    """The kind of a model's rotary embedding if it is another one in calls with longer texts; None where a token's turn depends
-    on its position alone."""
+    """The kind of a rotary embedding that changes with the length of the text; None if it depends only on the position."""
     scaling: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_scaling", None) or {}
-    each = [own for own in scaling.values() if isinstance(own, dict)] or [scaling]  # some models have one per kind of layer
+    each = [own for own in scaling.values() if isinstance(own, dict)] or [scaling]  # some models have one per layer type
     kinds = [own.get("rope_type", "default") for own in each]
     return next((kind for kind in kinds if kind not in _STEADY_ROTARY), None)
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
-    """The transformers model that is given, or that a wrapper such as PEFT's holds. Raises ParameterError for anything else."""
+    """`model` itself, or the transformers model inside a wrapper such as PEFT's. Raises ParameterError for anything else."""
     if isinstance(model, PreTrainedModel):
         found = [model]
     elif isinstance(model, nn.Module):
@@ -112,7 +111,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def template(config: PretrainedConfig) -> list[Any]:
-    """The cache layers that transformers would use for this model: plain DynamicLayers see the whole context."""
+    """The cache layers that transformers would use for this model: plain DynamicLayers are full attention."""
     return DynamicCache(config=config).layers
 
 
@@ -137,13 +136,13 @@ class Heads:
 
 
 def layer_config(text: Any, number: int) -> Any:
-    """The config of one layer, where layers have configs of their own (Gemma 4); else that of all."""
+    """The config of one layer, if layers have their own (Gemma 4); else the common one."""
     own = getattr(text, "per_layer_config", None)
     return own[number] if own else text
 
 
 def _outermost(module: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a wrapper that are in no other one."""
+    """The transformers models in a wrapper that are not inside another one."""
     if isinstance(module, PreTrainedModel):
         return [module]
     return [found for child in module.children() for found in _outermost(child)]

@@ -1,4 +1,4 @@
-"""What tells a model from every other one, whatever dtype it is loaded in: a hash of its config, and one of its weights."""
+"""Identifies a model, independent of the dtype that it is loaded in: a hash of its config, and one of its weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvrecall.backends.transformers.rotary import text_decoder
 
 SAMPLES = 64
-"""Numbers of each parameter that are looked at, at even distances."""
+"""Numbers per parameter that are hashed, evenly spaced."""
 _SMALLEST = 2.0**-14
-"""Numbers below are taken as 0: float16 holds them with fewer bits than bfloat16."""
+"""Smaller numbers count as 0, because float16 has fewer bits for them than bfloat16."""
 _MATTERS = re.compile(
     r"model_type|hidden_size|vocab_size|.*num.*layers|.*num.*heads|.*head_dim|layer_types|.*rope.*|.*rotary.*|max_position_embeddings"
 )
-"""Settings that the keys of a model depend on; they may be of any type that JSON knows."""
+"""Settings that keys depend on; of any JSON type."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Fingerprint:
     weights: str | None
 
     def fits(self, other: Fingerprint) -> bool:
-        """Whether both may be of one model."""
+        """Whether both may belong to one model."""
         return self.config == other.config and (None in (self.weights, other.weights) or self.weights == other.weights)
 
 
 def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
-    """The fingerprint of a model's text decoder. Copies a few numbers per parameter to the host, all at once."""
+    """The fingerprint of a model's text decoder. Copies a few numbers per parameter to the host, in one copy."""
     return Fingerprint(fingerprint_of_config(model.config).config, _weights(text_decoder(model)))
 
 
 def fingerprint_of_config(config: PretrainedConfig) -> Fingerprint:
-    """The fingerprint of a text decoder whose weights are not known."""
+    """The fingerprint of a text decoder without its weights."""
     text: Any = config.get_text_config(decoder=True)
     settings = {name: value for name, value in text.to_dict().items() if _MATTERS.fullmatch(name)}
     told = json.dumps(settings, sort_keys=True, default=str)
@@ -59,10 +59,10 @@ def _weights(decoder: PreTrainedModel) -> str | None:
     for name, parameter in parameters:
         digest.update(f"{name} {parameter.numel()};".encode())
         flat = parameter.detach().reshape(-1)
-        # bfloat16 first: a model that is loaded in it has exactly these numbers.
+        # Rounded to bfloat16 first: a model loaded in bfloat16 has exactly these numbers.
         samples.setdefault(flat.device, []).append(flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].to(torch.bfloat16))
     hosted = {place: iter(torch.cat(found).float().cpu().split([*map(len, found)])) for place, found in samples.items()}
-    for _, parameter in parameters:  # in this order on whatever devices the parameters are
+    for _, parameter in parameters:  # in this order, on any devices
         numbers = next(hosted[parameter.device])
         digest.update(torch.where(numbers.abs() < _SMALLEST, 0.0, numbers).numpy().tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""`model.generate` inside `attach`: on a GPU its steps over a RetrievalCache are replayed where they can be."""
+"""`model.generate` inside `attach`: on a GPU, steps over a RetrievalCache are captured if possible."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvrecall.backends.transformers.cache import RetrievalCache
 
 
 class GenerateHook:
-    """Puts a function in the place of a model's `generate`."""
+    """Replaces a model's `generate`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._installed = ref(model), False
         self._own: Any = None
 
     def install(self) -> None:
-        """Takes the place, where there is a GPU and the model generates."""
+        """Replaces `generate`, if there is a GPU and the model generates."""
         model: Any = self._model()
         if not self._installed and _may_capture() and hasattr(model, "generate"):
-            self._own, self._installed = vars(model).get("generate"), True  # of a model that something else has wrapped
+            self._own, self._installed = vars(model).get("generate"), True  # if something else has replaced it
             model.generate = _Generating(model)
 
     def remove(self) -> None:
-        """The model has its own again."""
+        """Restores the model's own `generate`."""
         model: Any = self._model()
         if self._installed and model is not None:
             if self._own is None:
@@ -39,7 +39,7 @@ class GenerateHook:
 
 
 class _Generating:
-    """A model's `generate`, captured where its cache is a RetrievalCache."""
+    """A model's `generate`, captured for a RetrievalCache."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._generate = ref(model), model.generate
@@ -55,7 +55,7 @@ class _Generating:
             return self._generate(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For a copy of the model: that one's own, which is not attached."""
+        """A copied model gets its own `generate`, because it is not attached."""
         copied = memo.get(id(self._model()))
         return self if copied is None else MethodType(type(copied).generate, copied)
 

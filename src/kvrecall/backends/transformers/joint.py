@@ -2,12 +2,12 @@
 
 1. Each row of the batch is one sequence of one member. A layer of the joint cache hands each member's layer its own rows, so
    every member stores and attends as it does alone, whatever its method and its length.
-2. The call is a forward pass of every member (`passes.ForwardPass`): accepted whole, or undone.
-3. An error in a member's own attention takes this member out of the step, and the others go on. An error of the call itself
+2. The call is a forward pass of every member (`passes.ForwardPass`): accepted completely, or undone.
+3. After an error in a member's own attention, this member leaves the step and the others go on. An error of the call itself
    undoes the step for all.
 
-Members must consist of retrieval layers only: other layers of transformers keep tensors of one batch. Positions must be given
-to the model, since the rows have no length in common; a model that asks for one is refused (`NotTogetherError`).
+Members must have retrieval layers only, because transformers' other layers keep tensors of one batch. The call must pass
+positions, because the rows have different lengths; a model that asks for a common length is refused (`NotTogetherError`).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class NotTogetherError(UnsupportedModelError):
 class JointCache(Cache):
     """`past_key_values` for one decode step of several members, one new token per row; rows are in the members' order.
 
-    The call takes no attention mask: a token of a decode step is no padding, and each member knows its own.
+    The call takes no attention mask: a decode step has no padding, and each member knows its prompt's padding.
     """
 
     def __init__(self, members: Sequence[RetrievalCache]) -> None:
-        """members: caches of one model that hold their prompts, each once. Raises ParameterError for others."""
+        """members: different caches of one model that hold their prompts. Raises ParameterError for others."""
         if not members or len(set(map(id, members))) != len(members):
             raise ParameterError("members", "one or more different caches", len(members), "Give each request its own cache.")
         for member in members:
             if not joinable(member):
                 remedy = "Decode in turn, one call per request."
-                raise ParameterError("members", "caches that hold tokens, in retrieval layers alone", repr(member), remedy)
+                raise ParameterError("members", "caches that hold tokens, in retrieval layers only", repr(member), remedy)
         self.members = list(members)
         ends = torch.tensor([member.sequences for member in members]).cumsum(0).tolist()
         self.rows = [slice(end - member.sequences, end) for end, member in zip(ends, members, strict=True)]
-        """The rows of the batch that are a member's."""
+        """The batch rows of each member."""
         self.failed: dict[int, Exception] = {}
-        """By the member's number: why it did not take part in the last step. It holds what it held before."""
+        """By number of the member: why it did not take part in the last step. Such a member is unchanged."""
         self.running: JointPass | None = None
         super().__init__(layers=[JointLayer(self, number) for number in range(len(members[0].layers))])
 
@@ -64,7 +64,7 @@ class JointCache(Cache):
 
     @property
     def signature(self) -> object:
-        """What the members were made for."""
+        """The model that the members were made for."""
         return self.members[0].signature
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
@@ -72,12 +72,12 @@ class JointCache(Cache):
         return all(member.belongs_to(config) for member in self.members)
 
     def open_pass(self, inputs: Inputs) -> JointPass:
-        """The state of a step that begins; the members are unchanged where it raises."""
+        """Begins a step. If it raises, the members are unchanged."""
         if (inputs.sequences, inputs.tokens) != (self.sequences, 1):
             got = [inputs.sequences, inputs.tokens]
             raise ShapeError("input_ids", str([self.sequences, 1]), got, "Give each sequence of each member one token.")
         if inputs.mask is not None:
-            raise ShapeError("attention_mask", "none", "one", "A token of a decode step is no padding.")
+            raise ShapeError("attention_mask", "none", "one", "A decode step has no padding.")
         for member in self.members:
             if member.running is not None and member.running.alive():
                 passes.check_thread(member.running)
@@ -94,13 +94,13 @@ class JointCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Raises NotTogetherError: the rows have no length in common."""
-        raise NotTogetherError(self._family, "a model that asks for one length of all rows of different requests")
+        raise NotTogetherError(self._family, "a model that asks for one length of all rows, which belong to different requests")
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0  # of masks, which a single token does not need
+        return 0  # for masks, which a single token does not need
 
     def align(self) -> None:
-        """After an exception that ended the call without a word: the members hold what they held before the step."""
+        """After an exception that the hooks did not see: restores the members to their state before the step."""
         if self.running is not None and not self.running.alive():
             self.running.finish(failed=True)
         for member in self.members:
@@ -112,7 +112,7 @@ class JointCache(Cache):
 
 
 def joinable(cache: RetrievalCache) -> bool:
-    """Whether rows of this cache can be in one call with those of others."""
+    """Whether this cache can be a member."""
     plain = all(type(layer) is RetrievalLayer and layer.captured is None for layer in cache.layers)
     return plain and len(cache.layers) == cache.signature.layers and cache.get_seq_length() > 0
 
@@ -129,22 +129,22 @@ class JointLayer(CacheLayerMixin):
 
     @property
     def cache(self) -> JointCache:
-        """The joint cache of this layer, which does not live for it."""
+        """The joint cache of this layer, by a weak reference."""
         cache = self._owner()
         assert cache is not None, "the layer has outlived its cache"
         return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the members' layers are there."""
+        """Nothing to do: the members' layers exist."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands the new tokens `[rows, H_kv, 1, D]` to the attention function."""
+        """Passes the new tokens `[rows, H_kv, 1, D]` to the attention function."""
         return tagged(self, *as_attended(key_states, value_states))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Each member stores and attends to its own rows: queries `[rows, H_q, 1, D]` -> as queries.
 
-        Rows of a member that fails, in this layer or one before, are 0.
+        Rows of a member that failed, in this layer or an earlier one, are 0.
         """
         joint = self.cache
         if mask is not None:
@@ -157,13 +157,13 @@ class JointLayer(CacheLayerMixin):
             if number not in joint.failed:
                 try:
                     out = layer.attend(own, *layer.update(keys[rows], values[rows]), None, params)
-                except Exception as error:  # this member's alone: its rows, its memory, its index
+                except Exception as error:  # concerns this member only: its rows, memory, index
                     joint.failed[number] = error
             outs.append(out)
         return torch.cat(outs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As for a single token that nothing was before, which needs no mask."""
+        """As for a single first token, which needs no mask."""
         return int(query_length), 0
 
     def get_seq_length(self) -> int:
@@ -194,32 +194,32 @@ class JointPass(OpenCall):
             each.cache.running = each
 
     def missing(self) -> list[int]:
-        """Layers in which the attention of some member has not run, though it did not fail."""
+        """Layers in which some member that did not fail has not attended."""
         going = [each for number, each in enumerate(self._members) if number not in self.cache.failed]
         return sorted({number for each in going for number in each.missing()})
 
     def finish(self, failed: bool) -> None:
-        """Accepts the step of every member that did not fail, and undoes those of the others; of all where the call failed.
+        """Accepts the step of members that did not fail and undoes it for the others; if the call failed, for all.
 
-        Raises UnsupportedModelError where the model went past a layer without an error.
+        Raises UnsupportedModelError if the model skipped a layer without an error.
         """
         passed_by: UnsupportedModelError | None = None
         with deferred_interrupt():
             self._close()
-            members, self._members = self._members, []  # no circle that would hold the caches
+            members, self._members = self._members, []  # no reference cycle that would keep the caches alive
             for number, each in enumerate(members):
                 try:
                     each.end(failed=failed or number in self.cache.failed)
                 except UnsupportedModelError as error:
                     passed_by = error
-                except Exception as error:  # memory refused while it is undone; the member mends itself when it is used next
+                except Exception as error:  # out of memory while undoing; the member repairs itself at its next use
                     self.cache.failed.setdefault(number, error)
         if passed_by is not None:
             raise passed_by
 
 
 class _MemberPass(ForwardPass):
-    """A member's share of a joint pass. Who ends it from outside ends the whole call."""
+    """A member's part of a joint pass. Finishing it from outside finishes the whole call."""
 
     def __init__(self, joint: JointPass, cache: RetrievalCache, inputs: Inputs) -> None:
         super().__init__(cache, inputs)

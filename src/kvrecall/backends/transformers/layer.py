@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What the kernels of every device read."""
+"""The dtypes that all kernels support."""
 
 LAYER_TAG = "_kvrecall_layer"
 """Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
 
 
 class TaggedLayer(Protocol):
-    """What the attention function asks of the layer that it finds."""
+    """The layer interface that the attention function uses."""
 
     is_sliding: bool
-    """Whether it holds no more than a window."""
+    """Whether it is a sliding window."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
@@ -55,7 +55,7 @@ class TaggedLayer(Protocol):
 
 
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in the dtype that the model attends in: under autocast rotated keys are in fp32, and values are not."""
+    """Keys and values in the dtype that the model attends in: under autocast rotated keys are fp32, values are not."""
     device = keys.device.type
     if not torch.is_autocast_enabled(device):
         return keys, values
@@ -64,17 +64,17 @@ def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tagged(layer: TaggedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same tensors, by which the attention function finds `layer`."""
+    """The tensors, tagged so that the attention function finds `layer`."""
     for side in (keys, values):
         setattr(side, LAYER_TAG, layer)
     return keys, values
 
 
 class RetrievalLayer(CacheLayerMixin):
-    """Implements the cache-layer protocol. `update` only checks and passes on; storing happens in `attend`, which the
-    attention function calls with the queries, because the protocol never shows a cache the query or the mask.
+    """Implements the cache-layer protocol. The protocol never passes queries or masks to a cache, so `update` only checks, and
+    the attention function calls `attend` with the queries, which stores.
 
-    Lengths that transformers sees are logical: they count padding, which is never stored.
+    Lengths for transformers are logical: they count padding, which is never stored.
     """
 
     is_sliding = False
@@ -85,23 +85,23 @@ class RetrievalLayer(CacheLayerMixin):
         self._owner, self.number = ref(cache), number
         self.state: LayerState | None = None
         self.captured: Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor] | None = None
-        """Set while a captured decode owns the state: takes (queries, keys, values, parameters) of a step."""
+        """Set while captured decoding owns the state: called with (queries, keys, values, parameters) of a step."""
         self._logical = 0
-        self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None while nothing was padding
+        self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None without padding
 
     @property
     def cache(self) -> RetrievalCache:
-        """The cache of this layer, which does not live for it: in a circle, memory of a GPU and page-locked memory would be
-        given back only when Python looks for circles."""
+        """The cache of this layer, by a weak reference, so that dropping the cache frees its memory at once (no reference
+        cycle)."""
         cache = self._owner()
         assert cache is not None, "the layer has outlived its cache"
         return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: `attend` makes the state, as only the queries tell how many query heads this process has."""
+        """Nothing to do: `attend` makes the state, because only queries show how many query heads this process has."""
 
     def _begin(self, queries: Tensor, keys: Tensor) -> None:
-        """Makes an empty state for heads as they are here: under tensor parallelism a process has some of the model's."""
+        """Makes an empty state for this process's heads; under tensor parallelism they are a part of the model's."""
         b, heads, _, dim = keys.shape
         cache = self.cache
         calibration = self._calibration(heads, dim)
@@ -115,8 +115,8 @@ class RetrievalLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _rows_on_device(self, shape: LayerShape, method: Method, tokens: int) -> bool:
-        """Whether rows of the retrieval zone are to lie on the device: the layer searches nothing, and there is room for what
-        it is known to need, beside the windows and summaries of the layers that come behind it."""
+        """Whether rows of the retrieval zone go to the device: the layer searches nothing, and there is room for its announced
+        rows besides the windows and summaries of later layers."""
         cache = self.cache
         if method.searches(self.number) or not has_own_memory(shape.device) or cache.rows_on_device is False:
             return False
@@ -129,12 +129,12 @@ class RetrievalLayer(CacheLayerMixin):
         return False
 
     def _calibration(self, heads: int, dim: int) -> LayerCalibration | None:
-        """What is known of this layer's keys, if it is of so many heads."""
+        """The calibration of this layer, if it has these heads; else None."""
         known = self.cache.calibration
         return None if known is None else known.layer(self.number, heads, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Checks the new tokens `[B, H_kv, T, D]` and hands them to the attention function; stores nothing yet."""
+        """Checks the new tokens `[B, H_kv, T, D]` and passes them to the attention function; stores nothing."""
         key_states, value_states = as_attended(key_states, value_states)
         if self.captured is None:
             self._check(key_states, value_states)
@@ -149,7 +149,7 @@ class RetrievalLayer(CacheLayerMixin):
             raise ShapeError("head_dim", f"one of {sizes}, the same for K and V", got, "Use another model.")
         if keys.dtype not in DTYPES:
             raise DeviceError("dtype of the keys", " or ".join(map(str, DTYPES)), keys.dtype)
-        if not self._logical:  # nothing is stored: take the shape of what comes, whatever an earlier, refused call left
+        if not self._logical:  # nothing is stored, so the sizes of an earlier, refused call do not count
             self.state = None
             return
         state = self._ready()
@@ -190,11 +190,11 @@ class RetrievalLayer(CacheLayerMixin):
         return out
 
     def count_captured(self) -> None:
-        """Counts a token that a captured decode has added."""
+        """Counts a token that captured decoding has added."""
         self._logical += 1
 
     def give_back(self) -> None:
-        """A captured decode has ended; what it added was no padding."""
+        """Ends captured decoding; its tokens were not padding."""
         self.captured = None
         if self._valid is not None:
             self._valid = torch.nn.functional.pad(self._valid, (0, self._logical - self._valid.shape[1]), value=True)
@@ -234,7 +234,7 @@ class RetrievalLayer(CacheLayerMixin):
             self._logical, self._valid = keep, None if self._valid is None else self._valid[:, :keep]
 
     def mend(self) -> bool:
-        """Undoes a change that was left in its middle; returns whether there was one."""
+        """Undoes an unfinished change; returns whether there was one."""
         return self.state is not None and mend(self.state)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -251,8 +251,8 @@ class RetrievalLayer(CacheLayerMixin):
             self._select(indices.tolist())
 
     def fork(self, cache: RetrievalCache) -> RetrievalLayer:
-        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write where the
-        zones are of the same sizes."""
+        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write if the
+        zones have the same sizes."""
         copy = RetrievalLayer(cache, self.number)
         if self.state is not None:
             shape = self.state.shape
@@ -283,7 +283,7 @@ class RetrievalLayer(CacheLayerMixin):
         check_device([state], tokens)
         sizes = state.store.sizes
         retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
-        # A captured decode writes rows that are still in the window; pools and tables that are too short for it are copied.
+        # Captured decoding writes rows of the window; pools and tables that are too short are copied.
         captured = state.shape.device.type == "cuda"
         ahead = sizes.local_tokens + 2 * sizes.update_interval + WIDE if captured else 0
         for pool in state.store.host:
@@ -293,7 +293,7 @@ class RetrievalLayer(CacheLayerMixin):
                 state.index.reserve(WIDE * cdiv(retrieved + ahead, WIDE) if captured else retrieved)
 
     def _counts(self) -> Callable[[], None]:
-        """What has the layer count tokens as it does now."""
+        """Returns a function that restores the layer's current counts."""
         logical, valid = self._logical, self._valid
 
         def restore() -> None:
@@ -309,7 +309,7 @@ class RetrievalLayer(CacheLayerMixin):
         self.state, self._valid = state, valid
 
     def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
-        """bool `[B, T]` on the CPU for the new tokens, None when all are valid."""
+        """bool `[B, T]` on the CPU for the new tokens, None if all are valid."""
         if mask is None:
             return None
         if mask.ndim != 2 or mask.shape[1] < self._logical + new:

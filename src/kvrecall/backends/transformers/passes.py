@@ -1,8 +1,8 @@
 """One forward pass of an attached model over a RetrievalCache: all retrieval layers attend once, or nothing is kept.
 
-A pass belongs to one cache, one thread and one call. Layers refuse to store outside a pass. A pass is accepted when every
-retrieval layer's attention ran exactly once; after anything else the cache holds what it held before. One call may also carry
-the rows of several caches (`joint`): it is one `OpenCall` then, with a pass for each of them.
+A pass belongs to one cache, one thread and one call. Layers store only inside a pass. A pass is accepted if every retrieval
+layer's attention ran exactly once; otherwise the cache is restored. One call may also carry the rows of several caches
+(`joint`): then it is one `OpenCall` with a pass for each.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _local = threading.local()
 _LEAST_AGAIN = 16
-"""Tokens that no text begins with twice by chance."""
+"""Texts with this many equal first tokens are taken for the same text."""
 
 
 def current() -> OpenCall | None:
-    """The call that retrieves in this thread, if one does."""
+    """This thread's current call that retrieves, or None."""
     running: OpenCall | None = getattr(_local, "running", None)
     return running if running is not None and running.open and running.alive() else None
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a call was given. ids: int64 `[B, T]`, None where tokens are not told by ids alone. mask: as it was given."""
+    """The inputs of a call. ids: int64 `[B, T]`, None if ids alone do not describe the tokens. mask: as given."""
 
     sequences: int | None
     tokens: int | None
@@ -53,23 +53,23 @@ class OpenCall:
         self.cache = cache
         self.thread = threading.get_ident()
         self.own_causal_mask: Callable[[], Any] | None = None
-        """Makes the causal mask that the model's own attention function would have been given."""
+        """Makes the causal mask for the model's own attention function."""
         self._undo = ExitStack()
         self._outer: OpenCall | None = None
         self._calls: list[tuple[nn.Module, FrameType]] = []
 
     def begin(self, switch: AbstractContextManager[None]) -> None:
-        """From now on layers of the cache may store, and the model calls our attention function."""
+        """Lets layers of the cache store, and makes the model call our attention function."""
         self._undo.enter_context(switch)
         self._outer = getattr(_local, "running", None)
         self.cache.running = _local.running = self  # type: ignore[assignment]
 
     def add(self, module: nn.Module, frame: FrameType) -> None:
-        """A call of `module` has begun inside this one."""
+        """Records that a call of `module` has begun inside this one."""
         self._calls.append((module, frame))
 
     def remove(self, module: nn.Module) -> bool:
-        """A call of `module` has ended; True if this one began with it. Calls inside it that told of no end have ended too."""
+        """Records that a call of `module` has ended, with all calls inside it. True if this call began with it."""
         begun = [number for number, (called, _) in enumerate(self._calls) if called is module]
         if begun:
             del self._calls[begun[-1] :]
@@ -77,12 +77,12 @@ class OpenCall:
 
     @property
     def open(self) -> bool:
-        """Whether what it stored has neither been accepted nor undone."""
+        """Whether it has neither been accepted nor undone."""
         return self.cache.running is self
 
     def alive(self) -> bool:
-        """Whether the call that began it still runs. An exception that is no `Exception`, such as KeyboardInterrupt, ends a
-        call without telling the hooks."""
+        """Whether the call that began it still runs. KeyboardInterrupt and other exceptions that are no `Exception` end a call
+        without running the hooks."""
         first = self._calls[0][1] if self._calls else None
         own = self.thread == threading.get_ident()
         frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(self.thread)
@@ -93,19 +93,19 @@ class OpenCall:
         return False
 
     def missing(self) -> list[int]:
-        """Retrieval layers whose attention has not run."""
+        """Retrieval layers that have not attended."""
         raise NotImplementedError
 
     def finish(self, failed: bool) -> None:
-        """Accepts what was stored, or undoes it."""
+        """Accepts the call, or undoes it if it failed."""
         raise NotImplementedError
 
     def _close(self) -> None:
-        """The model calls its own attention function again, and layers of the cache store no more."""
+        """Makes the model call its own attention function again, and ends storing."""
         self._undo.close()
         self._calls = []
         self.cache.running = None
-        if getattr(_local, "running", None) is self:  # a dead call may be ended by another thread
+        if getattr(_local, "running", None) is self:  # another thread may end a dead call
             _local.running = self._outer
 
 
@@ -118,15 +118,15 @@ class ForwardPass(OpenCall):
         self.inputs = inputs
         self.before = cache.get_seq_length()
         self.attended: set[int] = set()
-        """Numbers of the retrieval layers whose attention has run."""
+        """Numbers of the retrieval layers that have attended."""
         self._seen = {} if cache.calibration is None else cache.calibration.mark()
 
     def missing(self) -> list[int]:
-        """Retrieval layers whose attention has not run."""
+        """Retrieval layers that have not attended."""
         return [layer.number for layer in self.cache.retrieval_layers if layer.number not in self.attended]
 
     def finish(self, failed: bool) -> None:
-        """Accepts the pass, or undoes it. Raises UnsupportedModelError where the model went past a layer without an error."""
+        """Accepts the pass, or undoes it. Raises UnsupportedModelError if the model skipped a layer without an error."""
         missing = self.missing()
         with deferred_interrupt():
             self._close()
@@ -150,10 +150,10 @@ class ForwardPass(OpenCall):
 def enter(
     cache: RetrievalCache | JointCache, module: nn.Module, inputs: Inputs, switch: Callable[[], AbstractContextManager[None]]
 ) -> OpenCall | None:
-    """A call of `module` with `cache` begins: opens a pass and returns it, or goes on with the one that is open.
+    """Begins a call of `module` with `cache`: opens a pass and returns it, or continues the open one.
 
     switch: a context in which the model calls our attention function. Raises ShapeError and ParameterError for inputs that do
-    not go with what the cache holds; nothing is changed then.
+    not match the cache's tokens; nothing is changed then.
     """
     running, frame = cache.running, call_frame()
     if running is not None and running.alive():
@@ -168,21 +168,21 @@ def enter(
 
 
 def check_thread(running: OpenCall) -> None:
-    """Raises ParameterError for a pass that runs in another thread."""
+    """Raises ParameterError if the pass runs in another thread."""
     if running.thread != threading.get_ident():
         raise ParameterError("cache", "one forward pass at a time", "a pass in another thread", "Give each thread a fork().")
 
 
 def leave(cache: RetrievalCache | JointCache, module: nn.Module, failed: bool) -> None:
-    """A call of `module` with `cache` has ended."""
+    """Ends a call of `module` with `cache`."""
     running = cache.running
     if running is not None and running.thread == threading.get_ident() and running.remove(module):
         running.finish(failed)
 
 
 def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
-    """Raises ShapeError for inputs of a call that do not go with what the cache holds."""
-    if cache.captured:  # its tokens go to slots, of which there may be more than sequences
+    """Raises ShapeError for inputs that do not match the cache's tokens."""
+    if cache.captured:  # tokens go to slots, and there may be more slots than sequences
         return
     held, sequences = cache.get_seq_length(), cache.sequences
     if inputs.tokens == 0:
@@ -203,8 +203,8 @@ def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
 
 
 def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
-    """Refuses a prompt that begins with all that is held, as transformers' assisted decoding feeds it to a cache that holds a
-    part of it: its tokens would be stored twice, at wrong positions."""
+    """Refuses a prompt that repeats the stored tokens: they would be stored twice, at wrong positions. transformers' assisted
+    decoding passes such prompts."""
     ids = inputs.ids
     if ids is None or cache.prefilling or held < _LEAST_AGAIN or ids.shape[1] <= held or cache.tokens.common_prefix(ids) < held:
         return
@@ -219,7 +219,7 @@ def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
 
 
 def call_frame() -> FrameType:
-    """The frame of the `Module.__call__` that runs the hook, which lives as long as the call does."""
+    """The frame of the `Module.__call__` that runs the hook; it lives as long as the call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back

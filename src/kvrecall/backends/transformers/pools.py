@@ -15,7 +15,7 @@ _lock = Lock()
 
 
 def pool_of(model: PreTrainedModel | None, device: torch.device) -> BlockPool:
-    """The pool of a model for layers on a device; a new one where no model is known."""
+    """The pool of a model for layers on a device; a new one without a model."""
     if model is None:
         return BlockPool(block_size_on(device))
     with _lock:

@@ -1,7 +1,7 @@
-"""The tokens of a layer sorted into other zones, as if its prompt had been read with them from the start.
+"""Sorts the tokens of a layer into other zones, as if the prompt had been read with them.
 
-A fork to a method with the same zones shares its rows; one to other zones copies them. The copy takes the way of any prompt:
-rows settle in the zones, what moves to the host is indexed, and the index sees the queries that are remembered.
+A fork with the same zones shares rows; with other zones it copies them. The copy is treated like a prompt: rows settle in the
+zones, rows that move to the host are indexed, and the index sees the observed queries.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvrecall.layer.undo import mend
 from kvrecall.methods.base import Method
 
 _PIECE_TOKENS = 4096
-"""Tokens that settle at once: bounds what the device holds twice."""
+"""Tokens that settle at a time: bounds the device memory for copies."""
 
 
 def rezoned(
     state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0,
     shape: LayerShape | None = None, tables: list[BlockTable] | None = None, rows_on_device: bool | None = None,
 ) -> LayerState:  # fmt: skip
-    """The same sequences under a method with zones of its own, with counters at zero. `state` stays as it is.
+    """The same sequences under a method with other zones, with counters at zero. `state` is not changed.
 
     expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
     shape: the same with another calibration. tables: new block tables, which the layers of a cache share. rows_on_device: see

@@ -1,11 +1,11 @@
-"""The rotary embedding of each layer, asked of the model itself and not copied from its formula.
+"""Finds the rotary embedding of each layer by calling the model, without a formula.
 
 1. One forward call of the text decoder, a token per row. The attention returns zeros, so no layer's input depends on positions.
-2. The module that makes cos and sin answers with codes instead, others for each row. The keys that reach the cache tell which
-   columns of cos and sin a coordinate reads, what its partner is, and with which sign (`codes.py` of this folder).
-3. Rows with the model's own cos and sin at random positions must come out as the found map says. A layer where they do not is
-   unknown: it is treated as one without a rotary embedding.
-4. Later positions are asked of a copy of that module, so every kind of scaling is the model's own.
+2. The module that makes cos and sin returns test values instead, different for each row. The keys that reach the cache show
+which columns of cos and sin a coordinate reads, its partner, and the sign (`codes.py` in this folder). 3. Rows with the model's
+own cos and sin at random positions must agree with the map. A layer where they do not is unknown and is treated as a layer
+without a rotary embedding. 4. A copy of the module gives cos and sin of later positions, so every kind of scaling is the
+model's own.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MAKES_TURNS = re.compile("rotary|rope|pos.*emb", re.IGNORECASE)
 """Names of the classes that make cos and sin."""
 
 FAR = 512
-"""Positions below this serve the checks; every model has some hundreds."""
+"""Positions for checks are below this; every model has at least some hundreds."""
 
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """What was found out about one layer. kv_heads: those of this process."""
+    """The result for one layer. kv_heads: of this process."""
 
     rotary: Rotary
     kv_heads: int
@@ -48,7 +48,8 @@ class LayerRotary:
 
 @dataclass(frozen=True)
 class Rotaries:
-    """The rotary embeddings of a model's retrieval layers. unknown: layers that could not be asked, treated as unturned."""
+    """The rotary embeddings of a model's retrieval layers. unknown: layers where it was not found, treated as without
+    rotation."""
 
     layers: dict[int, LayerRotary]
     unknown: tuple[int, ...]
@@ -59,9 +60,9 @@ _asked: WeakKeyDictionary[PreTrainedModel, Rotaries] = WeakKeyDictionary()
 
 
 def rotaries_of(model: PreTrainedModel) -> Rotaries:
-    """The rotary embeddings of a model; it is asked once, and stays as it was. Warns once where layers cannot be asked.
+    """The rotary embeddings of a model, found once and kept; the model is unchanged. Warns once about unknown layers.
 
-    Raises what a lack of memory raises, and nothing else.
+    Raises only out-of-memory errors.
     """
     with _lock:
         known = _asked.get(model)
@@ -72,21 +73,21 @@ def rotaries_of(model: PreTrainedModel) -> Rotaries:
         known = _asked.setdefault(model, found)
     if known is found and found.unknown:
         warnings.warn(
-            f"{model.config.model_type}: expected keys that are turned by a rotary embedding which can be asked, got others in "
-            f"layers {', '.join(map(str, found.unknown))}. Retrieval stays right; at long contexts it finds keys less well.",
+            f"{model.config.model_type}: expected a rotary embedding that the model's module shows, got another one in "
+            f"layers {', '.join(map(str, found.unknown))}. Retrieval works, but finds keys less well at long contexts.",
             stacklevel=2,
         )
     return known
 
 
 def ask_model(model: PreTrainedModel) -> Rotaries:
-    """As `rotaries_of`, without memory and warning."""
+    """As `rotaries_of`, without keeping the result and without a warning."""
     numbers = [number for number, layer in enumerate(template(model.config)) if type(layer) is DynamicLayer]
     try:
         seen = _Asking(model).run()
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception:  # any family may want something else of its arguments
+    except Exception:  # families differ in their arguments
         seen = None
     layers, unknown, made = {}, [], {}
     for number in numbers:
@@ -106,7 +107,8 @@ def ask_model(model: PreTrainedModel) -> Rotaries:
 
 @dataclass(frozen=True)
 class _Seen:
-    """keys, values: `[groups, tokens, H_kv, D]` fp64 on the CPU, by layer. questions: one per answer with codes, in order."""
+    """keys, values: `[groups, tokens, H_kv, D]` fp64 on the CPU, by layer. questions: one per answer with test values, in
+    order."""
 
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
@@ -117,7 +119,7 @@ class _Seen:
 
 
 def _rotary(seen: _Seen, number: int, made: dict[Any, Rotary]) -> Rotary | None:
-    """The embedding of a layer, the same object for layers with the same one; None for one that is unknown."""
+    """The embedding of a layer, the same object for equal embeddings; None if unknown."""
     keys, tolerance = seen.keys[number], codes.tolerance(seen.eps[number])
     if not keys.isfinite().all():
         return None
@@ -126,7 +128,7 @@ def _rotary(seen: _Seen, number: int, made: dict[Any, Rotary]) -> Rotary | None:
         return None
     plain, moved = keys[codes.PLAIN], keys[codes.MOVED]
     values = seen.values[number]
-    # Learned positions are added to what every layer reads, so values differ too: that is no rotary embedding.
+    # Learned positions are added to the input, so values differ too; that is no rotary embedding.
     learned = codes.differ(values[codes.PLAIN], values[codes.MOVED], tolerance)
     if seen.positions_given and codes.differ(plain, moved, tolerance) and not learned:
         return None
@@ -143,7 +145,7 @@ def _rotary(seen: _Seen, number: int, made: dict[Any, Rotary]) -> Rotary | None:
 
 
 class _Recorder(DynamicCache):
-    """Keeps keys and values as attention would see them, and makes the attention's output zero."""
+    """Records keys and values, and makes the attention's output zero."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -157,7 +159,7 @@ class _Recorder(DynamicCache):
 
 
 class _Asking:
-    """One forward call, and what is changed for its time."""
+    """One forward call, and the temporary changes for it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._decoder = model, text_decoder(model)
@@ -171,12 +173,12 @@ class _Asking:
         limit = getattr(text, "max_position_embeddings", None)
         self._moved = self._positions % max(1, min(FAR, limit or FAR) - 4) + 1
         table: Any = self._decoder.get_input_embeddings()
-        offloaded = table.weight.device.type == "meta"  # accelerate brings it, and the arguments of the call, where it computes
+        offloaded = table.weight.device.type == "meta"  # accelerate moves weights and arguments to the device
         self._device, vocabulary = torch.device("cpu") if offloaded else table.weight.device, table.weight.shape[0]
         self._ids = torch.randint(vocabulary // 8, vocabulary, (codes.TOKENS,), generator=draw)
 
     def run(self) -> _Seen:
-        """Raises whatever the model raises."""
+        """Makes the call. Raises what the model raises."""
         cache, device = _Recorder(self._model.config), self._device
         given: dict[str, Any] = {"input_ids": self._ids.repeat(codes.GROUPS)[:, None].to(device)}
         positions = torch.zeros(codes.GROUPS, codes.TOKENS, dtype=torch.long)
@@ -209,7 +211,7 @@ class _Asking:
                 state.restore(module)
 
     def _answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Codes in place of cos and sin `[..., B or 1, 1, W]`; other threads and other outputs keep theirs."""
+        """Test values instead of cos and sin `[..., B or 1, 1, W]`; other threads and other outputs are unchanged."""
         if threading.get_ident() != self._thread or not _is_turns(output):
             return None
         question = Question.of(module, args, kwargs, codes.ROWS, output[0].device)
@@ -242,14 +244,14 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """A sharded tensor's part on this process, whose heads are this process's."""
+    """This process's part of a sharded tensor."""
     local = getattr(x, "to_local", None)
     return x if local is None else local()
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, no module is in training."""
+    """Inside, all modules are in evaluation mode."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -262,6 +264,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, the next random numbers are those that would have come."""
+    """Restores the state of the random generators on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

@@ -1,4 +1,4 @@
-"""The module of a model that makes cos and sin, kept so that it can be asked for any position."""
+"""A copy of the model's module that makes cos and sin, for calls with any positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrecall.index.calibration import Rotary
 
 @dataclass(frozen=True)
 class _Positions:
-    """Stands for the position ids among the arguments of a call. lead: dimensions before batch and tokens (M-RoPE)."""
+    """Placeholder for the position ids among the arguments of a call. lead: dimensions before batch and tokens (M-RoPE)."""
 
     lead: tuple[int, ...]
     dims: int
@@ -29,12 +29,12 @@ class _Positions:
 
 @dataclass(frozen=True)
 class _Floats:
-    """Stands for a tensor that tells the module a dtype, and to some the number of tokens."""
+    """Placeholder for a tensor that gives the module a dtype, and sometimes the number of tokens."""
 
     shape: tuple[int, ...]
 
     def fill(self, positions: Tensor) -> Tensor:
-        """Zeros fp32, without memory for each."""
+        """Zeros fp32, expanded from one number."""
         shape = list(self.shape)
         shape[0] = 1
         if len(shape) > 2:
@@ -43,18 +43,18 @@ class _Floats:
 
 
 class Question:
-    """A call of the module as the model makes it, with the positions left open. It belongs to a copy of the module."""
+    """The model's call of the module, with placeholders for positions, on a copy of the module."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         self._module, self._args, self._kwargs, self._device = _copy_of(module), args, kwargs, device
         self.key = id(module), repr(args), repr(sorted(kwargs.items()))
-        """What calls have in common that ask for the same."""
+        """Equal for calls with the same result."""
 
     @staticmethod
     def of(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, device: torch.device
     ) -> Question | None:
-        """The question behind a call for one token in each of `rows` rows; None where no argument is the positions."""
+        """The question behind a call for one token in each of `rows` rows; None if no argument is the positions."""
         if any(buffer.is_meta for buffer in module.buffers()):
             return None
         left_open = tuple(map(_left_open, args)), {name: _left_open(value) for name, value in kwargs.items()}
@@ -68,7 +68,7 @@ class Question:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) fp32 `[n, W]` on the CPU at positions int64 `[n]`.
 
-        Kinds of scaling that look at the longest position of a call (dynamic, longrope) look at these.
+        Kinds of scaling that depend on the longest position of a call (dynamic, longrope) see these positions.
         """
         positions = positions.to(self._device)
 
@@ -77,7 +77,7 @@ class Question:
 
         args, kwargs = [filled(value) for value in self._args], {name: filled(value) for name, value in self._kwargs.items()}
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            # The class's forward: hooks of accelerate hang on the instance's, and belong to the module that it is a copy of.
+            # The class's forward, because accelerate's hooks on the instance belong to the original module.
             cos, sin = type(self._module).forward(self._module, *args, **kwargs)
         width = cos.shape[-1]
         return tuple(x.float().reshape(-1, len(positions), width)[0].cpu() for x in (cos, sin))  # type: ignore[return-value]
@@ -87,14 +87,14 @@ class ModelRotary(Rotary):
     """The rotary embedding of a layer, as its model computes it."""
 
     def __init__(self, question: Question, partner: Tensor, cos_column: Tensor, sin_column: Tensor, sign: Tensor) -> None:
-        """Columns int64 `[D]` of what the model's module answers, -1 for none; sign fp32 `[D]` of sin."""
+        """Columns int64 `[D]` of the module's output, -1 for none; sign fp32 `[D]` of sin."""
         self.partner = partner
         self._question, self._cos, self._sin, self._sign = question, cos_column, sin_column, sign
         self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         last = self._last
-        if last is not None and last[0] == (first, count):  # all layers of a model ask for the same
+        if last is not None and last[0] == (first, count):  # all layers of a model use the same positions
             return last[1]
         cos, sin = self._question(torch.arange(first, first + count))
         made = (
@@ -107,14 +107,14 @@ class ModelRotary(Rotary):
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Attributes and buffers of a module, and copies of the buffers' numbers: some kinds of scaling change all of them."""
+    """Attributes and buffers of a module, with copies of the buffers, because some kinds of scaling change them."""
 
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
     numbers: dict[str, Tensor]
 
     def restore(self, module: nn.Module) -> None:
-        """Puts back what has changed, and leaves buffers where they lie."""
+        """Restores changed attributes, and buffers in place."""
         for name in set(vars(module)) - set(self.attributes):
             del module.__dict__[name]
         module.__dict__.update(self.attributes)
@@ -145,15 +145,15 @@ def _left_open(value: Any) -> Any:
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """A copy that shares no buffer: some kinds of scaling change theirs at every call."""
+    """A copy that shares no buffer, because some kinds of scaling change buffers at every call."""
     with torch.inference_mode(False), torch.no_grad():
         made = copy(module)
         for name in ("_parameters", "_modules"):
             made.__dict__[name] = copy(module.__dict__[name])
-        for name in ("_forward_hooks", "_forward_pre_hooks"):  # which may hold the model
+        for name in ("_forward_hooks", "_forward_pre_hooks"):  # hooks may keep the model alive
             made.__dict__[name] = OrderedDict()
         made.__dict__["_buffers"] = {name: None if x is None else x.clone() for name, x in module._buffers.items()}
-        for name in ("forward", "_old_forward", "_hf_hook"):  # of accelerate, bound to the module itself
+        for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, bound to the original module
             made.__dict__.pop(name, None)
         for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | dict) and not name.startswith("_"):

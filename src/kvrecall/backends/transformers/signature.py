@@ -1,4 +1,4 @@
-"""What a cache must share with the model that uses it."""
+"""The properties of a model that a cache depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrecall.backends.transformers.families import Heads, template
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """Family and sizes of a model, as far as a cache depends on them."""
+    """Family and sizes of a model."""
 
     model_type: str
     layers: int

@@ -1,4 +1,4 @@
-"""The name of our attention function in the configs of a model, while one of its forward passes retrieves."""
+"""Sets our attention function in the configs of a model during a forward pass that retrieves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "kvrecall"
 
 @dataclass
 class _Switched:
-    """A config that names our function now: what it named before, and how many passes want it so."""
+    """A config that names our function: the name before, and the number of passes that need it."""
 
     config: PretrainedConfig
     previous: str
@@ -28,13 +28,12 @@ class _Switched:
 
 _lock = threading.RLock()
 _switched: dict[int, _Switched] = {}
-"""By id of the config, which is held. Models may share a config, and threads a model."""
+"""By id of the config, which is kept alive. Models may share a config, and threads a model."""
 
 
 @contextmanager
 def switched(configs: list[PretrainedConfig], attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the configs name our attention and mask functions; at the end of the last pass over a config its own name is
-    back."""
+    """Inside, the configs name our attention and mask functions. The last pass over a config restores its name."""
     with _lock:
         if not _switched:
             AttentionInterface.register(NAME, attention)
@@ -52,7 +51,7 @@ def switched(configs: list[PretrainedConfig], attention: Callable[..., Any], mas
                 entry.passes -= 1
                 if entry.passes:
                     continue
-                if config._attn_implementation == NAME:  # else somebody has chosen another one meanwhile
+                if config._attn_implementation == NAME:  # otherwise the caller has set another one meanwhile
                     config._attn_implementation_internal = entry.previous
                 del _switched[id(config)]
             if not _switched:
@@ -61,11 +60,11 @@ def switched(configs: list[PretrainedConfig], attention: Callable[..., Any], mas
 
 
 def own_attention(module: nn.Module) -> Callable[..., Any]:
-    """The attention function that this module would call if nothing retrieved."""
+    """The attention function that this module calls without kvrecall."""
     name = _own_name(module.config)
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    for kind in type(module).__mro__:  # "eager" is a function of each modeling file
+    for kind in type(module).__mro__:  # each modeling file has its own "eager" function
         eager = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if eager is not None:
             return eager
@@ -73,7 +72,7 @@ def own_attention(module: nn.Module) -> Callable[..., Any]:
 
 
 def own_mask(config: PretrainedConfig | None) -> Callable[..., Any]:
-    """The mask function that goes with the attention function of a config."""
+    """The mask function for a config's attention function."""
     masks = AttentionMaskInterface._global_mapping
     return masks.get(_own_name(config), masks["sdpa"])
 
@@ -85,7 +84,7 @@ def _own_name(config: Any) -> str:
 
 
 def decoder_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """The config objects that the attention layers of a model's text decoder read; those of other towers are left out."""
+    """The config objects that the attention layers of a model's text decoder read; without other towers."""
     text = model.config.get_text_config(decoder=True)
     others = {id(config) for config in _other_towers(model.config, text)}
     found = {id(config): config for config in (model.config, text)}

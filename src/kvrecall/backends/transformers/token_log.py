@@ -1,4 +1,4 @@
-"""The ids of the tokens that a cache holds, so that another prompt is never taken for its continuation."""
+"""The ids of a cache's tokens, so that another prompt is never taken for a continuation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 
 _MOST_PIECES = 256
-"""Pieces that are kept before they are joined to one."""
+"""Pieces that are collected before they are joined."""
 
 
 class TokenLog:
@@ -20,11 +20,11 @@ class TokenLog:
 
     @property
     def known(self) -> bool:
-        """False once tokens came that ids alone do not tell: embeddings, images."""
+        """False after tokens that ids alone do not describe: embeddings, images."""
         return self._known
 
     def add(self, ids: Tensor | None, start: int, stored: int) -> None:
-        """Behind the first `start` tokens of each sequence, `stored` more are held: ids `[B, stored]`, None where not known."""
+        """Adds `stored` tokens after the first `start` of each sequence: ids `[B, stored]`, None if unknown."""
         if not stored:
             return
         self.truncate(start)
@@ -36,7 +36,7 @@ class TokenLog:
                 self._pieces = [torch.cat(self._pieces, 1)]
 
     def ids(self) -> Tensor | None:
-        """int64 `[B, tokens]`; None while nothing is held, or where they are not known."""
+        """The ids int64 `[B, tokens]`; None if empty or unknown."""
         if len(self._pieces) > 1:
             self._pieces = [torch.cat(self._pieces, 1)]
         return self._pieces[0] if self._pieces else None
@@ -50,21 +50,21 @@ class TokenLog:
             self._known = True
 
     def select(self, sequences: list[int]) -> None:
-        """Sequence i becomes what `sequences[i]` was."""
+        """Reorders: sequence i becomes the old `sequences[i]`."""
         held = self.ids()
         if held is not None:
             self._pieces = [held[sequences]]
 
     def copy(self) -> TokenLog:
-        """A log of its own with the same ids."""
+        """An independent log with the same ids."""
         other = TokenLog()
         other._pieces, other._known = list(self._pieces), self._known
         return other
 
     def common_prefix(self, ids: Tensor, counted: Tensor | None = None) -> int:
-        """Tokens at the beginning that are the same in all sequences of ids `[B, T]`.
+        """How many first tokens equal those of ids `[B, T]` in all sequences.
 
-        counted: bool `[B, T]`, False where padding may differ. Waits for the device.
+        counted: bool `[B, T]`, False for padding, which may differ. Synchronises.
         """
         held = self.ids()
         if held is None or held.shape[0] != ids.shape[0]:
@@ -77,7 +77,7 @@ class TokenLog:
         return int(differs[0]) if differs.numel() else width
 
     def archive(self, archive: Archive, sequences: int, tokens: int) -> None:
-        """Writes down, or takes over, the ids; see `core.archive`. tokens: how many of each sequence are held."""
+        """Saves or loads the ids; see `core.archive`. tokens: stored tokens per sequence."""
         held = archive.optional("ids", self.ids(), (sequences, tokens), torch.int64, least=0)
         self._known = archive.flag("known", self._known)
         if not archive.saving:

@@ -1,5 +1,5 @@
-"""A whole decode step as one CUDA graph, retrieval inside: nothing on the host is asked while it runs.
+"""A whole decode step, retrieval included, as one CUDA graph that never waits for the host.
 
-The host knows every zone length in advance (one token per step), so it writes them into device memory before each replay; the
-search itself, the trigger and the fetch depend on nothing but device memory.
+The host knows zone lengths in advance (one token per step) and writes them to device memory before each replay. Search, trigger
+and fetch read device memory only.
 """

@@ -1,7 +1,7 @@
-"""Captured steps behind calls of the model itself: `model.generate` inside `attach` replays graphs where it can.
+"""Captured steps for calls of the model itself: `model.generate` inside `attach` replays graphs where possible.
 
-While some cache of a model is decoded so, one function stands in the place of its `forward`. It replays single-token calls over
-these caches and hands on all others.
+Meanwhile one function replaces the model's `forward`. It replays single-token calls over captured caches and passes on all
+other calls.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture.decoder import Capturing
 
 _MORE = ("output_hidden_states", "output_attentions", "labels")
-"""Arguments of a call that ask for what no recorded step gives."""
+"""Arguments of a call that a recorded step cannot serve."""
 _ROOM_TOKENS = 1024
-"""New tokens to make room for where nobody says how many there will be."""
+"""New tokens to make room for if their number is unknown."""
 _lock = RLock()
 _replaying: WeakKeyDictionary[PreTrainedModel, _Forward] = WeakKeyDictionary()
 
 
 class _Forward:
-    """What stands in the place of a model's forward while captured steps of some caches are replayed."""
+    """Replaces a model's forward while steps of some caches are captured."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.capturing: dict[int, tuple[Capturing, int]] = {}
-        """By id of the cache: its steps, and the tokens to make room for."""
-        self._own = vars(model).get("forward")  # of a model that something else has wrapped
+        """By id of the cache: (its steps, tokens to make room for)."""
+        self._own = vars(model).get("forward")  # if something else has replaced it
         call: Callable[..., Any] = model.forward
         self.call = call
 
-        @wraps(call)  # `generate` reads the signature to know what it may pass, positions of padded prompts among it
+        @wraps(call)  # `generate` reads the signature to see which arguments it may pass
         def forward(*args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
             known = self.capturing.get(id(cache))
@@ -57,7 +57,7 @@ class _Forward:
         model.forward = forward
 
     def restore(self, model: PreTrainedModel) -> None:
-        """The model has its own forward again."""
+        """Restores the model's own forward."""
         if self._own is None:
             del model.forward
         else:
@@ -65,8 +65,8 @@ class _Forward:
 
 
 def _plain(cache: RetrievalCache, given: dict[str, Any]) -> bool:
-    """Whether a call asks for no more than logits, at the positions that the tokens have by their number. Images, and positions
-    of several axes, have others."""
+    """Whether a call asks only for logits, with positions that follow from the number of tokens (not so for images and
+    positions of several axes)."""
     positions = given.get("position_ids")
     more = any(given.get(name) for name in _MORE) or given.get("return_dict", True) is False
     return not more and cache.tokens.known and (positions is None or positions.ndim == 2)
@@ -76,10 +76,10 @@ def _plain(cache: RetrievalCache, given: dict[str, Any]) -> bool:
 def captured_decoding(
     model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, required: bool, compiled: bool = False
 ) -> Iterator[None]:
-    """Inside, single-token calls of the model over `cache` replay a graph; as `Capturing`.
+    """Inside, single-token calls of the model over `cache` replay a graph; arguments as in `Capturing`.
 
-    Before a call with several tokens the cache is given back; the next single token borrows it again. Several threads may be
-    inside with caches of their own."""
+    A call with several tokens gives the cache back first; the next single token borrows it again. Several threads may be
+    inside, each with its own cache."""
     with _lock:
         standing = _replaying.get(model)
         call: Any = model.forward if standing is None else standing.call
@@ -104,8 +104,8 @@ def captured_decoding(
 
 
 def while_generating(model: PreTrainedModel, cache: RetrievalCache, given: dict[str, Any]) -> AbstractContextManager[None]:
-    """The context for a call of `model.generate` with these arguments: captured where each step feeds one token per sequence
-    and nothing but logits is asked for. What cannot be captured is decoded uncaptured."""
+    """The context for a call of `model.generate` with these arguments: captured if each step feeds one token per sequence and
+    asks only for logits; otherwise uncaptured."""
     config = copy(given.get("generation_config") or model.generation_config)
     for name, value in given.items():
         if value is not None and name in vars(config):
@@ -113,7 +113,7 @@ def while_generating(model: PreTrainedModel, cache: RetrievalCache, given: dict[
     mode = config.get_generation_mode(given.get("assistant_model"))
     own = given.get("custom_generate") or given.get("position_ids") is not None
     plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not own
-    watched = cache.profile or cache.on_queries is not None  # by who wants to see the stages of each step
+    watched = cache.profile or cache.on_queries is not None  # a profile or trace needs the stages of each step
     if not plain or watched or cache.captured or cache.prefilling or any(getattr(config, name, None) for name in _MORE):
         return nullcontext()
     return captured_decoding(model, cache, config.max_new_tokens or _ROOM_TOKENS, required=False)

@@ -1,4 +1,4 @@
-"""What can be captured, and why not otherwise."""
+"""Decides what can be captured, and gives the reason if not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = "Decode with model.generate, which needs no capture."
 
 
 def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """Raises CaptureError with the reason."""
+    """Raises CaptureError, with the reason, if the model's steps over the cache cannot be captured."""
     if not torch.cuda.is_available():
         raise CaptureError("there is no CUDA device", "Decode with model.generate; on a CPU there is nothing to capture.")
     capability = torch.cuda.get_device_capability(model.device if model.device.type == "cuda" else None)
@@ -47,38 +47,38 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
 
 
 def check_layers(text: PretrainedConfig, cache: RetrievalCache) -> None:
-    """Raises CaptureError for layers that neither retrieve nor see a sliding window. text: the decoder's config."""
+    """Raises CaptureError for layers that are neither retrieval nor sliding-window layers. text: the decoder's config."""
     kinds: list[str] = getattr(text, "layer_types", None) or []
-    if len(cache.layers) < cache.signature.layers:  # older versions of transformers give those no place in a cache
+    if len(cache.layers) < cache.signature.layers:  # older versions of transformers have no cache layer for these
         raise CaptureError("some layers attend to keys and values of others", PLAIN)
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, RetrievalLayer):
             continue
         name = f"layer {number}"
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise CaptureError(f"{name} is linear attention or a convolution, whose state a trial run would change", PLAIN)
+            raise CaptureError(f"{name} is linear attention or a convolution, and a trial run would change its state", PLAIN)
         if not isinstance(layer, CacheLayerMixin):
             raise CaptureError(f"{name} has no keys and values of its own", PLAIN)
         if type(layer) is not DynamicSlidingWindowLayer:
-            raise CaptureError(f"{name} has a cache of a kind of its own, {type(layer).__name__}", PLAIN)
+            raise CaptureError(f"{name} has a cache layer of its own kind, {type(layer).__name__}", PLAIN)
         if kinds[number : number + 1] == ["chunked_attention"]:
-            raise CaptureError(f"{name} attends within chunks, which are no sliding window", PLAIN)
+            raise CaptureError(f"{name} uses chunked attention, which has no captured form", PLAIN)
         if layer.sliding_window != getattr(text, "sliding_window", None):
-            raise CaptureError(f"{name} has a window of {layer.sliding_window} tokens, which its mask has not", PLAIN)
+            raise CaptureError(f"{name} has a window of {layer.sliding_window} tokens, but its mask has none", PLAIN)
         if layer.record_past:
-            raise CaptureError(f"{name} keeps more than its window, so that tokens can be taken back", PLAIN)
+            raise CaptureError(f"{name} keeps more tokens than its window, for crops", PLAIN)
 
 
 def check_methods(cache: RetrievalCache) -> None:
-    """Raises CaptureError if the method of some layer cannot be captured; layers may differ. One that searches nothing can be,
-    where its rows lie on the device."""
+    """Raises CaptureError if the method of some layer cannot be captured. A layer without search can be, if its rows lie on the
+    device."""
     method, numbers = cache.method, [layer.number for layer in cache.retrieval_layers]
     for number in filter(method.searches, numbers):
         own = method.at(number)
         try:
             _check_method(own)
         except CaptureError as error:
-            if own == method.at(-1):  # what all layers share
+            if own == method.at(-1):  # the same in all layers
                 raise
             raise CaptureError(f"layer {number}: {error.reason}", error.remedy) from None
 
@@ -87,14 +87,14 @@ def _check_method(method: Method) -> None:
     config = method.index_config()
     if config is not None and config.searches_on_host and method.attends_on_host:
         raise CaptureError(
-            f"{method.name} reranks and attends on the CPU while the GPU works, and a graph holds the GPU's share only",
-            "Decode uncaptured (capture=None), or with an index that the GPU searches alone.",
+            f"{method.name} reranks and attends on the CPU, and a graph holds only work of the GPU",
+            "Decode uncaptured (capture=None), or use an index that the GPU searches alone.",
         )
     if method.attends_on_host:
         raise CaptureError("the CPU attends to the retrieved rows", 'Use attend="device".')
     if config is None or config.captured is None or method.top_k is None:
         name = "no index" if config is None else f"index {config.name!r}"
-        raise CaptureError(f"{method.name} has {name}, which asks the host in every step", PLAIN)
+        raise CaptureError(f"{method.name} has {name}, which needs the host in every step", PLAIN)
     if config.gqa == "per_head":  # the kernels make one selection per KV head
         raise CaptureError(f"gqa={config.gqa!r} has no kernel", 'Use another mode, for example "mean_softmax".')
     if method.static_config() is not None and not config.captured.static:
@@ -109,13 +109,13 @@ def _check_method(method: Method) -> None:
 def _check_page_means(method: Method, config: IndexConfig, captured: Captured) -> None:
     remedy = "Decode uncaptured (capture=None), or with rest=None."
     if not captured.page_means:
-        raise CaptureError(f"page means beside index {config.name!r} have no kernel", remedy)
+        raise CaptureError(f"page means with index {config.name!r} have no kernel", remedy)
     if (trigger := method.trigger_config().name) != "every-step":
-        raise CaptureError(f"with trigger {trigger!r} a selection outlives the pages that it was estimated with", remedy)
+        raise CaptureError(f"with trigger {trigger!r} a held selection outlives the pages of its estimate", remedy)
 
 
 def long_enough(cache: RetrievalCache) -> bool:
-    """Whether every sequence is long enough to be searched; a shorter one is attended whole, which no graph does."""
+    """Whether every sequence is long enough to be searched. Shorter ones attend to everything, which graphs do not support."""
     states = [layer.state for layer in cache.retrieval_layers]
     if any(state is None for state in states):
         return False

@@ -1,9 +1,9 @@
-"""The small tensor operations of a decoder through torch.compile: norms, feed-forward layers, the rotary embedding.
+"""Compiles the small tensor operations of a decoder by torch.compile: norms, feed-forward layers, the rotary embedding.
 
-Written out in PyTorch a norm is seven kernels and a rotary embedding some ten, none of which does more than a few microseconds
-of work for one token. Compiled, each piece is one or two. Only these pieces are compiled, each as one graph of its own: what
-lies between them, attention above all, runs as ever. A piece is compiled once per shape and dtype, whatever the number of
-layers, for a module's parameters are inputs of its graph; it stays compiled for the life of the process.
+In plain PyTorch a norm is seven kernels and a rotary embedding about ten, each with a few microseconds of work for one token.
+Compiled, each piece is one or two kernels. Only these pieces are compiled, each as its own graph; attention and everything else
+runs as before. A piece is compiled once per shape and dtype for all layers, because a module's parameters are inputs of its
+graph. It stays compiled for the life of the process.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from transformers import PreTrainedModel
 
 ROTARY = "apply_rotary_pos_emb"
-"""What the modeling files of transformers call the function that rotates queries and keys."""
+"""Name of the function that rotates queries and keys in transformers' modeling files."""
 _SHAPES = 64
-"""Shapes, dtypes and devices per piece in one process; torch gives up after 8, fewer than the batch sizes of one server."""
+"""Most shapes, dtypes and devices per piece in one process; torch's default of 8 is less than the batch sizes of one server."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
 def compiled_modules(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> Iterator[None]:
-    """Inside, norms, dense feed-forward layers and the rotary embedding of `model` run compiled; everything is put back at
-    exit, also after an exception.
+    """Inside, norms, dense feed-forward layers and the rotary embedding of `model` run compiled; everything is restored on
+    exit.
 
-    A module is left alone if it, or a part of it, has hooks, a forward of its own, or linear layers of another class
-    (quantized, adapted); so are routers and experts. The rotary embedding is a function of the modeling file: inside, other
-    models of that file run it compiled too. Results may differ from the plain model's by rounding: between the operations of
-    one piece nothing is rounded to the model's dtype.
+    Not compiled are modules with hooks, with a replaced forward, or with linear layers of another class (quantized, adapted),
+    and routers and experts. The rotary embedding is a function of the modeling file, so other models of that file run it
+    compiled too. Results may differ from the plain model's by rounding, because intermediate values of a piece are not rounded
+    to the model's dtype.
 
-    backend: of torch.compile. Raises RuntimeError, from the call that needs it, where a piece cannot be compiled: without a C
-    compiler, for operations that are no single graph, after 64 shapes in one process.
+    backend: of torch.compile. Raises RuntimeError, from the first call, if a piece cannot be compiled: without a C compiler,
+    for operations that are no single graph, after 64 shapes in one process.
     """
     with ExitStack() as undo:
         limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
@@ -57,7 +57,7 @@ def compiled_modules(model: PreTrainedModel, backend: str | Callable[..., Any] =
             yield
         except FailOnRecompileLimitHit as error:
             raise RuntimeError(f"torch.compile: more than {limit} shapes in one process") from error
-        except BackendCompilerFailed as error:  # whose own text begins with the name of the backend
+        except BackendCompilerFailed as error:  # its own text begins with the name of the backend
             reason = error.inner_exception
             if isinstance(reason, torch.OutOfMemoryError):
                 raise reason from error
@@ -77,7 +77,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
-    """Linear layers and one activation, called with nothing but the hidden states."""
+    """Whether a module is linear layers and one activation, called with only the hidden states."""
     linear = [child for child in module.children() if type(child) is nn.Linear]
     others = [child for child in module.children() if type(child) is not nn.Linear]
     return (
@@ -91,12 +91,12 @@ def _is_feed_forward(module: nn.Module) -> bool:
 
 
 def _untouched(module: nn.Module) -> bool:
-    """Whether calling it does what its class says and nothing else."""
+    """Whether a module has no hooks and its class's own forward."""
     return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
 
 
 def _modeling_files(model: nn.Module) -> list[ModuleType]:
-    """Those of the model's attentions that have a rotary embedding nobody has exchanged."""
+    """Modeling files of the model's attentions whose rotary function is the original one."""
     names = {type(x).__module__ for x in model.modules() if type(x).__name__.endswith("Attention")}
     files = [sys.modules[name] for name in sorted(names)]
     found = [(file, getattr(file, ROTARY, None)) for file in files]
@@ -109,5 +109,5 @@ def _said(error: BaseException) -> str:
 
 @cache
 def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Made once, so that a decoder that captures anew, or the next one, finds everything compiled."""
+    """The compiled function, cached for later captures."""
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)

@@ -1,4 +1,4 @@
-"""The captured decode loop of a transformers model: a recorded step, replayed over a RetrievalCache that holds the prompt."""
+"""Captured decoding of a transformers model: a recorded step is replayed over a RetrievalCache that holds the prompt."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ from kvrecall.layer.slots.layers import Joined
 from kvrecall.layer.state import LayerState
 
 _CHECKED_STEPS = 64
-"""Steps between two looks at the flags of non-finite keys."""
+"""Steps between two checks for non-finite keys."""
 _refused: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose step could not be recorded, which takes a while to find out: not tried again unless capture is required."""
+"""Models whose step could not be recorded. Not tried again, because it takes long, unless capture is required."""
 
 
 class CapturedDecoder:
     """Steps of a model whose attention retrieves, over one cache, which is borrowed until `close`.
 
-    The step is recorded once for a model and a method (`captured.graphs`) and replayed for every cache whose sequences fit into
-    its slots. One that needs more room gets a step with more. Before a recorded step is used its first replay, a trial, is
-    compared with the uncaptured layers (`captured.verify`). The ranks of a tensor-parallel model must all make the same calls;
-    what one cannot capture is refused on all (`captured.ranks`).
+    A step is recorded once per model and method (`capture.graphs`) and replayed for every cache that fits into its slots. A
+    cache that needs more room gets a larger step. The first replay of a step is a trial that is compared with the uncaptured
+    layers (`capture.verify`). All ranks of a tensor-parallel model must make the same calls; if one cannot capture, none does
+    (`capture.ranks`).
     """
 
     kind: type[RecordedStep] = RecordedStep
-    """What the steps of this class of decoders are."""
+    """The class of its steps."""
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, call: Any = None, compiled: bool = False,
         input_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """room_tokens: new tokens per sequence to make room for. call: the model's own forward, if another one is in its place.
-        compiled: capture norms, feed-forward layers and rotary embedding as torch.compile makes them
-        (`captured.compiled`); logits may then differ by rounding. input_ids: tokens `[B, 1]` of the first step, by which the
-        graph is checked; by default token 0.
+        """room_tokens: new tokens per sequence to make room for. call: the model's own forward, if it has been replaced.
+        compiled: compile norms, feed-forward layers and rotary embedding by torch.compile (`capture.compiled`); logits may
+        then differ by rounding. input_ids: tokens `[B, 1]` of the first step, for checking the graph; by default token 0.
 
-        Raises CaptureError for what cannot be captured or compiled, CaptureMismatchError where the graph does not do what the
-        uncaptured layers do; the cache is then as it was.
+        Raises CaptureError if the step cannot be captured or compiled, CaptureMismatchError if the graph differs from the
+        uncaptured layers; the cache is then unchanged.
         """
         self._ranks = ranks_of(model)
         with self._ranks.agreeing():
@@ -65,7 +64,7 @@ class CapturedDecoder:
 
     @property
     def recorded(self) -> RecordedStep:
-        """The step that is replayed; another one where that has had no room for more tokens."""
+        """The current step; it changes when a larger one is needed."""
         return self._step
 
     @property
@@ -79,7 +78,7 @@ class CapturedDecoder:
         return self._step.input_ids[: self._sequences]
 
     def step(self) -> Tensor:
-        """Feeds `input_ids` and returns logits `[B, vocabulary]`, valid until the next step. Asks nothing of the GPU."""
+        """Feeds `input_ids` and returns logits `[B, vocabulary]`, valid until the next step. Does not synchronise."""
         member = self._member
         assert member is not None, "the decoder is closed"
         if not member.left:
@@ -93,15 +92,14 @@ class CapturedDecoder:
         return self._step.logits[: self._sequences]
 
     def check(self) -> None:
-        """Raises NonFiniteError if some layer was given a key or value that is not finite, on every rank; synchronises."""
+        """Raises NonFiniteError, on every rank, if some layer got a key or value that is not finite. Synchronises."""
         flags = self._ranks.any_of(self._step.layers.bad()[:, : self._sequences])
         if flags.any():
             layer, sequence = flags.nonzero()[0].tolist()
             raise NonFiniteError(self._states[layer].layer, sequence)
 
     def close(self) -> None:
-        """Gives the cache back, with everything that was decoded; every layer of it, though one may fail. Does nothing where
-        that was done."""
+        """Gives the cache back with the decoded tokens, every layer even if one fails. May be called again."""
         member, self._member = self._member, None
         if member is not None:
             self._step.leave(member)
@@ -120,7 +118,7 @@ class CapturedDecoder:
             raise
 
     def _take(self, key: StepKey, joined: Joined, slots: int, input_ids: Tensor | None) -> None:
-        """Joins a recorded step, or one that is recorded now."""
+        """Joins a recorded step, or records one."""
         step = graphs.find(self._model, self.kind, key, self._cache, joined, slots)
         if self._ranks.any_of(torch.tensor([step is None], dtype=torch.int32)).any():  # all record, or none
             step = None
@@ -140,8 +138,8 @@ class CapturedDecoder:
         self._step, self._member = step, member
 
     def _raise_as_capture_error(self, error: BaseException) -> None:
-        """What is a reason to decode uncaptured becomes a CaptureError: a step that cannot be recorded, and whatever fails on
-        one of several ranks, whose others decode uncaptured by then. Such steps, and wrong ones, are not tried again."""
+        """Raises CaptureError for a step that cannot be recorded, and for any failure on one of several ranks, because the
+        others decode uncaptured by then. Failed and wrong steps are not tried again."""
         failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         if (failed or isinstance(error, CaptureMismatchError)) and not self._compiled:
             _refused.add(self._model)
@@ -152,13 +150,13 @@ class CapturedDecoder:
 
 
 class Capturing:
-    """Captured steps of one cache wherever a graph can make them: from when every sequence is long enough to search."""
+    """Captured steps of one cache, as soon as every sequence is long enough to search."""
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, required: bool, compiled: bool = False, call: Any = None
     ) -> None:
-        """required: raise CaptureError for what cannot be captured; else leave it to uncaptured steps. compiled, call: as in
-        CapturedDecoder; where nothing is captured `compiled` has no effect, which a RuntimeWarning says."""
+        """required: raise CaptureError if steps cannot be captured; otherwise they are uncaptured. compiled, call: as in
+        CapturedDecoder; if nothing is captured, `compiled` has no effect, with a RuntimeWarning."""
         self._model, self._cache, self._required, self._compiled, self._call = model, cache, required, compiled, call
         self._decoder: CapturedDecoder | None = None
         self._refused = False
@@ -172,7 +170,7 @@ class Capturing:
 
     @property
     def refused(self) -> bool:
-        """Whether no step will be captured."""
+        """Whether capturing has been given up."""
         return self._refused
 
     @property
@@ -181,10 +179,10 @@ class Capturing:
         return not self._refused and (self._decoder is not None or long_enough(self._cache))
 
     def step(self, input_ids: Tensor, room_tokens: int) -> Tensor | None:
-        """Feeds tokens `[B, 1]`; logits `[B, vocabulary]`, valid until the next step. None where this step must be uncaptured.
+        """Feeds tokens `[B, 1]`; logits `[B, vocabulary]`, valid until the next step. None if this step must be uncaptured.
 
         room_tokens: new tokens per sequence to make room for, this one included. The cache is borrowed until `close`. Raises
-        CaptureError for what only shows once tokens are stored, such as memory that could not be pinned.
+        CaptureError for reasons that only show once tokens are stored, such as memory that could not be pinned.
         """
         if self._refused or (self._decoder is None and not long_enough(self._cache)):
             return None
@@ -192,14 +190,14 @@ class Capturing:
             if self._decoder is None:
                 self._decoder = CapturedDecoder(self._model, self._cache, room_tokens, self._call, self._compiled, input_ids)
             self._decoder.input_ids.copy_(input_ids)
-            return self._decoder.step()  # which captures anew where room has run out
+            return self._decoder.step()  # captures anew if room has run out
         except (CaptureError, torch.OutOfMemoryError) as error:
             self._give_up(error)
             return None
 
     def ahead(self, tokens: Tensor) -> Tensor | None:
-        """As `step`, for tokens int64 `[B]` that may not be on the host yet, which waits for nothing here. None, with no step
-        made, unless steps are being captured and there is room for this one."""
+        """As `step`, for tokens int64 `[B]` on the device; does not synchronise. Returns None and makes no step, unless steps
+        are being captured and there is room."""
         if self._refused or self._decoder is None or not self._decoder.left:
             return None
         try:
@@ -210,13 +208,13 @@ class Capturing:
             return None
 
     def close(self) -> None:
-        """Gives the cache back, with everything that was decoded; a step after this records a graph anew."""
+        """Gives the cache back with the decoded tokens. The next step joins again."""
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
             decoder.close()
 
     def _give_up(self, error: CaptureError | torch.OutOfMemoryError) -> None:
-        """No step was made and none will be captured: the cache is given back."""
+        """Gives up capturing, before a step, and gives the cache back."""
         if isinstance(error, torch.OutOfMemoryError):
             self.close()
             graphs.release(self._model)
@@ -233,7 +231,7 @@ class Capturing:
 
 
 def _say_uncaptured(error: CaptureError, compiled: bool) -> None:
-    """What one must know of steps that are not captured though that was not refused: that a graph was wrong."""
+    """Warns if steps decode uncaptured because a graph was wrong, or although `compiled` was asked for."""
     if isinstance(error, CaptureMismatchError):
         warn(f"decoding uncaptured: {error}", RuntimeWarning, stacklevel=2)
     if compiled:

@@ -1,4 +1,4 @@
-"""The recorded steps of each model, which serve one request after another."""
+"""The recorded steps of each model, kept for later requests."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.layer.slots.layers import Joined
 
 _MOST = 4
-"""Steps that are kept per model; the one that was used least recently goes."""
+"""Steps that are kept per model; the least recently used one is dropped."""
 _TOO_LARGE = 4
-"""A step of slots so many times longer than a sequence needs is slower than one of its own."""
+"""A step with slots this many times longer than a sequence needs is slower than a new one."""
 
 taking = RLock()
-"""Held from looking for a step until its slots are taken, and while one is recorded: two threads never take the same slots, and
-never record at once."""
+"""Held while a step is found and its slots are taken, and while one is recorded, so that two threads never take the same slots
+or record at the same time."""
 _steps: WeakKeyDictionary[PreTrainedModel, list[RecordedStep]] = WeakKeyDictionary()
 
 
 def find(
     model: PreTrainedModel, kind: type[RecordedStep], key: StepKey, cache: RetrievalCache, joined: Joined, slots: int
 ) -> RecordedStep | None:
-    """A recorded step of a class and of so many slots that the sequences of a cache can join. Steps of a model that has been
-    changed since they were recorded are dropped, unless somebody uses them."""
+    """A recorded step of a class, with `slots` slots, that the sequences of a cache can join. Drops unused steps of a model
+    that has changed since."""
     kept = _steps.get(model, [])
     stale = [step for step in kept if not step.members and step.key.model != key.model]
     for step in stale:
@@ -47,7 +47,7 @@ def find(
 
 
 def keep(model: PreTrainedModel, step: RecordedStep) -> None:
-    """Keeps a recorded step for requests to come."""
+    """Keeps a recorded step for later requests."""
     kept = _steps.setdefault(model, [])
     kept.append(step)
     idle = [old for old in kept if not old.members]
@@ -56,7 +56,7 @@ def keep(model: PreTrainedModel, step: RecordedStep) -> None:
 
 
 def release(model: PreTrainedModel) -> int:
-    """Drops the recorded steps of a model that nobody uses, and with them their device memory; returns how many."""
+    """Drops the unused recorded steps of a model and their device memory; returns how many."""
     kept = _steps.get(model, [])
     idle = [step for step in kept if not step.members]
     for step in idle:

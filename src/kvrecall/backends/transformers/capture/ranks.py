@@ -1,7 +1,7 @@
-"""The processes that run one model together by tensor parallelism: what one of them cannot capture, none of them captures.
+"""The processes of a tensor-parallel model: they capture together or not at all.
 
-A captured step holds the same collectives as an uncaptured one, but a process that refuses to record, or fails at it, leaves
-the others waiting in theirs. So behind everything that may fail on one of them, all exchange one number.
+A captured step has the same collectives as an uncaptured one. If one process does not record, the others wait for it forever.
+So after everything that may fail on one process, all exchange one number.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Ranks:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Raises what the block raises; where it raises on one rank only, CaptureError on the others. All ranks must come here.
+        """Raises what the block raises; if it raises on another rank, CaptureError. All ranks must enter.
 
-        The block must not wait for other ranks behind a place where it may fail.
+        The block must not wait for other ranks after a point where it may fail.
         """
         try:
             yield
@@ -42,10 +42,10 @@ class Ranks:
             raise
         failed = self._first_that_failed(False)
         if failed is not None:
-            raise CaptureError(f"rank {failed} of {self.size} cannot do it", _REMEDY)
+            raise CaptureError(f"rank {failed} of {self.size} cannot capture", _REMEDY)
 
     def any_of(self, flags: Tensor) -> Tensor:
-        """flags int32, of the same shape on every rank -> the largest of all ranks, on the CPU; waits for them."""
+        """The elementwise largest of all ranks' flags int32, on the CPU. Waits for the ranks."""
         if self.size > 1:
             flags = flags.to(self._device, copy=True)
             self._reduce(flags)
@@ -64,7 +64,7 @@ class Ranks:
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks:
-    """Those that share this model's layers. Raises CaptureError, on all of them, where it is sharded in another way."""
+    """The ranks that share this model's layers. Raises CaptureError, on all of them, if it is sharded in another way."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):

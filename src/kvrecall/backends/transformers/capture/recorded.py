@@ -1,4 +1,4 @@
-"""One decode step of a model for a number of slots: recorded as a CUDA graph once, replayed for all sequences that join."""
+"""One decode step of a model for a number of slots: recorded once as a CUDA graph, replayed for all sequences that join."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvrecall.layer.slots.layers import Joined, Layers, roomy
 
 
 class Member:
-    """A cache whose sequences are in slots of a step."""
+    """A cache with its sequences in slots of a step."""
 
     def __init__(self, cache: RetrievalCache, joined: Joined, windows: list[SlidingWindow]) -> None:
         self.cache, self.joined, self.windows = cache, joined, windows
@@ -33,25 +33,25 @@ class Member:
         device, span = joined.states[0].shape.device, slice(first, first + len(slots))
         self._place = span if slots == list(range(span.start, span.stop)) else torch.tensor(slots, device=device)
         self.left = joined.room
-        """Steps that it may still make."""
+        """Steps that it has room for."""
 
     def rows(self, of_slots: Tensor) -> Tensor:
-        """What belongs to its slots, out of `[slots, …]` on the device; a view where they lie side by side."""
+        """Its slots' part of `[slots, …]` on the device; a view if the slots are contiguous."""
         return of_slots[self._place]
 
     def feed(self, step: RecordedStep, tokens: Tensor) -> None:
-        """Writes down the tokens of its next step, int64 `[B]`, which may not be on the host yet."""
+        """Sets the tokens of its next step, int64 `[B]` on any device."""
         step.input_ids[self._place] = tokens.to(step.input_ids.device).unsqueeze(1)
 
 
 class RecordedStep:
-    """Slots of all layers, and the graph of a step that works on them. It holds no model, no cache and no state."""
+    """Slots of all layers, and the graph of a step over them. It holds no reference to a model, cache or state."""
 
     def __init__(
         self, key: StepKey, cache: RetrievalCache, joined: Joined, slots: int, ranks: Ranks, tokens: int | None = None
     ) -> None:
-        """Makes free slots for sequences such as those of `joined`, with up to `tokens` tokens behind the sink. Raises
-        CaptureError where a layer refuses."""
+        """Makes free slots for sequences like those of `joined`, with up to `tokens` tokens after the sink. Raises
+        CaptureError if a layer refuses."""
         self.key, self.slots, self._ranks = key, slots, ranks
         device = joined.states[0].shape.device
         self.layers = Layers(joined.states, slots, tokens or roomy(joined.behind_sink))
@@ -72,10 +72,10 @@ class RecordedStep:
         self._graph: Any = None
         self._found: dict[SlotLayer, torch.cuda.Event] = {}
         self._attended: dict[SlotLayer, Attended] | None = None
-        """While a graph is recorded and checked: what its layers are asked and answer. Tensors that somebody holds lie where
-        nothing else of the graph does, so a replay leaves its own values in them."""
+        """Inputs and outputs of the layers while a graph is recorded and checked. The graph does not reuse the memory of
+        tensors that are held, so after a replay they have its values."""
         self._failed: list[Exception] | None = None
-        """While ranks warm up together: what failed in this one's layers, told when no other rank waits for it."""
+        """Errors of this rank's layers while ranks warm up, raised when no other rank waits for it."""
 
     @property
     def free(self) -> list[int]:
@@ -84,7 +84,7 @@ class RecordedStep:
         return [slot for slot in range(self.slots) if slot not in taken]
 
     def fits(self, cache: RetrievalCache, joined: Joined) -> bool:
-        """Whether the sequences of a cache can join, their slots being free."""
+        """Whether the sequences of a cache can join, if slots are free."""
         sliding = [number for number, held in enumerate(cache.layers) if isinstance(held, DynamicSlidingWindowLayer)]
         return (
             set(joined.slots) <= set(self.free)
@@ -94,7 +94,7 @@ class RecordedStep:
         )
 
     def join(self, cache: RetrievalCache, joined: Joined) -> Member:
-        """Takes the sequences of a cache, which fit, into their slots. After an error the cache is as it was."""
+        """Puts the sequences of a cache into free slots; they must fit. After an error the cache is unchanged."""
         member = Member(cache, joined, [])
         try:
             for of in self.windows:
@@ -113,12 +113,12 @@ class RecordedStep:
         return member
 
     def leave(self, member: Member) -> None:
-        """Gives a cache back, with everything that was decoded; every layer of it, though one may fail."""
+        """Gives a cache back with the decoded tokens, every layer even if one fails."""
         if member not in self.members:
             return
         if self.positions.is_cuda:
             torch.cuda.current_stream().synchronize()
-        with deferred_interrupt(), ExitStack() as every:  # the last one that is named goes first
+        with deferred_interrupt(), ExitStack() as every:  # runs in reverse order
             self.members.remove(member)
             for holder in member.cache.retrieval_layers:
                 every.callback(holder.give_back)
@@ -131,7 +131,7 @@ class RecordedStep:
                 self.positions[slot] = 0
 
     def replay(self) -> None:
-        """A step of all slots: one token per sequence, which is in all layers and in all counts afterwards, or in none."""
+        """Makes a step of all slots, one token per sequence. The token is counted in all layers or in none."""
         with deferred_interrupt():
             self.layers.prepare()
             self._graph.replay()
@@ -144,16 +144,16 @@ class RecordedStep:
                 member.cache.tokens.add(member.rows(self.input_ids), before, 1)
                 for window in member.windows:
                     window.moved_on()
-                if (running := member.cache.running) is not None:  # no layer's own function has been called
+                if (running := member.cache.running) is not None:  # layers were not called, so the pass must be told
                     running.attended.update(holder.number for holder in member.cache.retrieval_layers)
             self.layers.prepare_ahead()
 
     def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
-        """Warms up, records, and checks the first replay, which like the warm-up is a trial: they write only where the first
-        real step will write too. Every layer searches in them, also where it would go on with what it holds.
+        """Warms up, records, and checks the first replay. Warm-up and first replay are trials: they write only what the first
+        real step will overwrite. In trials every layer searches, also layers that would hold their selection.
 
-        call: the model's forward. member: the one whose cache the model is called with. A rank that fails tells the others
-        before they wait for it in a collective.
+        call: the model's forward. member: the cache that the model is called with. A rank that fails tells the others before
+        they wait for it in a collective.
         """
         states = [state for each in self.members for state in each.joined.states]
         held = [state.held for state in states]
@@ -184,7 +184,8 @@ class RecordedStep:
         self._forget_trial()
 
     def _warm_up(self, launch: Any) -> Tensor:
-        """A step that is launched: it compiles the kernels, and opens the ranks' connections. Returns a copy of its logits."""
+        """Launches a step without a graph, which compiles kernels and opens the ranks' connections. Returns a copy of its
+        logits."""
         self.layers.prepare(trial=True)
         device = self._parity.device
         aside, self._branch = _streams(device)
@@ -200,8 +201,8 @@ class RecordedStep:
         launch(torch.cuda.graph(self._graph))
 
     def _launch(self, model: PreTrainedModel, forward: Any, recording: AbstractContextManager[None] | None = None) -> Tensor:
-        """One step without a graph, or one that is recorded. Where ranks wait for one another, what fails in a layer of a
-        launched step is raised behind the last one."""
+        """Launches or records one step. With several ranks, an error in a layer of a launched step is raised after the last
+        layer."""
         self._failed = [] if self._ranks.size > 1 and recording is None else None
         try:
             with attach(model, capture=False), self._modules(model), torch.no_grad(), recording or nullcontext():
@@ -220,7 +221,7 @@ class RecordedStep:
         self._parity.copy_(1 - self._parity)
 
     def _verify(self, launched: Tensor) -> None:
-        """Compares what the replay has left with the uncaptured layers, and with the logits of the warm-up."""
+        """Compares the replay's results with the uncaptured layers, and with the logits of the warm-up."""
         assert self._attended is not None
         for number, layer in enumerate(self.layers.all):
             asked = self._attended.pop(layer)
@@ -240,11 +241,11 @@ class RecordedStep:
                 window.load()
 
     def _modules(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Inside, the model's small operations are as they are to be captured; replays need no more than the graph."""
+        """Inside, the model's small operations are compiled if wanted; only needed for recording."""
         if not self.key.compiled:
             return nullcontext()
         from kvrecall.backends.transformers.capture.compiled import (
-            compiled_modules,  # torch's compiler takes a second to import
+            compiled_modules,  # torch's compiler is slow to import
         )
 
         return compiled_modules(model)
@@ -266,7 +267,7 @@ class RecordedStep:
         return out
 
     def _check_heads(self, layer: SlotLayer, queries: Tensor, keys: Tensor) -> None:
-        """Kernels take sizes from the slots: heads of a rank must be the rank's own."""
+        """Raises CaptureError if the layer's heads differ from those that its slots were made for."""
         shape = layer.shape
         if (queries.shape[1], keys.shape[1]) != (shape.query_heads, shape.kv_heads):
             got, known = f"{queries.shape[1]}/{keys.shape[1]} heads", f"{shape.query_heads}/{shape.kv_heads}"
@@ -276,8 +277,8 @@ class RecordedStep:
             raise CaptureError(f"layer {layer.layer} attends to {got}, but one of {self.slots} slots was fed", PLAIN)
 
     def _search_early(self) -> None:
-        """On a branch of the graph, all layers that know a query already search, one after another, while the model computes;
-        the step of each waits for its own search only."""
+        """Starts early searches with the queries of the step before, on a branch of the graph, layer by layer, while the model
+        computes. Each layer's step waits for its own search only."""
         early = [layer for layer in self.layers.all if layer.early]
         if early:
             self._branch.wait_stream(torch.cuda.current_stream())
@@ -288,7 +289,7 @@ class RecordedStep:
                 self._found[layer].record()
 
     def _forward(self, call: Any, cache: RetrievalCache) -> Tensor:
-        if (running := cache.running) is not None:  # a call of the model captures, and then steps or goes on uncaptured
+        if (running := cache.running) is not None:  # inside a call of the model
             running.attended.clear()
         self._search_early()
         out = call(
@@ -303,6 +304,6 @@ class RecordedStep:
 
 @lru_cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """A stream for warm-ups and one for the early search. All recordings of a device share them: cuBLAS keeps a workspace of
-    32 MiB for every stream that has used it."""
+    """A stream for warm-ups and one for early searches, shared by all recordings of a device, because cuBLAS keeps a workspace
+    of 32 MiB per stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Captured steps of several caches at a time: their sequences are in slots of one recorded step, and come and go."""
+"""Captured steps of several caches together: their sequences join and leave slots of one recorded step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvrecall.core.errors import CaptureError, NonFiniteError
 from kvrecall.layer.slots.layers import Joined, roomy
 
 _CHECKED_STEPS = 64
-"""Steps between two looks at the flags of non-finite keys."""
+"""Steps between two checks for non-finite keys."""
 
 
 class Turn(NamedTuple):
-    """What one cache asks of a step: a token per sequence, and how many more per sequence may come, these included."""
+    """One cache's part in a step: a token per sequence, and how many tokens per sequence may come, this one included."""
 
     cache: RetrievalCache
     tokens: list[int]
@@ -31,21 +31,21 @@ class Turn(NamedTuple):
 
 
 class SharedSteps:
-    """Steps of a model over caches of one method, each of them long enough to be searched. Not for models on several ranks."""
+    """Steps of a model over caches of one method that are all long enough to search. Not for models on several ranks."""
 
     kind: type[RecordedStep] = RecordedStep
 
     def __init__(self, model: PreTrainedModel, compiled: bool) -> None:
         self._model, self._compiled = model, compiled
         self._step: RecordedStep | None = None
-        self._members: dict[int, Member] = {}  # by the id of the cache, which a member holds
+        self._members: dict[int, Member] = {}  # by id of the cache; a member keeps the cache alive
         self._steps = 0
 
     def step(self, turns: Sequence[Turn]) -> list[Tensor | Exception]:
         """Feeds each cache its tokens; logits `[B, vocabulary]` in order, valid until the next step, or an error of one cache.
 
-        Caches that are not named leave first. After an exception all caches are given back and none has made the step; it is a
-        CaptureError where steps cannot be captured.
+        Caches that are not in `turns` leave first. After an exception all caches are given back and none has made the step.
+        Raises CaptureError if steps cannot be captured.
         """
         try:
             named = {id(turn.cache) for turn in turns}
@@ -66,8 +66,8 @@ class SharedSteps:
             raise
 
     def ahead(self, fed: Sequence[tuple[RetrievalCache, Tensor]]) -> list[Tensor | Exception] | None:
-        """As `step`, for tokens int64 `[B]` of each cache that may not be on the host yet, which waits for nothing here. None,
-        with nothing done, unless these are the caches of the last step and there is room for this one."""
+        """As `step`, for tokens int64 `[B]` of each cache on the device; does not synchronise. Returns None and does nothing,
+        unless these are the caches of the last step and there is room."""
         step, members = self._step, [self._members.get(id(cache)) for cache, _ in fed]
         if step is None or len(fed) != len(self._members):
             return None
@@ -83,14 +83,14 @@ class SharedSteps:
             raise
 
     def leave(self, cache: RetrievalCache) -> None:
-        """Gives a cache back with everything that was decoded; nothing where it has not joined."""
+        """Gives a cache back with the decoded tokens; does nothing if it has not joined."""
         member = self._members.pop(id(cache), None)
         if member is not None:
             assert self._step is not None
             self._step.leave(member)
 
     def close(self) -> None:
-        """Gives all caches back, though one may fail."""
+        """Gives all caches back, even if one fails."""
         errors: list[BaseException] = []
         for member in list(self._members.values()):
             try:
@@ -115,7 +115,7 @@ class SharedSteps:
         return self._members[id(cache)].rows(step.logits)
 
     def _feed(self, step: RecordedStep, turns: Sequence[Turn]) -> None:
-        """Writes down all tokens by one copy."""
+        """Sets all tokens by one copy."""
         tokens = [0] * step.slots
         for turn in turns:
             for slot, token in zip(self._slots(turn.cache), turn.tokens, strict=True):
@@ -126,7 +126,7 @@ class SharedSteps:
         return self._members[id(cache)].joined.slots
 
     def _take_in(self, coming: Sequence[Turn]) -> bool:
-        """Joins caches to the step that is there; False where one does not fit."""
+        """Joins caches to the current step; False if one does not fit."""
         step = self._step
         if step is None or sum(turn.cache.sequences for turn in coming) > len(step.free):
             return False
@@ -143,7 +143,7 @@ class SharedSteps:
         return True
 
     def _begin(self, turns: Sequence[Turn]) -> None:
-        """Joins all caches to another step, which is recorded where no recorded one has room for them."""
+        """Joins all caches to another recorded step, or records one."""
         count, key = sum(turn.cache.sequences for turn in turns), StepKey.of(self._model, self._compiled, 1)
         slots, every, first = 1 << (count - 1).bit_length(), list[Joined](), 0
         try:

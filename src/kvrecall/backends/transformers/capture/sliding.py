@@ -1,4 +1,4 @@
-"""A sliding-window layer of a captured decode: a ring at fixed addresses, where transformers' own layer grows by copying."""
+"""A sliding-window layer in captured decoding: a ring at fixed addresses, instead of transformers' layer, which copies."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class SlidingSlots:
     """The windows of one sliding layer, one per slot, and the launches that attend to all of them."""
 
     def __init__(self, cache: RetrievalCache, number: int, slots: int) -> None:
-        """cache: of the kind that is to join, at whose layer `number` this looks. Raises CaptureError for head sizes that the
-        kernel has not, and where the device has no memory for the rings."""
+        """cache: any cache of the kind that will join; its layer `number` gives the sizes. Raises CaptureError for head sizes
+        without a kernel, and if the device has no memory for the rings."""
         layer: Any = cache.layers[number]
         self.number, self.slots, self.window, keys = number, slots, int(layer.sliding_window), layer.keys
         _, heads, _, dim = keys.shape
         if dim not in HEAD_DIMS or layer.values.shape != keys.shape:
             sizes = f"{dim} and {layer.values.shape[-1]} numbers"
-            raise CaptureError(f"layer {number} has keys and values of {sizes}, for which there is no kernel", _REMEDY)
-        # Of a model that is sharded over its heads, this rank's share of them.
+            raise CaptureError(f"layer {number} has keys and values of {sizes}, and no kernel supports these sizes", _REMEDY)
+        # For a model that is sharded over its heads, this rank's share.
         self.query_heads = heads * cache.signature.query_heads // cache.signature.kv_heads
         self._kind = _kind(layer)
         try:
@@ -44,10 +44,10 @@ class SlidingSlots:
         except torch.OutOfMemoryError as error:
             need = 2 * slots * heads * self.window * dim * keys.element_size()
             raise CaptureError(
-                f"layer {number}'s windows of {need:,} bytes must fit on the GPU once more, and do not", _REMEDY
+                f"the GPU has no memory for a copy of layer {number}'s windows of {need:,} bytes", _REMEDY
             ) from error
         self.attended: Attended | None = None
-        """What the last step that was launched or recorded asked and answered."""
+        """Inputs and output of the last launched or recorded step."""
 
     def fits(self, cache: RetrievalCache) -> bool:
         """Whether sequences of a cache can join."""
@@ -66,17 +66,17 @@ def _kind(layer: Any) -> tuple[object, ...]:
 
 
 class SlidingWindow(CacheLayerMixin):
-    """Stands in the cache for the layer whose rows lie in slots, until `give_back`.
+    """Replaces the cache's layer while its rows are in slots, until `give_back`.
 
-    A token sees itself and the window - 1 before it: the rows that the ring holds once it is stored. Their order means nothing,
-    for keys are rotated before they come, and padding is left out. Lengths that transformers sees count padding, as ever.
+    A token sees itself and the window - 1 tokens before it: the ring's rows after it is stored. Their order does not matter,
+    because keys are rotated already, and padding is not stored. Lengths for transformers count padding.
     """
 
     is_sliding = True
 
     def __init__(self, cache: RetrievalCache, of: SlidingSlots, slots: list[int]) -> None:
-        """Takes the place of its layer, whose rows go to slots of `of`; they fit there. Raises CaptureError, with the cache as
-        it was, for padding between tokens that are still seen."""
+        """Moves the layer's rows to slots of `of`, which must have room. Raises CaptureError, with the cache unchanged, for
+        padding between tokens of the window."""
         super().__init__()
         number = of.number
         layer: Any = cache.layers[number]
@@ -89,7 +89,7 @@ class SlidingWindow(CacheLayerMixin):
         cache.layers[number] = self
 
     def load(self) -> None:
-        """Copies the rows of the layer to the slots; before the first step it may be called again."""
+        """Copies the layer's rows to the slots; may be repeated before the first step."""
         keys, values, rows = self._layer.keys, self._layer.values, self._of.attention.rows
         for i, (slot, count) in enumerate(zip(self._slots, self._first, strict=True)):
             start = keys.shape[2] - count
@@ -99,19 +99,19 @@ class SlidingWindow(CacheLayerMixin):
 
     @property
     def cache(self) -> RetrievalCache:
-        """The cache of this layer, which does not live for it."""
+        """The cache of this layer, by a weak reference."""
         cache = self._owner()
         assert cache is not None, "the layer has outlived its cache"
         return cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands the new token to the attention function; `attend` stores it."""
+        """Passes the new token to the attention function; `attend` stores it."""
         for side in (key_states, value_states):
             setattr(side, LAYER_TAG, self)
         return key_states, value_states
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-        """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: none is needed, any is ignored."""
+        """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: ignored."""
         if queries.shape[2] != 1:
             raise CaptureError(f"{queries.shape[2]} tokens were fed at once while steps of one are captured", _REMEDY)
         if queries.shape[1] != self._of.query_heads:
@@ -120,7 +120,7 @@ class SlidingWindow(CacheLayerMixin):
         return self._of.launch(queries, keys, values, params)
 
     def uncaptured(self, asked: Attended) -> Tensor:
-        """What transformers' layer, as it was before the first step, makes of a step: `[B, H_q, 1, D]`."""
+        """The result of transformers' layer, in its state before the first step, for a step's inputs: `[B, H_q, 1, D]`."""
         keys, values, most = self._layer.keys, self._layer.values, max(self._first) + 1
         kv = keys.new_zeros(*keys.shape[:2], most, 2, keys.shape[3])
         for i, count in enumerate(self._first):
@@ -135,19 +135,18 @@ class SlidingWindow(CacheLayerMixin):
         return merge(parts).out.to(asked.queries.dtype)
 
     def moved_on(self) -> None:
-        """A step was made. From the first on the ring alone has the rows."""
+        """Called after a step. After the first one only the ring has all rows."""
         self._length += 1
         self._steps += 1
         self._layer.keys = self._layer.values = None
 
     def give_back(self) -> None:
-        """Puts transformers' layer back: as it was if no step was made, else as if it had made the steps itself, with zeros for
-        padding."""
+        """Puts transformers' layer back, as if it had made the steps itself, with zeros for padding."""
         if self._steps:
             rows = self._of.attention.rows
             try:
                 self._layer.keys, self._layer.values = self._in_order(rows[self._slots])
-            except torch.OutOfMemoryError:  # on the host it takes the result's memory alone
+            except torch.OutOfMemoryError:  # on the host it needs memory for the result only
                 ordered = self._in_order(torch.stack([rows[slot].cpu() for slot in self._slots]))
                 self._layer.keys, self._layer.values = (side.to(rows.device) for side in ordered)
             self._layer.cumulative_length = self._length
@@ -157,17 +156,17 @@ class SlidingWindow(CacheLayerMixin):
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the new token alone, for which no mask is made: a graph would hold the mask of the step that was recorded."""
+        """Sizes for the new token alone, so that no mask is made: a graph would replay the recorded step's mask."""
         return query_length, 0
 
     def get_max_length(self) -> int:
         return self._window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: there are rows already."""
+        """Nothing to do: the rows exist already."""
 
     def _in_order(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H_kv, T, D]` of the last T tokens that the next one sees, oldest first. rows: the ring."""
+        """Keys and values `[B, H_kv, T, D]` of the T tokens that the next token sees, oldest first. rows: the ring."""
         width = min(self._held + self._steps, self._window - 1)
         sides = rows.new_zeros(2, *rows.shape[:2], width, rows.shape[4])
         for i, first in enumerate(self._first):
@@ -178,7 +177,7 @@ class SlidingWindow(CacheLayerMixin):
         return sides[0], sides[1]
 
     def _real_tokens(self, sequences: int) -> list[int]:
-        """Per sequence, how many of the last `held` tokens are no padding; those come last."""
+        """Per sequence, how many of the last `held` tokens are not padding."""
         if self.cache.valid is None:
             return [self._held] * sequences
         valid = self.cache.valid[:, self._length - self._held : self._length]

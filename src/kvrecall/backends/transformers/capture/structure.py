@@ -1,4 +1,4 @@
-"""What a recorded step holds of its model: a step may be replayed as long as none of it has changed."""
+"""The properties of a model that a recorded step depends on: it may be replayed while none of them changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class StepKey:
-    """What two requests must have in common to share a recorded step, beside their caches.
+    """Two requests can share a recorded step if their keys are equal and their caches fit.
 
-    model: a hash of where its weights lie, of its modules, their hooks and their settings. compiled: whether small operations
-    are compiled. ranks: processes that run the model together.
+    model: a hash of the addresses of its weights, its modules, their hooks and settings. compiled: whether small operations are
+    compiled. ranks: number of processes that run the model together.
     """
 
     model: int
@@ -28,7 +28,7 @@ class StepKey:
 
     @staticmethod
     def of(model: PreTrainedModel, compiled: bool, ranks: int) -> StepKey:
-        """Of a model as it is."""
+        """The key of a model in its current state."""
         return StepKey(hash(tuple(_parts(model))), compiled, ranks)
 
 

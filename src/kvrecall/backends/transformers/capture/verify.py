@@ -1,9 +1,9 @@
-"""Before a captured step is trusted: its first replay, layer by layer, beside the uncaptured layers.
+"""Checks a captured step before it is used: compares its first replay with the uncaptured layers, layer by layer.
 
-The replay is a trial that `forget_trial` undoes. What every layer was asked in it, the uncaptured layer is asked too, on a copy
-of that one layer's summaries, made and dropped before the next layer's; rows on the host are shared. So it takes one uncaptured
-step's time and one layer's memory, once per recording. Layers are compared by what the replay itself asked them, because a
-difference in rounding grows from layer to layer. Logits are compared too: they show what is wrong between the layers.
+The replay is a trial that `forget_trial` undoes. Each uncaptured layer gets the inputs that the layer had in the replay,
+because rounding differences grow from layer to layer. It works on a copy of its summaries, one layer at a time, and shares rows
+on the host. So the check takes the time of one uncaptured step and the memory of one layer, once per recording. Logits are
+compared too, to find errors between the layers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvrecall.layer.state import LayerState
 TOLERANCE = 0.02
 """Largest relative L2 difference of one attention, see docs/design/tolerances.md."""
 LOGITS_TOLERANCE = 0.25
-"""The same of the logits of the warm-up and of the replay, which are made by the same kernels."""
+"""The same for the logits of warm-up and replay, which the same kernels compute."""
 _REMEDY = "Decode uncaptured (capture=None), and report it with the model, the method and the GPU."
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer was asked in a step, queries, keys and values `[slots, H, 1, D]`, and its answer `[slots, H_q, 1, D]`."""
+    """One layer's inputs in a step, queries, keys and values `[slots, H, 1, D]`, and its output `[slots, H_q, 1, D]`."""
 
     queries: Tensor
     keys: Tensor
@@ -37,13 +37,13 @@ class Attended:
     out: Tensor
 
     def of(self, slots: list[int]) -> Attended:
-        """The same for some of the slots."""
+        """The part of some slots."""
         return Attended(self.queries[slots], self.keys[slots], self.values[slots], self.params, self.out[slots])
 
 
 def difference(made: Tensor, expected: Tensor) -> float:
-    """The relative L2 difference of `[B, …]`, any float dtype, of the sequence that differs most; a sequence that is finite on
-    neither side does not differ."""
+    """The largest relative L2 difference of a sequence, for `[B, …]` of any float dtype. Sequences that are not finite on both
+    sides do not count."""
     made, expected = made.flatten(1).float(), expected.flatten(1).float()
     error = (made - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     unknown = ~expected.isfinite().all(-1) & ~made.isfinite().all(-1)  # non-finite keys are reported by another check
@@ -51,8 +51,8 @@ def difference(made: Tensor, expected: Tensor) -> float:
 
 
 def check_attention(layer: int, asked: Attended, uncaptured: Callable[[Attended], Tensor]) -> None:
-    """Raises CaptureMismatchError where a layer answered otherwise than `uncaptured` does, and CaptureError where the device
-    has no memory to tell."""
+    """Raises CaptureMismatchError if a layer's output differs from `uncaptured`'s, and CaptureError if the device has no memory
+    for the check."""
     try:
         expected = uncaptured(asked)
     except torch.OutOfMemoryError as error:
@@ -62,26 +62,26 @@ def check_attention(layer: int, asked: Attended, uncaptured: Callable[[Attended]
 
 
 def check_logits(replayed: Tensor, launched: Tensor) -> None:
-    """Raises CaptureMismatchError where the logits `[B, vocabulary]` of a replay are not those of the launches it recorded."""
-    sides = [x.float() - x.float().mean(-1, keepdim=True) for x in (replayed, launched)]  # a constant means nothing
+    """Raises CaptureMismatchError if the logits `[B, vocabulary]` of a replay differ from those of its warm-up."""
+    sides = [x.float() - x.float().mean(-1, keepdim=True) for x in (replayed, launched)]  # up to a constant
     _require("logits", difference(*sides), LOGITS_TOLERANCE)
 
 
 def uncaptured_answer(state: LayerState, asked: Attended) -> Tensor:
-    """What the uncaptured layer makes of a step `[B, H_q, 1, D]`. The state is one that a captured layer has borrowed, before
-    its first step; it is left as it is."""
+    """The uncaptured layer's output for a step, `[B, H_q, 1, D]`. state: borrowed by a captured layer, before its first step;
+    not changed."""
     every = list(range(state.shape.sequences))
     try:
         return _answer(state, asked, every)
-    except torch.OutOfMemoryError:  # sequence by sequence takes less
+    except torch.OutOfMemoryError:  # one sequence at a time needs less memory
         if len(every) == 1:
             raise
     return torch.cat([_answer(state, asked, [b]) for b in every])
 
 
 class _Glance(LayerState):
-    """A copy that makes the attention of one step and is thrown away: it moves nothing to the host and begins no work for later
-    steps, and the static set of this one is there."""
+    """A copy for the attention of one step. It moves nothing to the host and begins no work for later steps; its static set is
+    complete."""
 
     def begin_static(self, sequence: int) -> None:
         pass
@@ -93,7 +93,7 @@ class _Glance(LayerState):
 def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
     queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
-    copy = state.copied(sequences)  # which counts for itself, unlike that of `select`
+    copy = state.copied(sequences)  # with its own counters, unlike `select`
     copy.__class__ = _Glance
     copy.held, copy.fetched, copy.on_search = {}, {}, None
     return decode_step(copy, queries, keys, values, None, asked.params)
