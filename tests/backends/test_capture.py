@@ -259,16 +259,16 @@ def test_methods_that_are_captured(method: kvrecall.Method) -> None:
 
 
 @pytest.mark.parametrize(("method", "reason"), [
-    (kvrecall.CTKVR(), "ctkvr reranks and attends on the CPU while the GPU works.*Decode uncaptured"),
-    (kvrecall.CTKVR(attend="device"), "index 'query-centroids', which asks the host"),
-    (kvrecall.methods.H2O(), "index 'accumulated', which asks the host"),
+    (kvrecall.CTKVR(), "ctkvr reranks and attends on the CPU.*Decode uncaptured"),
+    (kvrecall.CTKVR(attend="device"), "index 'query-centroids', which needs the host"),
+    (kvrecall.methods.H2O(), "index 'accumulated', which needs the host"),
     (kvrecall.methods.RetroInfer(dense_layers=()), "index 'estimating-clusters'"),
     (kvrecall.methods.RaaS(), "index 'milestones'"),
     (kvrecall.PRKV(gqa="per_head"), "gqa='per_head' has no kernel"),
     (kvrecall.LouisKV(dense_layers=(), attend="host"), "the CPU attends"),
     (kvrecall.Method(index="sphere", static="observation-window"), "static sets beside a sphere index"),
     (kvrecall.Method(index="pages", prune="top-p:p=0.9"), "pruned on the host"),
-    (kvrecall.Method(index="pages", rest="page-means"), "page means beside index 'pages' have no kernel"),
+    (kvrecall.Method(index="pages", rest="page-means"), "page means with index 'pages' have no kernel"),
     (kvrecall.ParisKV(rest="page-means", trigger="fixed-stride:steps=3"), "trigger 'fixed-stride'.*outlives the pages"),
     (kvrecall.ParisKV(per_layer={1: {"gqa": "per_head"}}), "layer 1: gqa='per_head' has no kernel"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, kvrecall.Method) else "")  # fmt: skip

@@ -12,6 +12,6 @@ from kvrecall.backends.vllm import plugin
 def test_a_vllm_without_the_classes_that_are_needed_goes_on_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-    with pytest.warns(RuntimeWarning, match="no place for kvrecall's attention backend"):
+    with pytest.warns(RuntimeWarning, match="kvrecall's attention backend does not work with this version"):
         plugin.register()
     assert not plugin._registered

@@ -1,10 +1,10 @@
-"""The classes that vLLM asks of an attention backend, over `PagedLayer` on CPUs and `DeviceLayer` on GPUs.
+"""The classes of a vLLM attention backend, over `PagedLayer` on CPUs and `DeviceLayer` on GPUs.
 
-Pages hold summaries. Keys and values lie in host memory, at the same physical block ids, so prefix caching, preemption, abort,
-parallel sampling and tensor parallelism are vLLM's own.
+Pages hold summaries. Keys and values lie in host memory under the same physical block ids, so prefix caching, preemption,
+abort, parallel sampling and tensor parallelism are vLLM's own.
 """
 
-# vLLM is installed where this is imported.
+# Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from kvrecall.methods.base import HEAD_DIMS
 
 
 class RetrievalBackend(AttentionBackend):
-    """Decode steps retrieve; chunks of prompts are attended densely."""
+    """Decode steps retrieve; chunks of prompts attend to everything."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     width, least = 0, LEAST_BLOCK
-    """Bytes of summaries per token and KV head, and tokens of the smallest block; of the classes that `of_pages` makes."""
+    """Bytes of summaries per token and KV head, and tokens of the smallest block; set by `of_pages`."""
 
     @staticmethod
     def get_name() -> str:
@@ -92,30 +92,30 @@ class RetrievalBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Pages of summaries instead of keys and values. Raises ParameterError for a block size that they cannot have."""
+        """Pages of summaries instead of keys and values. Raises ParameterError for an unsupported block size."""
         check_block_size(spec.block_size, cls.least)
         if "state_content_bytes" in {f.name for f in fields(spec)}:
             return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
-        return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)  # before 0.29: K and V apart
+        return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)  # before 0.29 K and V are separate
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Of a vLLM before 0.29, for a spec of `customize_spec`; later ones have a shape of their own."""
+        """For vLLM before 0.29 only, with a spec of `customize_spec`."""
         return num_blocks, num_kv_heads, block_size, head_size
 
 
 @cache
 def of_pages(width: int, least: int) -> type[RetrievalBackend]:
-    """The backend of layers whose summaries take so many bytes per token and KV head, in blocks of `least` tokens or more."""
+    """The backend class for summaries of `width` bytes per token and KV head, in blocks of at least `least` tokens."""
     return type(RetrievalBackend.__name__, (RetrievalBackend,), {"width": width, "least": least})
 
 
 @dataclass(frozen=True)
 class RetrievalMetadata:
-    """What vLLM says of a pass: on a CPU row by row, with where new tokens go, int64 `[T]`, < 0 for padding; on a GPU as the
-    kernels want it. block_size: tokens per block."""
+    """A pass as vLLM describes it. On a CPU: row by row, with slots of new tokens int64 `[T]`, < 0 for padding. On a GPU: in
+    the kernels' form. block_size: tokens per block."""
 
     asked: Batch | Pass
     slots: Tensor
@@ -123,11 +123,11 @@ class RetrievalMetadata:
 
 
 class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
-    """Made once per pass, for all layers."""
+    """Builds the metadata once per pass, for all layers."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1
-    """Who decodes comes first."""
+    """Decoding sequences come first in a batch."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -151,7 +151,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         return Batch(begins, lengths, prompts, told.block_table_tensor, size)
 
     def _pass(self, plan: PassPlan, told: Any, size: int) -> Pass:
-        """The device counts what decodes: with asynchronous scheduling the host knows only bounds of that."""
+        """The pass for a GPU, which counts decoding rows itself: with asynchronous scheduling the host knows only bounds."""
         blocks = told.block_table_tensor
         plan.fill(told.query_start_loc, told.seq_lens, blocks, size)
         if told.max_query_len <= 1:
@@ -177,7 +177,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        """Raises CompositionError for what is another backend's."""
+        """Raises CompositionError for features of other backends."""
         refused = {
             "ALiBi": alibi_slopes, "a sliding window": sliding_window, "shared KV layers": kv_sharing_target_layer_name,
             "attention sinks": sinks, **more,
@@ -196,8 +196,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._bound = (0, 0)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Before vLLM plans the caches: says what a page holds, puts the window's layer beside this one, and allocates on a GPU
-        what is neither page nor row, so that vLLM counts it as part of the model."""
+        """Runs before vLLM plans the caches: sets the content of pages, adds the window's layer, and allocates scratch on a
+        GPU, so that vLLM counts it as part of the model."""
         if self._window is not None:
             return
         layers = self._config.compilation_config.static_forward_context
@@ -209,7 +209,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         check_device(device, settings.index)
         if not self._served.gives_later:
             remedy = "Leave it out, or subclass kvrecall.backends.vllm.worker.Worker."
-            raise ParameterError("worker_cls", "ours, which reads windows back", "another", remedy)
+            raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", remedy)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
         self._name, self._number, self._shape = name, extract_layer_index(name), shape
         self._served.shapes.append(shape)
@@ -217,7 +217,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._means = settings.method.rest_config()
         width = width_of(settings.index, self._means, shape)
         own.attn_backend = backend = of_pages(width, least_block(self._means))
-        if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 nobody else asks it
+        if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
         self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, width)
@@ -229,7 +229,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RetrievalMetadata | None,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`, all of a pass and then padding."""
+        """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`; the pass's tokens, then padding."""
         if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
             if isinstance(self._layer, DeviceLayer):
                 self._layer.rehearse(query, key, value)
@@ -255,7 +255,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         return self._window
 
     def _bind(self, kv_cache: Tensor, size: int) -> None:
-        """Uses the pages of `size` tokens that vLLM has allocated, from the first pass over them on."""
+        """Starts using the pages of `size` tokens that vLLM has allocated, at the first pass over them."""
         if self._bound == (kv_cache.data_ptr(), len(kv_cache)):
             return
         settings, shape, pages = self._served.settings, self._shape, pages_of(kv_cache)
@@ -276,7 +276,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
 
 
 def pages_of(kv_cache: Tensor) -> Tensor:
-    """uint8 `[blocks, block_bytes]`, whichever way vLLM orders heads and tokens in a page."""
+    """A view uint8 `[blocks, block_bytes]`, for any order of heads and tokens in vLLM's pages."""
     inner = sorted(zip(kv_cache.stride()[1:], kv_cache.shape[1:], strict=True))
     count = 1
     for stride, size in inner:

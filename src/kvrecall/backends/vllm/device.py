@@ -1,10 +1,10 @@
-"""One layer over vLLM's blocks on a GPU: the kernels of a decode step, and prompts in chunks. Knows nothing of vLLM.
+"""One layer over vLLM's blocks on a GPU: the kernels of a decode step, and prompts in chunks. Does not import vLLM.
 
-A decode step asks the host nothing, so it can be recorded: which sequences decode, how long they are and where their blocks lie
-is read from device memory (`plan.py`). Its search is the sphere index's own, over vLLM's pages.
+A decode step never waits for the host, so it can be recorded: kernels read the decoding sequences, their lengths and block
+tables from device memory (`plan.py`). The search is the sphere index's, over vLLM's pages.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from kvrecall.methods.base import Method
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
 _CHOSEN_ROWS, _DENSE_ROWS, _STORED = 16, 64, 16
-"""Selected rows, other rows and tokens of prompts per program."""
+"""Rows per program: selected rows, other rows, and tokens of prompts."""
 _TOGETHER = 32
-"""Rows of a batch that are searched at once, whose scratch is used again for the next ones."""
+"""Rows of a batch that are searched at a time; the next ones reuse the scratch."""
 _KEPT = 2 * _TOGETHER
-"""Rows of a batch whose sinks and selected rows stay on the device from step to step; others read theirs anew."""
+"""Rows of a batch that keep sinks and selected rows on the device between steps; the others read them again."""
 _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
-"""How often a program should attend to `_DENSE_ROWS` means of pages, and programs for them at most per KV head."""
+"""Blocks of `_DENSE_ROWS` page means per program, and most programs for them per KV head."""
 _MOST_PARTS = 64
 """Parts that one program merges."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, a row's numbers side by side.
-    blocks: int32 `[b, W]`, their tables. slots: int64 `[T]`, where the tokens of the pass go, < 0 for nowhere."""
+    """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, contiguous in the last dimension.
+    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none."""
 
     rows: Tensor
     blocks: Tensor
@@ -60,7 +60,7 @@ class Window:
 
     @property
     def places(self) -> tuple[int, int, int, int]:
-        """Tokens of a page, and numbers from one block, head and token to the next."""
+        """(tokens of a page; strides of blocks, heads and tokens, in elements)."""
         block, head, token, one = self.rows.stride()
         assert one == 1
         return self.rows.shape[2], block, head, token
@@ -77,9 +77,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pass:
-    """What vLLM asks of all layers at once: the first `decodes` rows of the batch decode a token each, `chunks` are prompts.
+    """One pass of all layers: the first `decodes` rows of the batch decode a token each, `chunks` are prompts.
 
-    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, where tokens go. tables: the blocks of the chunks' past tokens, by
+    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the tokens. tables: blocks of the chunks' past tokens, by
     row.
     """
 
@@ -92,13 +92,13 @@ class Pass:
 
 
 class Scratch:
-    """What all layers of one shape use one after the other."""
+    """Scratch that all layers of one shape share."""
 
     def __init__(self, method: Method, index: SphereConfig, shape: LayerShape, maps: Maps, most: int, longest: int) -> None:
-        """most: rows of a batch. longest: tokens of a sequence. Raises ParameterError for what no kernel is made for."""
+        """most: rows of a batch. longest: tokens of a sequence. Raises ParameterError for settings without a kernel."""
         assert method.top_k is not None
         if index.gqa == "per_head":
-            raise ParameterError("gqa", "a mode whose heads share a selection", index.gqa, "Leave it out.")
+            raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
         self.together, self.longest = min(most, _TOGETHER), longest
@@ -141,8 +141,8 @@ class DeviceLayer:
         keeps: bool = True,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
-        keeps: whether sinks and selected rows stay on the device from step to step, which rows that lie there have no need of.
-        Everything that is not a page or a row is allocated here."""
+        keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there.
+        Allocates everything besides pages and rows."""
         self.number, self.shape, self._params, self._index = number, shape, params, index
         maps = Maps.of(shape, calibration or own_calibration(shape), index)
         self.scratch = scratch or Scratch(method, index, shape, maps, most, longest)
@@ -156,14 +156,14 @@ class DeviceLayer:
             self._kept = torch.zeros(2, self._pairs, k, 2, dim, dtype=shape.dtype, device=device)
             self._kept_ids = torch.full((3, self._pairs, k), -1, dtype=torch.int32, device=device)
             self.read = torch.zeros(most, dtype=torch.int64, device=device)
-            """Rows that steps have read from the host, by row of the batch."""
+            """Rows read from the host, by row of the batch."""
             self.bad = torch.zeros(most, dtype=torch.int32, device=device)
-            """Not 0 where a key or value was not finite."""
+            """Not 0 for rows with a key or value that was not finite."""
             self._zero_norms = torch.zeros(heads, dtype=torch.int32, device=device)
             self._counts = torch.zeros(1, dtype=torch.int32, device=device)
 
     def bind(self, pages: Tensor, host: HostBlocks) -> None:
-        """Uses these pages, uint8 `[blocks, block_bytes]`, and rows from now on."""
+        """Uses these pages, uint8 `[blocks, block_bytes]`, and rows."""
         layout, means = self._index.layout(self.shape, host.block_size), self.scratch.means
         self._codes, self._host = layout.codes(pages), host
         self._means = None if means is None else means_in(pages, layout.block_bytes, means, self.shape, host.block_size)
@@ -262,8 +262,7 @@ class DeviceLayer:
                 )  # fmt: skip
 
     def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, out: Tensor) -> None:
-        """Chunks attend to themselves and to everything before them, which is streamed from the host; queries, out
-        `[T, H_q, D]`."""
+        """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`."""
         params = self._params
         for chunk in asked.chunks:
             q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
@@ -274,7 +273,7 @@ class DeviceLayer:
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Allocates what a pass of prompts does, for vLLM to see: a chunk that comes after one other piece."""
+        """Allocates as a pass of prompts does, so that vLLM measures it: one chunk after one earlier piece."""
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
         own = attend_causal(q, k, v, self._params.scaling, self._params.softcap)
         merge_in_turn([own], [self._past(q, torch.stack([k, v], 2), 2 * q.shape[1])])

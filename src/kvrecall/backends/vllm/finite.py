@@ -1,6 +1,6 @@
-"""Whether layers on a GPU were given keys or values that are not finite: asked now and then, without waiting for the GPU.
+"""Checks from time to time, without waiting for a GPU, whether layers got keys or values that are not finite.
 
-Kernels flag such a row when they store it. No step reads the flags; a copy of them is on its way while passes go on.
+Kernels set a flag when they store such a row. The flags are copied to the host while passes go on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvrecall.core.structs import lasting_tensors
 _log = logging.getLogger("vllm.kvrecall")
 
 PASSES = 32
-"""Passes between two looks."""
+"""Passes between two checks."""
 
 
 class FiniteWatch:
-    """Of the layers of one engine."""
+    """The check of one engine's layers."""
 
     def __init__(self) -> None:
         self._flags: list[tuple[int, Tensor]] = []
@@ -28,12 +28,12 @@ class FiniteWatch:
         self._sent: torch.cuda.Event | None = None
 
     def add(self, number: int, flags: Tensor) -> None:
-        """flags: int32 `[b]` of the layer with this number, not 0 where a row was not finite."""
+        """flags: int32 `[b]` of layer `number`, not 0 for rows that were not finite."""
         self._flags.append((number, flags))
 
     def look(self) -> list[int]:
-        """Called before each pass. Numbers of the layers that were flagged, each told in one error of the log; what was flagged
-        before the first pass is forgotten, for then an engine only tries itself out."""
+        """Called before each pass. Returns the numbers of newly flagged layers and logs one error for each. Flags from before
+        the first pass are ignored, because they come from the engine's trial runs."""
         if not self._flags:
             return []
         self._passes += 1

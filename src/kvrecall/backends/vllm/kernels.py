@@ -1,7 +1,7 @@
-"""Kernels over blocks that vLLM hands out: what a pass is told, and what a layer does with it beside the search.
+"""Kernels over vLLM's blocks: the plan of a pass, and a layer's work besides the search.
 
-vLLM says which tokens a pass brings and where their sequences' blocks are. The device reads that itself: with asynchronous
-scheduling the host only knows bounds. Lengths are whole numbers of tokens, the new ones included.
+The device reads tokens and block tables of a pass itself, because with asynchronous scheduling the host only knows bounds.
+Lengths include the new tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ def plan_kernel(
     K, MEAN_TOKENS, GENERATIONS,
     BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the batch): its plan row, and whether it searches.
+    """Program (row of the batch): writes its plan row, and whether it searches.
 
-    begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: as vLLM has them; a row decodes if it brings one
-    token. candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then
-    those of `plan.OWN_FIELDS`. pages int32 `[b]`: whole pages of MEAN_TOKENS tokens in the zone that it searches, 0 if it does
-    not. counts int64 `[3]`: searches, tokens searched in and rows selected are added.
+    begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: vLLM's; a row decodes if it has one new token.
+    candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then those of
+    `plan.OWN_FIELDS`. pages int32 `[b]`: whole pages of MEAN_TOKENS tokens in the zone that it searches, 0 if it does not.
+    counts int64 `[3]`: adds searches, searched tokens and selected rows.
 
-    A row of the batch is another sequence's from one step to the next, without a word. Its tag int32 `[b, 3]` says whose step
-    was the last one here: the block of its newest token, that token's position, and the generation of the block. Generations
-    int32 `[GENERATIONS]` count how often a block was begun anew; several blocks may share a count, which only makes tags differ
-    more often.
+    vLLM may give a row of the batch to another sequence without notice. The row's tag int32 `[b, 3]` identifies the sequence of
+    its last step: the block of the newest token, the token's position, and the generation of the block. Generations int32
+    `[GENERATIONS]` count how often a block was begun; blocks may share a count, which only makes tags differ more often.
     """
     i_b = tl.program_id(0)
     length = tl.load(p_lengths + i_b)
@@ -46,7 +45,7 @@ def plan_kernel(
     same = same & (tl.load(p_tag + 2) == tl.load(p_generations + block % GENERATIONS))
     tl.debug_barrier()
 
-    first, last = tl.cdiv(length - count, BLOCK), tl.cdiv(length, BLOCK)  # the blocks that this pass begins
+    first, last = tl.cdiv(length - count, BLOCK), tl.cdiv(length, BLOCK)  # blocks that this pass begins
     for i in range(first, last, T):
         o_place = i + tl.arange(0, T)
         b_block = tl.load(p_own + o_place, mask=o_place < last, other=0)
@@ -76,8 +75,8 @@ def plan_kernel(
 
 @triton.jit
 def window_place(p_table, position, i_kv, m_row, PAGE, W_BLOCK, W_HEAD, W_TOKEN):
-    """Numbers before the rows of positions in the window's pages, int64 of their shape. table: of one sequence. The last three
-    sizes: numbers from one block, head and token to the next."""
+    """Offsets int64 of positions' rows in the window's pages, in elements. table: of one sequence. W_BLOCK, W_HEAD, W_TOKEN:
+    strides."""
     b_block = tl.load(p_table + position // PAGE, mask=m_row, other=0).to(tl.int64)
     return b_block * W_BLOCK + i_kv * W_HEAD + tl.where(m_row, position % PAGE, 0) * W_TOKEN
 
@@ -87,11 +86,11 @@ def take_mean(
     p_mean, first, p_keys, p_values, new, near, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, TOKENS,
     SINKS, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """mean `[2, D]`: of keys and values at the positions first .. first + TOKENS - 1 of one KV head, sinks left out; W rows at
-    a time, fp32 sums. Stores nothing where all are sinks.
+    """Stores mean `[2, D]` of keys and values at positions first .. first + TOKENS - 1 of one KV head, without sinks; W rows at
+    a time, fp32 sums. Stores nothing if all are sinks.
 
-    Positions from `new` on are tokens of this pass, whose keys and values begin at keys, values. Those before are in the
-    window's pages from position `near` on, and on the host (`row_offset`); see `paged_step_kernel`.
+    Positions from `new` on are tokens of this pass, at keys and values. Earlier positions are in the window's pages from `near`
+    on, else on the host (`row_offset`); see `paged_step_kernel`.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
@@ -133,20 +132,19 @@ def paged_step_kernel(
     CAP: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the batch and KV head, part): CHOSEN parts of R selected rows, PIECES that summarise the new token, then
-    SINK_PARTS and the window's parts of W rows each: OWN_PARTS without the pieces. What is behind them among the PARTS of the
-    merge, another launch fills.
+    SINK_PARTS and the window's parts of W rows each: OWN_PARTS without the pieces. Another launch fills the later ones of the
+    PARTS of the merge.
 
-    queries, keys, values: of row b at b * TOKEN numbers, a head's D side by side. plan, fire: of `plan_kernel`. ids `[·, K]`:
-    what the search has found, of this launch's rows; out, lse: likewise, PARTS each. FIRST_PAIR: of this launch in what is kept
-    for PAIRS rows and heads. pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, table their blocks; window, window_table:
-    the recent ones, PAGE tokens a block (`window_place`). page_means, where MEANED: of MEAN_TOKENS tokens,
-    `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in blocks MEAN_BLOCK numbers apart; the last piece takes that of a page whose last token
-    is the new one. sinks `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids
-    `[3, PAIRS, K]`, the last third -1: rows of the step before (REUSE; without, nothing is kept). Codes as in `encode_one`,
-    blocks BYTES bytes apart.
+    queries, keys, values: row b begins at element b * TOKEN. plan, fire: of `plan_kernel`. ids `[·, K]`: the selections of this
+    launch's rows; out, lse: of its rows, PARTS each. FIRST_PAIR: first of this launch's pairs in the kept rows of PAIRS rows
+    and heads. pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, addressed by table; window, window_table: the recent rows,
+    PAGE tokens per block (`window_place`). page_means (MEANED): of MEAN_TOKENS tokens, `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in
+    blocks with stride MEAN_BLOCK; the last piece computes the mean of a page that ends with the new token. sinks
+    `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids `[3, PAIRS, K]`, whose last third is -1: rows of the step
+    before (only with REUSE). Codes as in `encode_one`, blocks with stride BYTES in bytes.
 
-    The new token is attended from where the model put it, and stored on the way: in the window's pages, in its block on the
-    host, and encoded. bad[b] becomes 1 if it is not finite.
+    The new token is attended to where the model put it, and stored: in the window's pages, in its block on the host, and as
+    code. bad[b] becomes 1 if it is not finite.
     """
     i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (OWN_PARTS + PIECES), CHOSEN)
     i_pair += START
@@ -160,7 +158,7 @@ def paged_step_kernel(
     p_part, p_part_lse = p_out + o_part * D, p_lse + o_part
     p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
     if i_p < CHOSEN:
-        begin(PDL)  # only they read what the search has found
+        begin(PDL)  # only readers of selected rows depend on the search
         o_k = i_p * R + tl.arange(0, R)
         found = tl.where(tl.load(p_fire + i_b) != 0, K, 0)
         b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < found, other=-1)
@@ -198,7 +196,7 @@ def paged_step_kernel(
         if i_part < CHOSEN + SINK_PARTS:
             o_r = (i_part - CHOSEN) * W + tl.arange(0, W)
             m_r = o_r < tl.minimum(SINKS, ends)
-            # Those that the step before has kept, and those that it had not to attend to here yet.
+            # Kept sinks of the step before, or sinks from the host.
             kept = 0
             if REUSE:
                 kept = tl.minimum(SINKS, tl.where(tl.load(p_own + 2) < 2, ends - 1, 0))
@@ -240,8 +238,8 @@ def store_kernel(
 ):  # fmt: skip
     """Program (T tokens, KV head): stores tokens of prompts in their blocks on the host and in the window's pages.
 
-    slots, window_slots int64: block * tokens of a block + offset, < 0 for none, as vLLM maps them. bad[0] becomes 1 if a row is
-    not finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and as many written over the bus.
+    slots, window_slots int64: block * tokens of a block + offset, < 0 for none, as in vLLM. bad[0] becomes 1 if a row is not
+    finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and 4 D written over the bus.
     """
     o_t, i_kv, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, BD)
     m_t, m_d = o_t < tokens, (o_d < D)[None, :]
@@ -267,10 +265,10 @@ def mean_kernel(
     p_keys, p_values, p_pool, p_table, p_page_means, past, K_TOKEN, V_TOKEN, HEADS, MEAN_BLOCK, MEAN_TOKENS, SINKS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (page, KV head): the mean of a page that a chunk of a prompt makes whole.
+    """Program (page, KV head): the mean of a page that a chunk of a prompt completes.
 
-    keys, values: of the chunk, behind `past` tokens of its sequence, whose rows are on the host. table: its blocks. Others as
-    in `paged_step_kernel`. Bytes: 4 D per token read, once.
+    keys, values: of the chunk, after `past` tokens of its sequence with rows on the host. table: its blocks. Others as in
+    `paged_step_kernel`. Bytes: 4 D per token, read once.
     """
     i_kv = tl.program_id(1)
     first = (past // MEAN_TOKENS + tl.program_id(0)) * MEAN_TOKENS

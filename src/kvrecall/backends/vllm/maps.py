@@ -1,7 +1,7 @@
-"""The statistics of a served model's keys: those of `kvrecall calibrate-maps`, and rotary embeddings by transformers' own code.
+"""Key statistics of a served model from `kvrecall calibrate-maps`, and its rotary embeddings from transformers' code.
 
-vLLM's model is not transformers'. A small model of the same config, with few and narrow weights, turns its keys as the served
-one does, and is asked how.
+vLLM's model is not transformers'. So the rotary embedding is found by calling a small transformers model with the same config
+and smaller layers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvrecall.index.calibration import KeyStatistics, LayerCalibration
 
 _REMEDY = "Make them once with `kvrecall calibrate-maps MODEL`."
 _NARROW = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
-"""Sizes that no rotary embedding depends on, once the size of a head is spelled out."""
+"""Sizes that do not affect the rotary embedding, if the head size is given."""
 
 
 def calibrations_of(config: PretrainedConfig, maps: Path | None, rank: int = 0, ranks: int = 1) -> dict[int, LayerCalibration]:
-    """By layer, for the KV heads of one of `ranks` ranks. maps: a file; None: the one in the user's folder that fits the
+    """By layer, for the KV heads of one of `ranks` ranks. maps: a file; None: the file in the user's folder for this
     config.
 
-    Raises ParameterError where there is none, and CalibrationError for another model's and for a model whose rotary embedding
-    cannot be asked.
+    Raises ParameterError if there is none, and CalibrationError for another model's file and for a model whose rotary embedding
+    cannot be found.
     """
     own = fingerprint_of_config(config)
     path = maps or calibration_file.find(own)
@@ -40,12 +40,12 @@ def calibrations_of(config: PretrainedConfig, maps: Path | None, rank: int = 0, 
     rotaries = rotaries_of_config(config)
     if rotaries.unknown:
         got = f"others in layers {', '.join(map(str, rotaries.unknown))}"
-        raise CalibrationError(path, "layers whose rotary embedding can be asked", got, 'Serve "method": "exact".')
+        raise CalibrationError(path, "layers whose rotary embedding can be found", got, 'Serve "method": "exact".')
     layers = {number: (found.kv_heads, found.dim) for number, found in rotaries.layers.items()}
     read: Mapping[int, KeyStatistics] = calibration_file.read(path, own, layers).statistics
     made = {}
     for number, found in rotaries.layers.items():
-        count = max(1, found.kv_heads // ranks)  # of fewer heads than ranks, several ranks have the same
+        count = max(1, found.kv_heads // ranks)  # with fewer heads than ranks, several ranks have the same head
         made[number] = LayerCalibration(found.rotary, read[number].of_heads(rank * found.kv_heads // ranks, count))
     return made
 

@@ -1,4 +1,4 @@
-"""How many blocks the memory of device and host holds. Knows nothing of vLLM."""
+"""How many blocks fit into host memory. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
 
 _SHARE = 0.8
-"""Of the host memory that is free when an engine starts, unless it is told another number."""
+"""Share of the free host memory that an engine takes by default."""
 _SLAB_BYTES = 4 << 30
-"""Host memory of all layers that is page-locked at a time."""
+"""Bytes of all layers that are page-locked at a time."""
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -25,7 +25,7 @@ def bytes_of(given: object, name: str = "host_memory") -> int:
         digits = given.removesuffix(unit).strip()
         if digits.isascii() and digits.replace(".", "", 1).isdigit() and float(digits) > 0:
             return int(float(digits) * _UNITS.get(unit, 1))
-    raise ParameterError(name, 'bytes, or a text such as "96GiB"', given, "Leave it out for a share of what is free.")
+    raise ParameterError(name, 'bytes, or a text such as "96GiB"', given, "Leave it out for a share of the free memory.")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HostPlan:
 
     @staticmethod
     def of(shapes: list[LayerShape], block_size: int, asked: int | None, ranks: int) -> HostPlan:
-        """For layers of these shapes. asked: bytes for all ranks of this machine; None: a share of what is free."""
+        """For layers of these shapes. asked: bytes for all ranks of this machine; None: a share of the free memory."""
         total = int(available_host_bytes() * _SHARE) if asked is None else asked
         return HostPlan(sum(HostBlocks.block_bytes(shape, block_size) for shape in shapes), total // max(1, ranks))
 

@@ -1,16 +1,15 @@
-"""What decode steps have searched and fetched, in `/metrics` of vLLM's server. Knows nothing of vLLM.
+"""Counters of searches and fetches in `/metrics` of vLLM's server. Does not import vLLM.
 
-Workers are other processes than the server, and what vLLM's own workers tell the server has no place for us. So:
+Workers are separate processes, and vLLM's messages from workers to the server have no field for other counters. So:
 
 1. The first process, which becomes the server, names a folder in the environment; the others inherit it.
-2. In every worker a thread of its own reads the counters once a second, if there was a pass since, and writes them to a file.
-   No step waits for it: on a GPU it has a stream of its own.
-3. When the server is asked, a collector of prometheus' reads the files.
+2. In every worker a thread reads the counters once a second, if there was a pass, and writes them to a file. It uses its own
+GPU stream, so no step waits for it. 3. On a request, a prometheus collector in the server reads the files.
 
-Imports no kernels and no compilers: vLLM imports this when it starts, and looks through what has been imported by then.
+Imports no kernels and no compilers, because vLLM imports this module early.
 """
 
-# vLLM brings prometheus' client along.
+# vLLM depends on prometheus' client.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ _METRICS = {
     "fetched_rows": ("fetched_rows", "Selected rows that were read from host memory; the others were still on the device."),
     "fetched_bytes": ("fetched_bytes", "Bytes of these rows, which go over the bus where there is a GPU."),
 }
-"""Field of `Counts`, name behind `kvrecall:`, and what it is."""
+"""Field of `Counts`, name after `kvrecall:`, and description."""
 _ALIKE = ("searches", "searched_tokens")
-"""The same on all ranks of an engine."""
+"""Counters that are equal on all ranks of an engine."""
 _registered = False
 
 
 def register() -> None:
-    """In every process of a server, before others are started: names the folder, and adds the metrics to prometheus' registry.
-    Does nothing where it has been called."""
+    """Names the folder and adds the metrics to prometheus' registry, in every process of a server, before others start. May be
+    called again."""
     global _registered
     if _registered:
         return
@@ -65,10 +64,10 @@ def register() -> None:
 
 
 class Teller:
-    """Writes the counts of one rank, from a thread of its own."""
+    """Writes the counts of one rank, from a thread."""
 
     def __init__(self, read: Callable[[], Counts], engine: int, rank: int, device: torch.device) -> None:
-        """read: what has been counted. engine: number of the engine, of those that share the requests. rank: within it."""
+        """read: returns the counters. engine: number of the engine, if several share the requests. rank: within the engine."""
         self._read, self._passes, self._told = read, 0, -1
         folder = Path(os.environ[_FOLDER])
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -80,7 +79,7 @@ class Teller:
         self._thread.start()
 
     def passed(self) -> None:
-        """A pass has been started."""
+        """Called when a pass has been started."""
         self._passes += 1
 
     def close(self) -> None:
@@ -89,7 +88,7 @@ class Teller:
         self._thread.join(5)
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
-            self._path.parent.rmdir()  # by the last of them
+            self._path.parent.rmdir()  # succeeds in the last worker
 
     def _run(self) -> None:
         last: Counts | None = None
@@ -101,14 +100,14 @@ class Teller:
                 counts = self._read()
             with suppress(OSError):
                 write_text(self._path, json.dumps(asdict(counts)))
-            if counts == last:  # a pass that was under way when it was counted is counted the next time
+            if counts == last:  # a pass that was running is counted the next time
                 self._told = passes
             last = counts
 
 
 class _Counted(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Once per request to `/metrics`."""
+        """The metrics, once per request to `/metrics`."""
         told = by_engine(Path(os.environ.get(_FOLDER, os.devnull)))
         for field, (name, text) in _METRICS.items():
             family = CounterMetricFamily(f"kvrecall:{name}", text, labels=["engine"])
@@ -117,7 +116,7 @@ class _Counted(Collector):
             yield family
 
     def describe(self) -> list[Any]:
-        """Asks for nothing while it is registered."""
+        """Nothing, so that registering does not collect."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""One layer over vLLM's blocks: rows in host memory, summaries in pages, and attention to both. Knows nothing of vLLM.
+"""One layer over vLLM's blocks: rows in host memory, summaries in pages, and attention. Does not import vLLM.
 
 Row of (block b, KV head h, offset o): `[b, h, o]` of one mapping `[blocks, H_kv, block_size, K|V, D]`, in host memory.
 """
@@ -26,11 +26,11 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True)
 class Batch:
-    """What one pass brings, row by row. Sequence i has the tokens begins[i] .. begins[i + 1] - 1 of the pass.
+    """The sequences of one pass. Sequence i has the tokens begins[i] .. begins[i + 1] - 1 of the pass.
 
-    begins: one more than there are sequences. lengths: tokens of each sequence, those of this pass included. prompts: whether
-    they are a chunk of a prompt; the tokens of others are decoded, each as if it came alone (the last ones may be drafts, which
-    the next pass writes over). blocks: int32 `[b, W]`, their block tables; block_size: tokens per block.
+    begins: one more than there are sequences. lengths: tokens of each sequence, including this pass. prompts: whether its
+    tokens are a chunk of a prompt; other tokens are decoded, each as if alone (the last ones may be drafts, which the next pass
+    overwrites). blocks: int32 `[b, W]`, their block tables; block_size: tokens per block.
     """
 
     begins: list[int]
@@ -40,7 +40,7 @@ class Batch:
     block_size: int
 
     def __iter__(self) -> Iterator[tuple[int, slice, int]]:
-        """(row, its tokens within the pass, position of the first of them) of every sequence that has tokens."""
+        """(row, its tokens in the pass, position of the first one) of every sequence with tokens."""
         for i, length in enumerate(self.lengths):
             tokens = slice(self.begins[i], self.begins[i + 1])
             if tokens.stop > tokens.start:
@@ -55,7 +55,7 @@ class Window(Protocol):
     """The recent tokens of every sequence, in device memory."""
 
     def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
-        """Keeps keys, values `[T, H_kv, D]`, which are `tokens` of the pass."""
+        """Stores keys, values `[T, H_kv, D]` of the pass's `tokens`."""
         ...
 
     def span(self, row: int, start: int, stop: int) -> Tensor:
@@ -64,8 +64,8 @@ class Window(Protocol):
 
 
 class PagedLayer:
-    """Stores and attends for one layer. stats: what its decode steps did, summed over sequences. searched_tokens: how many
-    tokens their searches chose among."""
+    """Stores and attends for one layer. stats: counters of its decode steps, summed over sequences. searched_tokens: tokens
+    that were searched."""
 
     def __init__(
         self, number: int, shape: LayerShape, method: Method, params: AttentionParams, summaries: Summaries,
@@ -77,7 +77,7 @@ class PagedLayer:
         self.searched_tokens = 0
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, batch: Batch, window: Window) -> None:
-        """keys, values `[T, H_kv, D]` of a pass; slots: int64 `[T]`, where they go, < 0 for tokens that are padding.
+        """keys, values `[T, H_kv, D]` of a pass; slots: int64 `[T]`, < 0 for padding.
 
         Raises NonFiniteError, before anything of the pass is stored, for NaN and infinity.
         """
@@ -94,8 +94,8 @@ class PagedLayer:
             window.store(k, v, tokens)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor) -> None:
-        """Writes the attention of a pass, whose tokens are stored already. queries, out: `[T, H_q, D]`; keys, values:
-        `[T, H_kv, D]`, those of the same tokens."""
+        """Writes the attention of a pass to out, after `store`. queries, out: `[T, H_q, D]`; keys, values: `[T, H_kv, D]` of
+        the same tokens."""
         method, searched = self._method, []
         dense = method.sink_tokens + method.local_tokens
         for row, tokens, first in batch:
@@ -115,7 +115,7 @@ class PagedLayer:
             self._retrieve(queries, batch, window, searched, out)
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, table: list[int], past: int) -> Partial:
-        """A chunk `[H, T, D]` attends to itself and to everything before it, which is streamed from the host."""
+        """A chunk `[H, T, D]` attends to itself and to everything before it, streamed from the host."""
         how = self._params.scaling, self._params.softcap, past + q.shape[1]
         own = attend_causal(q, k, v, *how)
         return merge_in_turn([own], (attend_block(q, rows, *how) for rows in self._host.pieces(table, past)))
@@ -128,8 +128,8 @@ class PagedLayer:
     def _retrieve(
         self, queries: Tensor, batch: Batch, window: Window, searched: list[tuple[int, int, int]], out: Tensor
     ) -> None:
-        """Tokens behind long enough sequences: what a search finds, the sinks and the window. searched: row of the batch,
-        number of the token in the pass, tokens up to and with it."""
+        """Tokens of long enough sequences attend to the selection, the sinks and the window. searched: (row of the batch,
+        number of the token in the pass, length of the sequence including it)."""
         method, params, heads = self._method, self._params, self._shape.kv_heads
         assert method.top_k is not None
         lengths = [length for *_, length in searched]

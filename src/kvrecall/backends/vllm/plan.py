@@ -1,6 +1,6 @@
-"""What all layers of a pass are told on a GPU: one row of numbers for each row of vLLM's batch, filled by the device itself."""
+"""The plan of a pass on a GPU: one row of numbers per row of vLLM's batch, filled by the device, for all layers."""
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvrecall.index.sphere.schedule import as_steps
 from kvrecall.methods.base import Method
 
 OWN_FIELDS = 3
-"""int32 numbers of a row behind those of the search: length of the sequence (0: the row decodes nothing) · which half of the
-kept rows this step fills · which half holds those of the step before, 2: none."""
+"""int32 numbers of a row after those of the search: length of the sequence (0: the row decodes nothing) · half of the kept rows
+that this step fills · half with the rows of the step before, 2: none."""
 ROW = SEARCH_FIELDS + OWN_FIELDS
 """Numbers per row."""
 _GENERATIONS = 1 << 16
-"""Counts of blocks that were begun; blocks whose ids differ by a multiple share one, which costs a few rows read again."""
+"""Counters of begun blocks; blocks share one if their ids differ by a multiple, at the cost of a few rows that are read
+again."""
 
 
 class PassPlan:
-    """Fixed addresses, filled before each pass: what a recorded pass reads.
+    """The plan at fixed addresses, filled before each pass, for recorded passes.
 
-    rows: int32 `[most, ROW]`. fire: int32 `[most]`, which of them search. pages: int32 `[most]`, how many means of whole pages
-    each attends to. counts: int64 `[3]`, of all passes: searches, tokens
-    searched in, and rows that were selected for each layer and KV head.
+    rows: int32 `[most, ROW]`. fire: int32 `[most]`, whether each searches. pages: int32 `[most]`, how many means of whole pages
+    each attends to. counts: int64 `[3]`, over all passes: searches, searched tokens, and selected rows per layer and KV head.
     """
 
     def __init__(self, most: int, longest: int, method: Method, index: SphereConfig, device: torch.device) -> None:
@@ -47,8 +47,8 @@ class PassPlan:
         self._generations = torch.zeros(_GENERATIONS, dtype=torch.int32, device=device)
 
     def fill(self, begins: Tensor, lengths: Tensor, blocks: Tensor, block_size: int) -> None:
-        """begins: int32 `[b + 1]`, where the tokens of each sequence begin in the pass. lengths: int32 `[b]`, tokens of each
-        sequence, those of the pass included. blocks: int32 `[b, W]`, their block tables."""
+        """begins: int32 `[b + 1]`, first token of each sequence in the pass. lengths: int32 `[b]`, tokens of each sequence,
+        including the pass. blocks: int32 `[b, W]`, block tables."""
         from kvrecall.backends.vllm.kernels import plan_kernel
 
         count = len(lengths)

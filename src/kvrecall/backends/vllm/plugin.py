@@ -1,6 +1,6 @@
-"""What vLLM calls when it starts, in every process: `--attention-backend CUSTOM` is ours from then on."""
+"""The plugin that vLLM loads in every process: it makes `--attention-backend CUSTOM` kvrecall's."""
 
-# vLLM is installed where this is imported.
+# Only imported where vLLM is installed.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _registered = False
 
 
 def register() -> None:
-    """Entry point of vLLM's group `vllm.general_plugins`. Does nothing where it has been called.
+    """Entry point of vLLM's group `vllm.general_plugins`. May be called again.
 
-    A vLLM without the classes that it needs goes on without our backend, which a RuntimeWarning says."""
+    With an unsupported vLLM version it registers nothing and gives a RuntimeWarning."""
     global _registered
     if _registered:
         return
@@ -23,7 +23,9 @@ def register() -> None:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
-        warnings.warn(f"this vLLM has no place for kvrecall's attention backend: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"kvrecall's attention backend does not work with this version of vLLM: {error}", RuntimeWarning, stacklevel=2
+        )
         return
     from kvrecall.backends.vllm import metrics
 
@@ -36,7 +38,7 @@ def register() -> None:
 
 
 def _choose_worker(platform: Any, custom: Any) -> None:
-    """Engines with our backend get our worker, unless they ask for one; its platform chooses it otherwise."""
+    """Makes the platform choose kvrecall's worker for engines with the backend, unless the user chose a worker."""
     own = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
@@ -49,7 +51,7 @@ def _choose_worker(platform: Any, custom: Any) -> None:
 
 
 def _choose_on_cpu(platform: Any, custom: Any) -> None:
-    """vLLM's CPU platform takes its own backend whatever is asked for; if ours is, it gets ours."""
+    """vLLM's CPU platform always takes its own backend; this makes it take kvrecall's if chosen."""
     own = platform.get_attn_backend_cls.__func__
 
     def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:

@@ -1,4 +1,4 @@
-"""The window of a sequence that begins behind filled blocks, read back from their rows. Knows nothing of vLLM."""
+"""Restores the window of a sequence that begins behind filled blocks, from their rows. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvrecall.backends.vllm.stream import HostBlocks
 
 
 def refill(rows: Tensor, pages: Sequence[int], host: HostBlocks, blocks: Sequence[int], start: int, stop: int) -> None:
-    """Writes the pages that hold tokens start .. stop - 1 of a sequence, the last of them whole.
+    """Writes the window's pages of tokens start .. stop - 1 of a sequence, the last one completely.
 
-    rows: `[pages, H_kv, page_tokens, 2 D]`. pages: of the sequence, 0 where it has none. blocks: of the sequence; a page
-    lies within one. Waits for nothing: the copies are made in the order of the current stream.
+    rows: `[pages, H_kv, page_tokens, 2 D]`. pages: of the sequence, 0 for none. blocks: of the sequence; a page lies
+    within one. Copies run on the current stream; the host does not wait.
     """
     size, block_size = rows.shape[2], host.block_size
     assert block_size % size == 0
@@ -22,7 +22,7 @@ def refill(rows: Tensor, pages: Sequence[int], host: HostBlocks, blocks: Sequenc
         page, block = pages[first // size], blocks[first // block_size]
         if not page:
             continue
-        if block not in near:  # all of it, which lies in one piece
+        if block not in near:  # the whole block, which is contiguous
             near = {block: host.rows[block].to(rows.device, non_blocking=True).flatten(-2)}
         at = first % block_size
         rows[page] = near[block][:, at : at + size]

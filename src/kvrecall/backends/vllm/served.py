@@ -1,6 +1,6 @@
-"""What one engine of vLLM serves: the method, the statistics of the model's keys, and what cannot be served with it."""
+"""The state of one vLLM engine: method, key statistics and layers; refuses what cannot be served."""
 
-# vLLM is installed where this is imported.
+# Only imported where vLLM is installed.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
 
 _DRAFTS = ("ngram", "suffix")
-"""Speculation whose drafts are looked up in the text."""
+"""Kinds of speculation that look up drafts in the text."""
 
 _served: Served | None = None
-"""Of the engine of this process: there is one at a time."""
+"""This process's engine; there is one at a time."""
 
 
 class Served:
-    """Of one engine. All layers share it."""
+    """The state of one engine, shared by all layers."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises errors of `kvrecall.core.errors` for settings, and combinations, that are not served."""
+        """Raises errors of `kvrecall.core.errors` for unsupported settings and combinations."""
         self._config = vllm_config
         self.settings = Settings.of(vllm_config.additional_config)
         self._scratch: dict[LayerShape, Scratch] = {}
         self.watch = FiniteWatch()
         self.shapes: list[LayerShape] = []
-        """Of the layers that we serve."""
+        """Shapes of the served layers."""
         self.plan: HostPlan | None = None
         self.gives_later = False
-        """Whether somebody calls `give` for every block that is handed out."""
+        """Whether the worker calls `give` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
-        """By number, of those that have pages."""
+        """By number, for layers with pages."""
         self.plans: list[PassPlan] = []
         self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
-        """By the name of the attention layer, of those that have pages."""
+        """By name of the attention layer, for layers with pages."""
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self._hosts: list[HostBlocks] = []
@@ -67,7 +67,7 @@ class Served:
 
     @staticmethod
     def of(vllm_config: Any) -> Served:
-        """Of the engine with this config, the same for all of its layers."""
+        """The state for the engine with this config, one for all layers."""
         global _served
         if _served is None or _served._config is not vllm_config:
             _served = Served(vllm_config)
@@ -75,48 +75,47 @@ class Served:
 
     @property
     def most(self) -> int:
-        """Rows of a batch."""
+        """Most rows of a batch."""
         return self._config.scheduler_config.max_num_seqs
 
     @property
     def drafts(self) -> int:
-        """Tokens that a sequence may bring to a decode step beside its own: guesses that may be rejected."""
+        """Draft tokens per sequence and decode step, which may be rejected."""
         speculation = getattr(self._config, "speculative_config", None)
         return 0 if speculation is None else speculation.num_speculative_tokens
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence."""
+        """Most tokens of a sequence."""
         return self._config.model_config.max_model_len
 
     @property
     def codes(self) -> SphereConfig:
-        """The index, where kernels search it."""
+        """The index, which must have kernels."""
         index = self.settings.index
         assert isinstance(index, SphereConfig)
         return index
 
     def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
-        """Memory for the rows of a layer. Raises ParameterError for rows on the device that nobody has counted."""
+        """Memory for the rows of a layer. Raises ParameterError for rows on the device that vLLM has not counted."""
         if self.settings.residency == "device":
             if not self.gives_later:
                 raise ParameterError("worker_cls", "auto, with residency=device", "another", "vLLM would not count the rows.")
             return DeviceBlocks(blocks, shape, block_size)
         given = self._given if self.gives_later else None
         made = HostBlocks(blocks, shape, block_size, given)
-        self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # others were for a trial
+        self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # the others were for a trial
         return made
 
     def refill(self, blocks: Sequence[Sequence[int]], computed: int) -> None:
-        """The window of a sequence whose first tokens, so many, are in blocks that somebody has filled. blocks: ids by cache
-        group."""
+        """Restores the window of a sequence whose first `computed` tokens are in filled blocks. blocks: ids by cache group."""
         start = max(0, computed - self.settings.method.local_tokens)
         for name, (window, host) in self.windows.items():
             pages, own = blocks[self.groups[window.name]], blocks[self.groups[name]]
             refill(window.kv_cache, pages, host, own, start, computed)
 
     def give(self, blocks: int) -> None:
-        """The first `blocks` of all layers will be used from now on."""
+        """Gives memory to the first `blocks` blocks of all layers."""
         if blocks > self._given:
             slab = 1 if self.plan is None else self.plan.slab
             self._given = cdiv(blocks, slab) * slab
@@ -124,17 +123,17 @@ class Served:
                 host.give(self._given)
 
     def counts(self) -> Counts:
-        """What decode steps of this rank have done since the engine was ready. Waits for a GPU."""
+        """This rank's counters since the engine was ready. Synchronises with a GPU."""
         return Counts.of(self.layers.values(), self.plans)
 
     def forget_counts(self) -> None:
-        """What has been done so far is not counted."""
+        """Resets the counters."""
         forget(self.layers.values(), self.plans)
 
     def device_layer(
         self, number: int, shape: LayerShape, params: AttentionParams, calibration: LayerCalibration | None
     ) -> DeviceLayer:
-        """A layer on a GPU; those of one shape share their scratch."""
+        """A layer on a GPU; layers of one shape share scratch."""
         check_maps(self.codes, calibration)
         known, settings = self._scratch.get(shape), self.settings
         layer = DeviceLayer(
@@ -146,7 +145,7 @@ class Served:
         return layer
 
     def calibration(self, layer: int) -> LayerCalibration | None:
-        """Of a layer's KV heads on this rank; None where the method needs none."""
+        """The calibration of a layer's KV heads on this rank; None if the method needs none."""
         index = self.settings.index
         if not (isinstance(index, SphereConfig) and index.needs_calibration):
             return None
@@ -159,7 +158,7 @@ class Served:
 
 
 def _check(config: Any) -> None:
-    """Raises CompositionError for what cannot be combined with rows that lie in host memory."""
+    """Raises CompositionError for features of vLLM that do not work with rows in host memory."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     speculation = getattr(config, "speculative_config", None)
     refused = {

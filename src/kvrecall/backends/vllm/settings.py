@@ -1,4 +1,4 @@
-"""What a user sets: `--additional-config '{"kvrecall": {"method": "pariskv-balanced", "top_k": 100}}'`."""
+"""The user's settings: `--additional-config '{"kvrecall": {"method": "pariskv-balanced", "top_k": 100}}'`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvrecall.methods.registry import class_names, method_class
 from kvrecall.methods.settings import from_settings
 
 METHODS = ("pariskv-balanced", "pariskv", "exact")
-"""What can be served: methods whose summary of a key depends on the key and its position alone: blocks can be shared."""
+"""Methods that can be served. Their summary of a key depends only on the key and its position, so blocks can be shared."""
 
 BLOCK_TOKENS = 1024
-"""Of a block, unless something else is asked for: what one program of a search reads lies in one or two."""
+"""Default of tokens per block: a program of a search reads one or two blocks."""
 LOCAL_TOKENS = 1024
-"""Of the window, unless something else is asked for: most questions and answers are attended in full, on the device."""
+"""Default of tokens of the window: most questions and answers fit into it."""
 
 RESIDENCIES = ("host", "device")
-"""Where rows lie: in host memory, or beside the pages on the device, where a step fetches nothing over the bus."""
+"""Where rows lie: in host memory, or on the device, where a step fetches nothing over the bus."""
 
 _SAME = (
     "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "fetch", "attend",
@@ -39,14 +39,14 @@ _REASONS = {
     "per_layer": "all layers share one kind of page",
     "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
 }
-"""Fields of a method that serving does not take, and why."""
+"""Fields of a method that serving does not support, and the reason."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A method, and where the statistics of the model's keys are. maps: a file of `kvrecall calibrate-maps`; None: the one that
-    is found by the model's config. host_memory: bytes for the rows of all ranks of a machine; None: a share of what is free.
-    residency: where rows lie, one of `RESIDENCIES`."""
+    """The settings of an engine. maps: a file of `kvrecall calibrate-maps`; None: found by the model's config. host_memory:
+    bytes for rows of all ranks of a machine; None: a share of the free memory. residency: where rows lie, one of
+    `RESIDENCIES`."""
 
     method: Method
     maps: Path | None = None
@@ -65,7 +65,9 @@ class Settings:
         if residency not in RESIDENCIES:
             raise ParameterError("residency", " or ".join(map(repr, RESIDENCIES)), residency, "Leave it out for the host.")
         if residency == "device" and memory is not None:
-            raise CompositionError("vLLM with residency=device and host_memory", "no row lies there", "Leave host_memory out.")
+            raise CompositionError(
+                "vLLM with residency=device and host_memory", "no rows lie in host memory", "Leave host_memory out."
+            )
         if not isinstance(name, str):
             raise ParameterError("method", "the name of a method", name, f"Served are {', '.join(METHODS)}.")
         if maps is not None and not isinstance(maps, str):
@@ -88,11 +90,11 @@ class Settings:
             why = "collisions count the keys of a whole sequence, which blocks that requests share cannot hold"
             raise CompositionError(f"vLLM with stage1={index.stage1}", why, 'Set "stage1": "product".')
         if method.local_tokens < 1:
-            raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "A token attends to itself at least.")
+            raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "Every token attends to itself.")
         means = method.rest_config()
         if means is not None and (means.page_tokens.bit_count() != 1 or means.page_tokens > BLOCK_TOKENS):
             told = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
-            raise ParameterError("page_tokens", told, means.page_tokens, 'Take "rest": "page-means", which has 64.')
+            raise ParameterError("page_tokens", told, means.page_tokens, 'Use "rest": "page-means", which has 64.')
         limit = None if memory is None else bytes_of(memory)
         return Settings(method, None if maps is None else Path(maps), limit, residency)
 

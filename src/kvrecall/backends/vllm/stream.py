@@ -1,4 +1,4 @@
-"""The rows of all blocks in host memory, and how a GPU gets those of a sequence back while it attends to others."""
+"""The rows of all blocks in host memory, and streaming of a sequence's rows to a GPU."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvrecall.core.structs import HostTable, lasting_tensors
 from kvrecall.index.base import LayerShape
 
 _STREAMED_TOKENS, _PLACES = 8192, 3
-"""Tokens of a piece on its way to a GPU, at least a block, and how many pieces there are at a time."""
+"""Tokens per streamed piece, at least one block, and the number of pieces in flight."""
 
 
 class HostBlocks:
-    """Keys and values of one layer in all blocks; page-locked where a GPU reads them."""
+    """Keys and values of one layer in all blocks; page-locked for a GPU."""
 
     def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None) -> None:
-        """given: blocks that can be used at once; all, unless `give` is to follow."""
+        """given: blocks with memory at the start; all by default."""
         self._gpu = shape.device if shape.device.type == "cuda" else None
         self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, self._gpu)
         self.rows, self.block_size = self._region.tensor, block_size
         self._given = 0
         self.borders: set[int] = set()
-        """Blocks with which another page-locked piece begins: no copy may go over one."""
+        """Blocks that begin another page-locked piece; no copy may cross them."""
         self.give(blocks if given is None else given)
 
     def give(self, blocks: int) -> None:
-        """Makes the first `blocks` usable. Raises ParameterError where a GPU could not read them."""
+        """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
         if self._region.missing(min(blocks, len(self.rows))):
             self.borders.add(self._given)
             self._region.give(min(blocks, len(self.rows)))
@@ -61,12 +61,12 @@ class HostBlocks:
             yield rows[:, : stop - first * self.block_size]
 
     def table(self, blocks: list[int]) -> HostTable:
-        """Where the rows of a sequence lie."""
+        """Addresses of a sequence's rows."""
         return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32))
 
 
 class DeviceBlocks(HostBlocks):
-    """The same on the layer's own device, where nothing has to be page-locked."""
+    """The same in device memory, without page-locking."""
 
     def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
         self.block_size, self.borders = block_size, set()
@@ -75,11 +75,11 @@ class DeviceBlocks(HostBlocks):
             self.rows = torch.empty(size, dtype=shape.dtype, device=shape.device)
 
     def give(self, blocks: int) -> None:
-        """All of them are usable."""
+        """Does nothing: all blocks have memory."""
 
 
 class Stream:
-    """Places on a GPU through which pieces of a sequence go, for all layers of a shape."""
+    """Buffers on a GPU for streamed pieces, shared by all layers of a shape."""
 
     def __init__(self, shape: LayerShape) -> None:
         self._device = shape.device
@@ -93,7 +93,7 @@ class Stream:
     def pieces(self, host: HostBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
         """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device.
 
-        The first are on their way from the moment the context is entered; each is to be used before the next one is asked for.
+        Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """
         if self._stream is None:
             yield host.pieces(table, stop)
@@ -106,7 +106,7 @@ class Stream:
         def send(number: int) -> None:
             if number >= len(starts):
                 return
-            stream.wait_stream(here)  # for who still reads what was there
+            stream.wait_stream(here)  # readers of the old content
             with torch.cuda.stream(stream):
                 own = table[starts[number] : min(starts[number] + most, cdiv(stop, size))]
                 place = places[number % _PLACES]
@@ -128,10 +128,10 @@ class Stream:
         try:
             yield taken()
         finally:
-            here.wait_stream(stream)  # what is still on its way must not find its place given to others
+            here.wait_stream(stream)  # copies in flight must end before buffers are reused
 
 
 def runs(blocks: list[int], borders: Container[int] = ()) -> list[tuple[int, int, int]]:
-    """(place of the first, its id, how many) of each run of consecutive ids; one begins with each of the borders."""
+    """(place of the first, its id, number) of each run of consecutive ids; a new run begins at each border."""
     begins = [i for i, b in enumerate(blocks) if not i or b != blocks[i - 1] + 1 or b in borders]
     return [(a, blocks[a], b - a) for a, b in pairwise([*begins, len(blocks)])]

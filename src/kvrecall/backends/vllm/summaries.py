@@ -1,8 +1,8 @@
-"""What vLLM's pages hold, and how a CPU writes and searches it. On a GPU kernels do (`device.py`), over the same layout.
+"""The content of vLLM's pages, written and searched by the CPU. On a GPU kernels use the same layout (`device.py`).
 
-A page of a layer is uint8 `[block_bytes]`: for all KV heads what `block_size` tokens are summarised by, and behind that their
-means, where a method has them (`means.py`). Positions are those of the sequence, counted from 0, sinks included; a search
-excludes the sinks by their ids.
+A page of a layer is uint8 `[block_bytes]`: the summaries of `block_size` tokens for all KV heads, then their means, if the
+method has means (`means.py`). Positions count from the beginning of the sequence, sinks included; a search excludes sinks by
+their ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvrecall.index.tokens import best_tokens
 from kvrecall.select.gqa import reduce_scores, search_queries
 
 LEAST_BLOCK = 64
-"""Tokens of the smallest page: in pages of this many tokens every part is a multiple of what kernels load at once."""
+"""Tokens of the smallest page, so that every part is a multiple of the kernels' widest load."""
 
 
 class Summaries(ABC):
@@ -38,12 +38,12 @@ class Summaries(ABC):
 
     @abstractmethod
     def bind(self, pages: Tensor) -> None:
-        """Uses these pages, uint8 `[blocks, block_bytes]`, from now on."""
+        """Sets the pages, uint8 `[blocks, block_bytes]`."""
 
     @abstractmethod
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
-        """Writes those of keys `[H_kv, n, D]` at the positions from `first` on. slots: int64 `[n]`, where they go:
-        block * block_size + offset."""
+        """Writes the summaries of keys `[H_kv, n, D]` at positions from `first` on. slots: int64 `[n]`, block * block_size +
+        offset."""
 
     @abstractmethod
     def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
@@ -51,7 +51,7 @@ class Summaries(ABC):
 
 
 def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> None:
-    """Raises ParameterError for a device that nothing here computes on, and for an index that it has no kernels for."""
+    """Raises ParameterError for an unsupported device, and for an index without kernels for it."""
     if device.type == "cuda" and isinstance(index, ExactConfig):
         remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
         raise ParameterError("method", "one with kernels over vLLM's pages on a GPU", "exact", remedy)
@@ -61,8 +61,8 @@ def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> Non
 
 
 def check_maps(index: SphereConfig | ExactConfig, calibration: LayerCalibration | None) -> None:
-    """Raises ParameterError where statistics are needed and there are none: blocks that requests share hold codes that no
-    prompt decides."""
+    """Raises ParameterError if statistics are needed and missing. They cannot come from a prompt, because requests share
+    blocks."""
     if isinstance(index, SphereConfig) and index.needs_calibration and (calibration is None or not calibration.settled):
         remedy = 'Make them once with `kvrecall calibrate-maps MODEL`, or serve "method": "pariskv" with "stage1": "product".'
         raise ParameterError("maps", "statistics of the model's keys", "none", remedy)
@@ -74,20 +74,19 @@ def least_block(means: PageMeans | None) -> int:
 
 
 def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
-    """Raises ParameterError for a block size that pages of summaries cannot have."""
+    """Raises ParameterError for an unsupported block size."""
     if tokens < least or tokens.bit_count() != 1:
         raise ParameterError("block_size", f"a power of two from {least} on", tokens, f"Give --block-size {BLOCK_TOKENS}.")
 
 
 def width_of(index: SphereConfig | ExactConfig, means: PageMeans | None, shape: LayerShape) -> int:
-    """Bytes of a page of one layer per token and KV head, whatever its block size is."""
+    """Bytes of a layer's page per token and KV head, for any block size."""
     own = summary_bytes(index, shape, LEAST_BLOCK) // (shape.kv_heads * LEAST_BLOCK)
     return own if means is None else own + bytes_per_token(means, shape)
 
 
 def summary_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> int:
-    """Bytes of the summaries of a block of one layer, with which its page begins: a multiple of its KV heads times its
-    tokens."""
+    """Bytes of the summaries at the beginning of a layer's page: a multiple of KV heads times tokens."""
     check_block_size(block_size)
     if isinstance(index, SphereConfig):
         return index.layout(shape, block_size).block_bytes
@@ -97,8 +96,8 @@ def summary_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_si
 def summaries_of(
     index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration | None
 ) -> Summaries:
-    """What the pages of a layer hold. calibration: of the layer, with statistics; only asked for where the index needs them.
-    Raises ParameterError for what cannot be served."""
+    """The summaries of a layer. calibration: called only if the index needs statistics. Raises ParameterError for unsupported
+    settings."""
     check_device(shape.device, index)
     if isinstance(index, ExactConfig):
         return _Keys(index, shape, block_size)
@@ -130,7 +129,7 @@ class _Codes(Summaries):
         shifts = [maps.shifts(query, end) for query, end in zip(grouped, ends, strict=True)]
         sizes = [stage_sizes(index.steps, end, budget.top_k, index.min_candidates_per_k) for end in ends]
         count = len(tables)
-        # Nobody keeps account of keys of norm zero in pages that vLLM hands out, so every search looks at the weights.
+        # Keys of zero norm are not counted in vLLM's pages, so every search reads the weights.
         return cpu.search_batch(
             self._pages, tables, torch.zeros(1, 1, 1, 1, dtype=torch.int32), ends, [True] * count, list(range(count)),
             maps.turn(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count, index.stage1, shifts,
@@ -138,7 +137,7 @@ class _Codes(Summaries):
 
 
 class _Keys(Summaries):
-    """A copy of the keys, all of which are scored."""
+    """A copy of the keys; a search scores all of them."""
 
     def __init__(self, index: ExactConfig, shape: LayerShape, block_size: int) -> None:
         self._index, self._gqa, self._shape, self._size = index, index.gqa, shape, block_size
@@ -162,5 +161,5 @@ class _Keys(Summaries):
 
 
 def _sink_ids(heads: int, sinks: int) -> Tensor | None:
-    """int32 `[H_kv, sinks]`, ids that no search may find."""
+    """Ids of the sinks, int32 `[H_kv, sinks]`, which no search may find."""
     return torch.arange(sinks, dtype=torch.int32).expand(heads, -1).contiguous() if sinks else None

@@ -1,10 +1,10 @@
-"""The recent tokens of every sequence, in device memory: a cache group of vLLM's own, whose pages `window_pages.py` hands out.
+"""The recent tokens of every sequence, in device memory: a cache group of vLLM, with pages from `window_pages.py`.
 
-A layer of its own beside each attention layer. vLLM takes it for one with a sliding window. Its pages take as many bytes as
-those of the summaries, for both groups draw on one pool.
+Each attention layer has a window layer, which vLLM treats as a sliding-window layer. Its pages are as large as those of
+summaries, because both groups share one pool.
 """
 
-# vLLM is installed where this is imported.
+# Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kvrecall.index.base import LayerShape
 
 @dataclass(frozen=True)
 class WindowMetadata:
-    """Of a pass: block tables int32 `[b, W]` of the window's pages, and slots int64 `[T]` in them."""
+    """A pass: block tables int32 `[b, W]` of the window's pages, and slots int64 `[T]`."""
 
     blocks: Tensor
     slots: Tensor
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
-    """Hands on what vLLM says."""
+    """Passes vLLM's metadata on."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1
-    """Who decodes comes first."""
+    """Decoding sequences come first in a batch."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -46,7 +46,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
 
 
 class WindowBackend(AttentionBackend):
-    """A backend without an attention: its layer only keeps rows."""
+    """A backend without attention; its layer only stores rows."""
 
     @staticmethod
     def get_name() -> str:
@@ -68,7 +68,7 @@ class WindowBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Of a vLLM before 0.29; later ones have this shape of themselves."""
+        """For vLLM before 0.29 only."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @classmethod
@@ -91,7 +91,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         return WindowBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> WindowSpec:
-        """Pages as large as those of summaries. Raises ParameterError where not one token fits in such a page."""
+        """Pages as large as those of summaries. Raises ParameterError if not one token fits into a page."""
         shape, size = self.shape, vllm_config.cache_config.block_size
         return WindowSpec(
             block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
@@ -107,10 +107,10 @@ class PassWindow:
         self._rows, self._metadata = layer.kv_cache, metadata  # `[blocks, H_kv, page_tokens, 2 D]`
 
     def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
-        """Keeps keys, values `[T, H_kv, D]`, which are `tokens` of the pass."""
+        """Stores keys, values `[T, H_kv, D]` of the pass's `tokens`."""
         slots, size = self._metadata.slots[tokens].long(), self._rows.shape[2]
         rows = torch.cat([keys, values], -1).to(self._rows.dtype)
-        m_page = slots >= 0  # tokens that no later one attends to here have none
+        m_page = slots >= 0  # tokens outside the window have no slot
         slots = slots[m_page]
         self._rows[slots // size, :, slots % size] = rows[m_page]
 

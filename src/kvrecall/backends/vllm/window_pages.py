@@ -1,11 +1,11 @@
-"""Who has which page of the windows: vLLM's manager of a sliding window, without what this window does not need.
+"""The manager of the windows' pages: vLLM's sliding-window manager, without prefix caching.
 
-Every row of a window lies in host memory, too, so its pages are no cache. A sequence has those of its last tokens alone, also
-while a prompt of many tokens is read; one that begins behind cached blocks finds its window in their rows (`refill.py`). So
-windows take a few blocks per sequence, prefixes are found by the blocks of summaries alone, and pages push no cached block out.
+All rows of a window also lie in host memory, so its pages need not be cached. A sequence has only the pages of its last tokens,
+also while a long prompt is read. If it begins behind cached blocks, its window is restored from their rows (`refill.py`). So
+windows take a few blocks per sequence, only blocks of summaries decide about prefixes, and pages evict no cached block.
 """
 
-# vLLM is installed where this is imported.
+# Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvrecall.core.launch import cdiv
 
 
 class WindowManager(SlidingWindowManager):
-    """Pages of the last `sliding_window` tokens of every sequence; the null block stands for all others."""
+    """Pages of the last `sliding_window` tokens of every sequence; the null block replaces all others."""
 
     def __init__(self, kv_cache_spec: WindowSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._released: dict[str, int] = {}
-        """Pages at the front of a sequence that it has given back."""
+        """How many first pages each sequence has given back."""
 
     @classmethod
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         drop_eagle_block: bool, alignment_tokens: int, **more: Any,
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
-        """Whatever the other groups have is found: null blocks, as long as asked for."""
+        """Always a hit: returns as many null blocks as wanted, so that other groups decide."""
         size = kv_cache_spec.block_size
         tokens = max(0, max_length - (size if drop_eagle_block else 0)) // alignment_tokens * alignment_tokens
         return tuple([block_pool.null_block] * (tokens // size) for _ in kv_cache_group_ids), tokens
@@ -47,13 +47,13 @@ class WindowManager(SlidingWindowManager):
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is cached, and who comes first to a sequence finds no page of it."""
+        """Adds null blocks, because nothing is cached."""
         before = self.get_num_skipped_tokens(num_local_computed_tokens) // self.block_size
         self.req_to_blocks[request_id].extend([self.block_pool.null_block] * before)
         self.num_cached_block[request_id] = before
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
-        """The pages behind the last one of the sequence, null blocks where the window does not reach."""
+        """New pages of the sequence; null blocks outside the window."""
         held = self.req_to_blocks[request_id]
         ends = cdiv(num_tokens, self.block_size)
         nulls = max(0, min(ends, self._unneeded(num_tokens)) - len(held))
@@ -62,14 +62,14 @@ class WindowManager(SlidingWindowManager):
         return made
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Rows of blocks that are cached lie in host memory."""
+        """Does nothing: cached rows lie in host memory."""
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._released.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
-        """There may be null blocks between pages, where a prompt was read."""
+        """Removes pages; there may be null blocks between them after a prompt."""
         held = self.req_to_blocks.get(request_id, [])
         last = min(last_block, len(held))
         start = max(first_block, self._released.get(request_id, 0))
@@ -81,32 +81,32 @@ class WindowManager(SlidingWindowManager):
         self.block_pool.free_blocks(freed)
 
     def _unneeded(self, num_tokens: int) -> int:
-        """Pages at the front that no token after these attends to."""
+        """How many first pages no later token attends to."""
         return self.get_num_skipped_tokens(num_tokens - self.kv_cache_spec.ahead) // self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
-    """Rows of the last tokens. passes: how many may be on their way at once. ahead: tokens that speculation may take back."""
+    """Spec of the window. passes: most passes in flight. ahead: draft tokens that may be rejected."""
 
     passes: int = 1
     ahead: int = 0
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Pages that one sequence has at most: those of its window, and of what each pass on its way will leave."""
+        """Most pages of one sequence: its window's, and those that passes in flight will free."""
         return window_blocks(self.sliding_window, self.block_size, max_model_len, self.passes, self.ahead)
 
 
 def passes_of(vllm_config: Any) -> int:
-    """How many passes may be on their way at once."""
+    """Most passes in flight."""
     return cdiv(vllm_config.max_in_flight_tokens, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def ahead_of(vllm_config: Any) -> int:
-    """Tokens of the passes on their way that may turn out not to be a sequence's."""
+    """Draft tokens of passes in flight that may be rejected."""
     told = vllm_config.speculative_config
     return 0 if told is None else 2 * told.num_speculative_tokens
 
 
-KVCacheSpecRegistry._ensure_registered()  # vLLM's own come first: it registers them where there are none
+KVCacheSpecRegistry._ensure_registered()  # vLLM must register its own first; it does so only in an empty registry
 KVCacheSpecRegistry.register(WindowSpec, WindowManager)

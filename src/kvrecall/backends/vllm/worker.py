@@ -1,7 +1,7 @@
-"""vLLM's worker, which knows that host memory has an end: no more blocks than device and host both hold, whose rows are
-page-locked as they are handed out."""
+"""vLLM's worker with a limit by host memory: blocks must fit on device and host. Rows are page-locked when blocks are handed
+out."""
 
-# vLLM is installed where this is imported.
+# Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ else:
 
 
 class Worker(StockWorker):
-    """The worker of this platform, for engines with our backend."""
+    """This platform's worker, for engines with kvrecall's backend."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         Served.of(self.vllm_config).gives_later = True
         return super().load_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
-        """Device bytes for pages: of no more blocks than the host has rows for. Raises HostMemoryError where those do not even
-        hold one sequence of the longest length."""
+        """Device bytes for pages, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of
+        the longest length does not fit."""
         available, served, config = super().determine_available_memory(), Served.of(self.vllm_config), self.vllm_config
         groups = get_kv_cache_groups(config, self.get_kv_cache_spec())
         size, ranks = config.cache_config.block_size, config.parallel_config.world_size
@@ -55,10 +55,8 @@ class Worker(StockWorker):
         if plan.blocks < needed:
             raise HostMemoryError(needed * plan.block_bytes, plan.limit, served.longest)
         asked = config.cache_config.num_gpu_blocks_override
-        if asked is not None and asked > plan.blocks:  # vLLM takes it as it is
-            raise ParameterError(
-                "num_gpu_blocks_override", f"at most {plan.blocks:,}, the host has no more", asked, "Lower it."
-            )
+        if asked is not None and asked > plan.blocks:  # vLLM does not check it
+            raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", asked, "Lower it.")
         per_block = capacity.device_block_bytes
         allowed = min(available, plan.blocks * per_block)
         _log.info(
@@ -68,18 +66,18 @@ class Worker(StockWorker):
         return allowed
 
     def _with_rows(self, available: int, per_block: int, size: int) -> int:
-        """Device bytes for pages of per_block bytes, where as many blocks of rows lie beside them."""
+        """Device bytes for pages of `per_block` bytes each, if the rows of the blocks lie on the device, too."""
         served, asked = Served.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
         rows = sum(HostBlocks.block_bytes(shape, size) for shape in served.shapes)
         blocks = available // (per_block + rows)
-        if asked is not None and asked > blocks:  # vLLM takes it as it is
+        if asked is not None and asked > blocks:  # vLLM does not check it
             told = f"at most {blocks:,}, the device has no more with their rows"
             raise ParameterError("num_gpu_blocks_override", told, asked, "Lower it.")
         _log.info("kvrecall: %d blocks of %d tokens, rows on the device", blocks, size)
         return blocks * per_block
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Which layer is in which group is known from here on."""
+        """Stores the cache group of each layer."""
         groups = enumerate(kv_cache_config.kv_cache_groups)
         Served.of(self.vllm_config).groups = {name: i for i, group in groups for name in group.layer_names}
         super().initialize_from_config(kv_cache_config)
@@ -87,7 +85,7 @@ class Worker(StockWorker):
     _teller: Teller | None = None
 
     def compile_or_warm_up_model(self) -> Any:
-        """From here on passes are counted: graphs have been recorded, which a thread of its own would disturb."""
+        """Starts the counters' thread after graphs have been recorded, because it would disturb recording."""
         made, served, parallel = (
             super().compile_or_warm_up_model(),
             Served.of(self.vllm_config),
@@ -100,7 +98,7 @@ class Worker(StockWorker):
         return made
 
     def retrieval_counts(self) -> dict[str, int]:
-        """What decode steps of this rank have searched and fetched (`counts.Counts`). Waits for the device."""
+        """This rank's counters (`counts.Counts`). Synchronises with the device."""
         return asdict(Served.of(self.vllm_config).counts())
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,15 +114,15 @@ class Worker(StockWorker):
 
 
 def highest_block(scheduler_output: Any) -> int | None:
-    """The highest id of the blocks that a pass brings; None where it brings none."""
+    """The highest block id of a pass; None without new blocks."""
     told = scheduler_output
     groups: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
     return max((max(ids) for each in groups if each for ids in each if ids), default=None)
 
 
 def beginning(scheduler_output: Any) -> list[tuple[Sequence[Sequence[int]], int]]:
-    """(blocks by cache group, how many tokens they hold) of every sequence that a pass begins behind its first tokens: those
-    are cached, or it has been thrown out before."""
+    """(blocks by cache group, computed tokens) of every sequence that a pass starts after its first tokens, because they are
+    cached or the sequence was preempted."""
     told = scheduler_output
     cached = told.scheduled_cached_reqs
     again = [
