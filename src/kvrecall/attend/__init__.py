@@ -24,8 +24,8 @@ __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "a
 
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
-    """See `reference.attend_rows`; picks the numba path for single queries: kernels on a GPU, which alone take HostRows,
-    or numba on a CPU where it is installed. Neither adds a bias: weighed rows are attended in torch."""
+    """See `reference.attend_rows`; single queries use kernels on a GPU, which also accept HostRows, or numba on a CPU if
+    installed. Rows with a bias are attended in torch."""
     weighed = isinstance(rows, Rows) and rows.bias is not None
     if not weighed and queries.shape[2] == 1 and kernels_available(queries.device):
         from kvrecall.attend import cuda
@@ -42,7 +42,7 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
 def attend_selected(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
 ) -> list[Partial]:
-    """See `host.attend_selected`: attention to selected rows where they lie in host memory."""
+    """See `host.attend_selected`: attention to selected rows in host memory, in place."""
     from kvrecall.attend import host
 
     return host.attend_selected(queries, table, ids, counts, scaling, softcap)
@@ -60,12 +60,12 @@ def attend_zones(
 
 
 def start(work: Callable[[], list[Partial]], beside: bool) -> Callable[[], list[Partial]]:
-    """Work that is done when its result is asked for, or from now on `beside` the caller, in a thread of its own."""
+    """Returns a function for the result of `work`, which runs when it is called, or with `beside` at once in a thread."""
     if not beside:
         return work
 
     def without_gradients() -> list[Partial]:
-        with torch.no_grad():  # the setting of the calling thread does not carry over
+        with torch.no_grad():  # the setting of the calling thread does not apply to other threads
             return work()
 
     return _beside().submit(without_gradients).result

@@ -1,6 +1,6 @@
-"""Attention of many queries: cuDNN's or torch's flash kernels, which give the log-sum-exp, fp32 torch where they do not apply.
+"""Attention of many queries: cuDNN's or torch's flash kernels, which return the log-sum-exp; otherwise fp32 torch.
 
-No KV head of a block is copied: cuDNN knows groups, for flash the query heads of one are folded into the query dimension.
+KV heads are not copied: cuDNN supports groups, and for flash the query heads of a group are folded into the query dimension.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MATH_QUERIES = 256
 
 
 def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float = 0.0, among: int = 0) -> Partial:
-    """All queries attend to all rows. queries: `[H_q, T_q, D]`; block: `[H_kv, n, 2, D]` on the same device; among: how many
-    rows they attend to in this and other blocks, where that is known.
+    """All queries attend to all rows. queries: `[H_q, T_q, D]`; block: `[H_kv, n, 2, D]` on the same device. among: how many
+    rows they attend to in all blocks together, if known.
 
     Returns a Partial with batch 1: out `[1, H_q, T_q, D]`.
     """
@@ -45,7 +45,7 @@ def attend_causal(
 ) -> Partial:
     """Query t attends to rows 0..t of its own chunk. queries: `[H_q, T, D]`; keys, values: `[H_kv, T, D]`; among: as above.
 
-    Raises ShapeError for other shapes: torch's kernel for CPUs divides by the number of keys, which ends the process.
+    Raises ShapeError for other shapes, because torch's CPU kernel divides by the number of keys and would end the process.
     """
     _check_heads(queries.shape[0], keys.shape[0])
     if keys.shape[1] != queries.shape[1] or values.shape != keys.shape:

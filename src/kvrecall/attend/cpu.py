@@ -1,7 +1,7 @@
-"""Decode attention over a set of rows for the CPU, by numba: rows are read once, where they lie, by all query heads
-of their group (bytes: 2 D per row and KV head; torch's own kernel reads them once per query head)."""
+"""Decode attention over a set of rows on the CPU, by numba: rows are read in place, once for all query heads of a group (bytes:
+2 D numbers per row and KV head; torch's kernel reads them once per query head)."""
 
-# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# numba passes the typing context of an intrinsic itself; a type checker cannot know this.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrecall.core.numeric import as_bits, load_float, prefetch
 from kvrecall.core.structs import Partial, Rows
 
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan/ninf: -inf marks an empty part
-_AHEAD = 4  # rows that are asked for early, as selected rows lie scattered
+_AHEAD = 4  # rows are prefetched this far ahead, because selected rows are scattered
 
 
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:

@@ -1,8 +1,8 @@
-"""Decode attention over a set of rows on a GPU: split over rows, wherever they lie, and merged by their log-sum-exp.
+"""Decode attention over a set of rows on a GPU: split over rows and merged by log-sum-exp.
 
-Rows on the device and rows in page-locked host memory are each attended where they are: nothing is gathered or concatenated.
-All sums are fp32. Bytes: 2 D numbers per row and KV head, once, for all query heads of a group, and for every 16 rows and query
-head D fp32 numbers out and in again.
+Rows on the device and rows in page-locked host memory are attended in place, without a gather or concatenation. All sums are
+fp32. Bytes: 2 D numbers per row and KV head, once for all query heads of a group; and per 16 rows and query head D fp32 numbers
+written and read again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rows_kernel(
     p_queries, p_rows, p_lengths, p_out, p_lse, scaling, softcap, HEADS, T, LENGTH_B, LENGTH_H,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, part): R of the T rows `[BH, T, 2, D]`, those before the head's length.
+    """Program (sequence and KV head, part): R of the T rows `[BH, T, 2, D]`, up to the head's length.
 
     lengths int32 by strides LENGTH_B, LENGTH_H. Writes part number i_p of out fp32 `[BH, G, PARTS, D]`, lse `[BH, G, PARTS]`.
     """
@@ -49,7 +49,7 @@ def host_rows_kernel(
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """As `rows_kernel`, for the rows of ids int32 `[BH, K]` (-1: none), which lie in blocks of host memory.
+    """As `rows_kernel`, for the rows of ids int32 `[BH, K]` (-1: none) in blocks of host memory.
 
     pool `[blocks, HEADS, BLOCK, 2, D]`; table int32 `[B, TABLE]`: the blocks of each sequence, see `row_offset`.
     """
@@ -68,15 +68,15 @@ def host_rows_kernel(
 
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
-    """As `reference.attend_rows`, for T_q = 1; queries `[B, H_q, 1, D]` on the device that the rows lie on, or are read by."""
-    with torch.cuda.device_of(queries):  # Triton launches on the current device, which need not be that of this layer
+    """As `reference.attend_rows`, for T_q = 1; queries `[B, H_q, 1, D]` on the device that holds or reads the rows."""
+    with torch.cuda.device_of(queries):  # Triton launches on the current device, which may be another one
         return _attend_rows(queries, rows, scaling, softcap)
 
 
 def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float) -> Partial:
     b, heads, _, dim = queries.shape
     kv_heads = rows.kv.shape[1] if isinstance(rows, Rows) else rows.ids.shape[1]
-    # A power of two, so that few sizes are ever compiled; parts without rows merge as empty ones.
+    # A power of two, so that few sizes are compiled; parts without rows are empty.
     parts = next_power_of_2(max(1, cdiv(rows.width, _PART_ROWS)))
     out = queries.new_empty(b * heads, parts, dim, dtype=torch.float32)
     lse = queries.new_empty(b * heads, parts, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Attention to selected rows where they lie in host memory, by the CPU (CTkvr section 3.2): nothing is gathered, and only the
-query and the result cross between host and device.
+"""Attention of the CPU to selected rows in host memory, in place (CTkvr section 3.2): only the query and the result are copied
+between host and device.
 
-Compiled with numba: 16-bit rows in, fp32 sums, all cores, the interpreter's lock released, so it runs beside a GPU's work.
+By numba: 16-bit rows, fp32 sums, all cores. It releases the interpreter's lock, so it runs beside a GPU's work.
 Bytes per KV head: K rows of 2 D numbers, read once for all query heads of the group.
 """
 
@@ -22,13 +22,13 @@ def attend_selected(
 ) -> list[Partial]:
     """Attention of one query per head over the rows of `ids`.
 
-    queries: `[H_q, D]`, any float dtype and device. table: where the sequence's rows lie, for the CPU.
+    queries: `[H_q, D]`, any float dtype and device. table: addresses of the sequence's rows, for the CPU.
     ids: int32 `[H_kv, K]` ascending, padded with -1; counts: int32 `[H_kv]`. Returns Partials of batch 1, to be merged.
     """
     device, (heads, dim) = queries.device, queries.shape
     near = queries.cpu().float().contiguous().numpy()
     ids, counts = ids.cpu().contiguous(), counts.cpu().contiguous()
-    # A head's rows are split among the cores even where there are few heads; the pieces are merged like any other parts.
+    # A head's rows are split among the cores, so that few heads use all of them; the pieces are merged like other parts.
     pieces = max(1, torch.get_num_threads() // table.rows.shape[1])
     outs, lses = np.empty((pieces, heads, dim), np.float32), np.empty((pieces, heads), np.float32)
     bits, kind = as_bits(table.rows.view(-1, 2, dim))

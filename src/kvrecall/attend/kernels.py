@@ -1,8 +1,8 @@
-"""Decode attention by Triton: split over rows, each part with its log-sum-exp, merged in one more kernel.
+"""Decode attention by Triton: split over rows, each part with its log-sum-exp, merged by another kernel.
 
-Resident rows and selected ones are parts of one attention: selected rows are read straight from page-locked host memory
-(ParisKV section 4.2.3), or from the device where the last step left them, and attended in the same pass. All sums are fp32.
-Bytes: 4 D per row and KV head in 16-bit types, once, for all query heads of a group.
+Resident and selected rows are parts of one attention. Selected rows are read from page-locked host memory (ParisKV section
+4.2.3), or from the device if the last step kept them, in the same pass. All sums are fp32. Bytes: 4 D per row and KV head in
+16-bit types, once, for all query heads of a group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvrecall.core.softcap import capped
 
 @triton.jit
 def flag_odd(p_bad, b_k, b_v):
-    """bad[0] = 1 if a number of the new token's key or value is infinite or none."""
+    """Sets bad[0] = 1 if the new token's key or value is not finite."""
     b_odd = (b_k.to(tl.float32) * 0.0 != 0.0) | (b_v.to(tl.float32) * 0.0 != 0.0)
     if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
         tl.store(p_bad, 1)
@@ -27,7 +27,7 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
                  G: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """G queries over rows b_k, b_v `[R, BD]` of the cache's dtype: parts out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
 
-    On tensor cores, the queries of a group being the rows of a matrix; weights are rounded to the values' dtype, sums are not.
+    Uses tensor cores; the queries of a group are the rows of a matrix. Weights are rounded to the values' dtype, sums are fp32.
     """
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
     o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
@@ -48,9 +48,9 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
 
 @triton.jit
 def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr):
-    """K and V `[R, BD]` of resident rows o_r of `[CAPACITY, 2, D]`, and which of them are real.
+    """K and V `[R, BD]` of resident rows o_r of `[CAPACITY, 2, D]`, and a mask of the valid ones.
 
-    The first length[0] rows are the sink; rows from SINK on are a ring, of which length[1] from place length[2] on are real.
+    The first length[0] rows are the sink. Rows from SINK on are a ring, with length[1] valid rows from place length[2] on.
     """
     o_d = tl.arange(0, BD)
     o_age = o_r - SINK - tl.load(p_length + 2)
@@ -66,12 +66,11 @@ def selected_rows(
     p_pool, p_table, p_kept_ids, p_kept, now, then, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
-    """K and V `[R, BD]` of selected rows: number o_k of a selection, whose ids `[R]` are -1 where there is none.
+    """K and V `[R, BD]` of selected rows: entries o_k of a selection with ids `[R]` (-1: none).
 
     pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `row_offset`. REUSE:
-    kept `[2, PAIRS, K, 2, D]` holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; `now`, int64, says which
-    half is this step's, `then` which is the last one's. Without REUSE nothing is kept. read[0] counts the rows that came from
-    the host.
+    kept `[2, PAIRS, K, 2, D]` holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; `now` and `then`, int64,
+    are the halves of this and the last step. Without REUSE nothing is kept. read[0] counts rows read from the host.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
@@ -80,7 +79,7 @@ def selected_rows(
     if REUSE:
         o_now, o_then = (now * PAIRS + i_bh) * K, (then * PAIRS + i_bh) * K
         b_slot = tl.full(b_id.shape, -1, tl.int32)
-        KEPT: tl.constexpr = min(BK, max(16, 4096 // b_id.shape[0]))  # compared at a time: all would take too many registers
+        KEPT: tl.constexpr = min(BK, max(16, 4096 // b_id.shape[0]))  # compared at a time, to limit registers
         for i_k in tl.static_range(0, BK, KEPT):
             o_all = i_k + tl.arange(0, KEPT)
             b_then = tl.load(p_kept_ids + o_then + o_all, mask=o_all < K, other=-1)
@@ -107,11 +106,10 @@ def selected_rows(
 
 @triton.jit
 def readers_first(i_program, pairs, CHOSEN: tl.constexpr):
-    """Which of `pairs` sequences and KV heads a program is for, and which part of its step: all parts that read the host come
-    before all others, and those of one head after each other.
+    """(pair of sequence and KV head, part of the step) of a program: parts that read the host come first, head by head.
 
-    Others' work hides behind the bus; and rows of one head lie near each other, so that the bus's own translation of addresses
-    still knows their pages (a batch's pools are larger than what it can hold).
+    So the other work overlaps with the bus. Rows of one head are near each other, so that address translation for the bus finds
+    their pages in its cache, which is smaller than a batch's pools.
     """
     readers = pairs * CHOSEN
     behind = i_program - readers
@@ -127,11 +125,11 @@ def step_part(
     CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
     """Part number i_part of one decode step of a sequence and KV head: CHOSEN parts of R selected rows, then parts of W rows
-    that are resident, `[PAIRS, CAPACITY, 2, D]`. PARTS: of the step's attention, those of other launches included. pool and
-    table as in `selected_rows`.
+    that are resident, `[PAIRS, CAPACITY, 2, D]`. PARTS: of the step's attention, including other launches. pool and table as in
+    `selected_rows`.
 
-    The new token `[PAIRS, D]` is attended from where the model put it, and stored in its row of the window on the way; bad[0]
-    becomes 1 if it is not finite. zone int32: lengths as in `window_rows`, then the row of the new token.
+    The new token `[PAIRS, D]` is attended to where the model put it, and stored in its row of the window; bad[0] becomes 1 if
+    it is not finite. zone int32: lengths as in `window_rows`, then the row of the new token.
     """
     o_out = i_bh.to(tl.int64) * G * PARTS
     p_query, p_part, p_part_lse = p_queries + i_bh.to(tl.int64) * G * D, p_out + o_out * D, p_lse + o_out

@@ -1,4 +1,4 @@
-"""Attention over a set of rows in fp32 torch: the oracle, and the path of devices without a kernel of their own."""
+"""Attention over a set of rows in fp32 torch: the reference, and the path of devices without kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvrecall.core.structs import HostTable, Partial, Rows
 
 
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
-    """Each query attends to the real rows of its KV head.
+    """Each query attends to the valid rows of its KV head.
 
     queries: `[B, H_q, T_q, D]`, any float dtype. softcap: 0 for none, else logits become softcap * tanh(logits / softcap).
-    The rows' bias, if there is one, is added after that.
+    The rows' bias, if any, is added after that.
     """
     kv = rows.kv.float()
     b, kv_heads, count = kv.shape[:3]

@@ -1,12 +1,12 @@
-"""One decode step's attention at fixed addresses: selected rows of the host and the rows on the device, in one launch.
+"""One decode step's attention at fixed addresses: selected rows on the host and rows on the device, in one launch.
 
-A selected row is read straight from page-locked host memory (ParisKV section 4.2.3), or kept where the step before had it too
-(LouisKV section 4.2); static rows (PRKV section 4.1) lie in front of the window, which is a ring. Sizes are read from device
-memory, so one captured graph serves all steps. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads of a
-group, over the bus for fetched rows.
+A selected row is read from page-locked host memory (ParisKV section 4.2.3), or reused if the step before selected it too
+(LouisKV section 4.2). Static rows (PRKV section 4.1) lie before the window, which is a ring. Sizes are read from device memory,
+so one captured graph serves all steps. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads of a group,
+over the bus for fetched rows.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.merge.cuda import merge_step
 
 _CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48
-"""Selected rows per program, which spreads reads of the host widely, unless that makes more parts than one program merges."""
+"""Selected rows per program; few, to spread reads of the host, unless one program could not merge all parts."""
 _RESIDENT_ROWS = 64
 
 
@@ -55,10 +55,10 @@ class StepAttention:
         self, table: HostTable, query_heads: int, front: int, ring: int, top_k: int, keep: bool, like: Tensor, others: int = 0,
         spread: bool = False,
     ) -> None:  # fmt: skip
-        """table: host rows of the B sequences, page-locked, whose address and blocks must not change. front: rows in front of
-        the window. ring: most rows of the window. keep: whether selected rows stay for the next step. like: any tensor on the
-        device, of the rows' dtype. others: parts of the merge that another launch fills. spread: a program reads `_CHOSEN_ROWS`
-        selected rows however many parts that makes."""
+        """table: page-locked host rows of the B sequences; address and blocks must not change. front: rows before the window.
+        ring: most rows of the window. keep: whether selected rows are kept for the next step. like: any tensor on the device
+        with the rows' dtype. others: parts of the merge that another launch fills. spread: `_CHOSEN_ROWS` selected rows per
+        program for any number of parts."""
         b, heads, dim, device = len(table.blocks), table.rows.shape[1], table.rows.shape[4], like.device
         self.top_k, self.front, self.ring, self.table, self.keep = top_k, front, ring, table, keep
         self._dim, self._group, self._options = dim, query_heads // heads, overlapping(device)
@@ -66,24 +66,24 @@ class StepAttention:
             self.chosen_rows *= 2
         self.chosen_parts = cdiv(top_k, self.chosen_rows)
         self.parts = self.chosen_parts + cdiv(front + ring, _RESIDENT_ROWS)
-        """Parts of the selection, then those of the window; behind them is room for the others."""
+        """Parts of the selection, then of the window; the others come after them."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
 
         self.rows = zeros(b, heads, front + ring, 2, dim, dtype=like.dtype)
-        """`[B, H_kv, front + ring, 2, D]`: the rows in front, then those of the window, each where its number says."""
+        """`[B, H_kv, front + ring, 2, D]`: rows before the window, then the window's ring."""
         self.kept = zeros(2, b, heads, top_k if keep else 0, 2, dim, dtype=like.dtype)
-        """`[2, B, H_kv, K, 2, D]`: rows that this step and the last one selected."""
+        """`[2, B, H_kv, K, 2, D]`: selected rows of this step and of the last one."""
         self.kept_ids = torch.full((2, b, heads, top_k), -1, dtype=torch.int32, device=device)
         self.read, self.bad = zeros(b, dtype=torch.int64), zeros(b)
-        """read: rows that came from the host. bad: not 0 for sequences that were given a row that is not finite."""
+        """read: rows read from the host. bad: not 0 for sequences with a row that was not finite."""
         self.out = zeros(b, query_heads, self.parts + others, dim, dtype=torch.float32)
         self.lse = zeros(b, query_heads, self.parts + others, dtype=torch.float32)
-        """out fp32 `[B, H_q, parts + others, D]` and lse without D: what `merge` merges."""
+        """out fp32 `[B, H_q, parts + others, D]` and lse without D: the parts for `merge`."""
 
     def forget(self, sequences: list[int]) -> None:
-        """Keeps no selected rows of some sequences, and counts those that are read anew."""
+        """Drops the kept rows of some sequences and restarts their count of rows read."""
         for b in sequences:
             self.kept_ids[:, b] = -1
             self.read[b] = 0
@@ -94,8 +94,8 @@ class StepAttention:
     ) -> Tensor:  # fmt: skip
         """Attends for queries `[B, H_q, 1, D]` and the new token's keys and values `[B, H_kv, 1, D]`, all contiguous.
 
-        ids: int32 `[B, H_kv, K]`, padded with -1. zone: int32 `[B H_kv, ·]`, see `step_part`. parity: int64 `[1]`, which of two
-        places the kept rows go to. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
+        ids: int32 `[B, H_kv, K]`, padded with -1. zone: int32 `[B H_kv, ·]`, see `step_part`. parity: int64 `[1]`, the half for
+        this step's kept rows. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
         """
         (b, heads, capacity), k, table = self.rows.shape[:3], self.top_k, self.table
         attend_kernel[(b * heads * self.parts,)](
@@ -109,5 +109,5 @@ class StepAttention:
         return self.merge(queries, params, total)
 
     def merge(self, queries: Tensor, params: AttentionParams, total: Tensor | None = None) -> Tensor:
-        """All parts as one attention, of queries `[B, H_q, 1, D]`. total: as in `launch`."""
+        """Merges all parts, for queries `[B, H_q, 1, D]`. total: as in `launch`."""
         return merge_step(queries, self.out, self.lse, params.sink_logits, total)

@@ -1,10 +1,10 @@
-"""One decode step's attention to everything, where all rows lie on the device: a fixed number of parts, however long it is.
+"""One decode step's attention to all rows, on the device, in a fixed number of parts.
 
-For the layers of a captured decode that never search, and for sliding windows: where there is no room for a further row, it
-takes the place of the oldest. Bytes: 4 D per row and KV head in 16-bit types, once for all query heads of a group.
+For layers of captured decoding that never search, and for sliding windows: if there is no room, a new row replaces the oldest.
+Bytes: 4 D per row and KV head in 16-bit types, once for all query heads of a group.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def whole_kernel(
 ):  # fmt: skip
     """Program (sequence and KV head, part): a PARTS-th of the rows `[BH, CAPACITY, 2, D]`, R at a time, with a running softmax.
 
-    counts int32 `[B]`: rows stored before this step; row number n lies, or lay, at n % CAPACITY, so that the last CAPACITY of
-    them are there. The step's token `[BH, D]` is attended from where the model put it, and stored as the next row, in place of
-    the oldest if none is free; bad[b] becomes 1 if it is not finite. Weights are rounded to the values' dtype, sums are fp32.
+    counts int32 `[B]`: rows stored before this step; row n is at n % CAPACITY, so the last CAPACITY rows are there. The step's
+    token `[BH, D]` is attended to where the model put it, and stored as the next row; bad[b] becomes 1 if it is not finite.
+    Weights are rounded to the values' dtype, sums are fp32.
     """
     begin(PDL)
     i_bh, i_p = tl.program_id(0), tl.program_id(1)
@@ -70,7 +70,7 @@ def whole_kernel(
         if CAP:
             b_logit = capped(b_logit, softcap)
         b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
-        b_high = tl.maximum(b_peak, tl.max(b_logit, 1))  # some row of the step is real
+        b_high = tl.maximum(b_peak, tl.max(b_logit, 1))  # at least one row is valid
         b_p = tl.exp(b_logit - b_high[:, None])
         b_old = tl.exp(b_peak - b_high)
         b_total = b_total * b_old + tl.sum(b_p, 1)
@@ -89,13 +89,13 @@ class WholeAttention:
     """The last rows of one layer on the device, `[B, H_kv, capacity, 2, D]`, and the parts of an attention over them."""
 
     def __init__(self, rows: Tensor, query_heads: int) -> None:
-        """rows: with room for all to come, or for as many as a token sees; then the oldest give way."""
+        """rows: with room for all rows, or for as many as a token sees; then new rows replace the oldest."""
         (b, _, capacity, _, dim), device = rows.shape, rows.device
         self.rows = rows
         self.counts = torch.zeros(b, dtype=torch.int32, device=device)
-        """int32 `[B]`: rows stored so far, below 2^31; number n lies at n % capacity, unless a later one took its place."""
+        """int32 `[B]`: rows stored so far, below 2^31; row n is at n % capacity until a later one replaces it."""
         self.bad = torch.zeros(b, dtype=torch.int32, device=device)
-        """Not 0 for sequences that were given a row that is not finite."""
+        """Not 0 for sequences with a row that was not finite."""
         self._rows_at_once = max(16, min(64, _ROW_BYTES // (next_power_of_2(dim) * rows.element_size())))
         parts = min(_MOST_PARTS, cdiv(capacity, self._rows_at_once))
         self._out = torch.zeros(b, query_heads, parts, dim, dtype=torch.float32, device=device)

@@ -1,12 +1,11 @@
-"""Decode attention to whole retrieval zones whose blocks lie on the device: no row is gathered, all sequences are one launch.
+"""Decode attention to whole retrieval zones in blocks on the device, in one launch for all sequences, without a gather.
 
-A program reads its share of a zone in steps of a few rows of one block, with one look-up in the block table per step, and the
-rows of the next steps are on their way while it computes. Of a captured step the rows in front of the zone and the new token
-are one part more. All sums are fp32.
-Bytes: 2 D numbers per row and KV head, once, for all query heads of a group.
+A program reads its share of a zone in steps of a few rows of one block, with one look-up per step, and loads the rows of the
+next steps while it computes. In a captured step the rows before the zone and the new token are one more part. All sums are
+fp32. Bytes: 2 D numbers per row and KV head, once, for all query heads of a group.
 """
 
-# A launch takes what only Triton knows.
+# Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ from kvrecall.core.structs import AttentionParams, HostTable, Partial
 from kvrecall.merge.cuda import merge_splits, merge_step
 
 _MOST_PARTS, _MOST_STEP_PARTS = 256, 47
-"""Parts of a zone, of one attention and of a captured step, whose parts one program merges with the one for other rows. 47 are
-the fastest of 16 to 66 for one sequence of 128K and eight KV heads on an H200, and within 2 % for shorter and for several."""
+"""Parts of a zone, in one attention and in a captured step, where one program merges them with the part of other rows. 47 is
+the fastest number from 16 to 66 for one sequence of 128K and eight KV heads on an H200, and within 2 % of it for other
+cases."""
 _PROGRAMS = 512
-"""So many keep the multiprocessors of a large GPU reading, if a zone has rows enough."""
+"""Programs that keep all multiprocessors of a large GPU busy, if a zone has enough rows."""
 _ROW_BYTES = 8192
 """Bytes of keys that one step of a program's loop reads, at most."""
 _STAGES, _WARPS = 6, 4
-"""Steps of the loop that are under way at a time: of small ones many, since each waits for its block's id first."""
+"""Loop steps in flight; many if steps are small, because each waits for its block's id first."""
 
 
 @triton.jit
 def fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP: tl.constexpr):
-    """The running softmax of queries `[BG, BD]`, peak and total `[BG]`, sum `[BG, BD]`, with rows `[R, BD]` more.
+    """Adds rows `[R, BD]` to the running softmax of queries `[BG, BD]`: peak and total `[BG]`, sum `[BG, BD]`.
 
-    m_r: which rows are real. Weights are rounded to the values' dtype, sums are fp32.
+    m_r: mask of valid rows. Weights are rounded to the values' dtype, sums are fp32.
     """
     b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
     if CAP:
@@ -56,7 +56,7 @@ def fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP: tl.c
 @triton.jit
 def fold_tile(p_tile, m_r, b_q, b_peak, b_total, b_sum, scaling, softcap, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
               CAP: tl.constexpr):  # fmt: skip
-    """`fold` of the rows `[R, 2, D]` that begin at p_tile."""
+    """`fold` of the rows `[R, 2, D]` at p_tile."""
     o_r, o_d = tl.arange(0, R), tl.arange(0, BD)
     m_row = m_r[:, None] & (o_d < D)[None, :]
     p_row = p_tile + o_r[:, None] * (2 * D) + o_d[None, :]
@@ -76,7 +76,7 @@ def fold_zone(p_rows, p_table, i_kv, i_p, length, b_q, b_peak, b_total, b_sum, s
     share = tl.cdiv(tl.cdiv(length, PARTS), R) * R
     first = i_p * share
     stop = tl.minimum(first + share, length)
-    # One loop over all blocks: a loop for each would begin with nothing on its way.
+    # One loop over all blocks, because each loop starts without loads in flight.
     for i_r in tl.range(first, stop, R, num_stages=STAGES):
         block = tl.load(p_table + i_r // BLOCK).to(tl.int64)
         p_tile = p_rows + ((block * HEADS + i_kv) * BLOCK + i_r % BLOCK) * (2 * D)
@@ -87,7 +87,7 @@ def fold_zone(p_rows, p_table, i_kv, i_p, length, b_q, b_peak, b_total, b_sum, s
 
 @triton.jit
 def begin_part(p_queries, i_bh, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr):
-    """Queries `[BG, BD]` of one KV head out of `[BH, G, D]`, and a softmax of nothing."""
+    """Queries `[BG, BD]` of one KV head from `[BH, G, D]`, and an empty running softmax."""
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
     o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
     m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
@@ -131,11 +131,11 @@ def zone_step_kernel(
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, ZONES: tl.constexpr,
     CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, part): ZONES parts of the zone, then one of the rows in front `[BH, FRONT, 2, D]` and the
-    step's token `[BH, D]`.
+    """Program (sequence and KV head, part): ZONES parts of the zone, then one part of the rows before it `[BH, FRONT, 2, D]`
+    and the step's token `[BH, D]`.
 
-    counts int32 `[B]`: tokens stored before this step; the first FRONT lie in front, the others in blocks. The step's token is
-    attended from where the model put it, and stored behind them where active[b] is not 0; bad[b] becomes 1 if it is not finite.
+    counts int32 `[B]`: tokens stored before this step; the first FRONT lie before the zone, the others in blocks. The step's
+    token is attended to where the model put it, and stored if active[b] is not 0; bad[b] becomes 1 if it is not finite.
     """
     begin(PDL)
     i_bh, i_p = tl.program_id(0), tl.program_id(1)
@@ -157,7 +157,7 @@ def zone_step_kernel(
         m_r = o_r == 0
         m_new = m_r[:, None] & (o_d < D)[None, :]
         o_new = i_bh.to(tl.int64) * D + o_d[None, :]
-        b_k = tl.load(p_keys + o_new, mask=m_new, other=0.0)  # [R, BD], whose first row is real
+        b_k = tl.load(p_keys + o_new, mask=m_new, other=0.0)  # [R, BD]; the first row is valid
         b_v = tl.load(p_values + o_new, mask=m_new, other=0.0)
         b_peak, b_total, b_sum = fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
         flag_odd(p_bad + i_b, b_k, b_v)
@@ -181,15 +181,15 @@ def zone_step_kernel(
 def attend_zones(
     queries: Tensor, table: HostTable, lengths: Tensor, longest: int, scaling: float, softcap: float = 0.0
 ) -> Partial:
-    """As `reference.attend_zones`; queries `[B, H_q, 1, D]` on the device that the rows lie on."""
+    """As `reference.attend_zones`; queries `[B, H_q, 1, D]` on the rows' device."""
     (b, heads, _, dim), kv_heads = queries.shape, table.rows.shape[1]
     rows = _rows_at_once(table)
-    # A power of two, so that few sizes are ever compiled; parts without rows merge as empty ones.
+    # A power of two, so that few sizes are compiled; parts without rows are empty.
     wanted = max(1, min(cdiv(longest, rows), cdiv(_PROGRAMS, b * kv_heads)))
     parts = min(_MOST_PARTS, next_power_of_2(wanted))
     out = queries.new_empty(b * heads, parts, dim, dtype=torch.float32)
     lse = queries.new_empty(b * heads, parts, dtype=torch.float32)
-    with torch.cuda.device_of(queries):  # Triton launches on the current device, which need not be that of this layer
+    with torch.cuda.device_of(queries):  # Triton launches on the current device, which may be another one
         zone_kernel[(b * kv_heads, parts)](
             queries.contiguous(), table.rows, table.blocks, lengths, out, lse, scaling, softcap, kv_heads,
             table.blocks.stride(0), BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=heads // kv_heads, R=rows,
@@ -200,21 +200,21 @@ def attend_zones(
 
 
 class ZoneAttention:
-    """Captured steps over whole zones: the rows in front of them, and the parts of an attention, at fixed addresses."""
+    """Captured steps over whole zones: the rows before them, and the parts of the attention, at fixed addresses."""
 
     def __init__(self, table: HostTable, query_heads: int, front: int, tokens: int) -> None:
-        """table: all blocks of the layer, on the device, and those of each sequence. front: tokens in front of a zone. tokens:
-        most tokens of a zone, those of the window among them."""
+        """table: all blocks of the layer on the device, and each sequence's blocks. front: tokens before a zone. tokens: most
+        tokens of a zone, window included."""
         (_, heads, _, _, dim), rows, b = table.rows.shape, table.rows, len(table.blocks)
         device, self.table = rows.device, table
         self.front = torch.zeros(b, heads, front, 2, dim, dtype=rows.dtype, device=device)
         """`[B, H_kv, front, 2, D]`"""
         self.counts = torch.zeros(b, dtype=torch.int32, device=device)
-        """int32 `[B]`: tokens stored so far, in front and in blocks."""
+        """int32 `[B]`: tokens stored so far, before the zone and in blocks."""
         self.active = torch.zeros(b, dtype=torch.int32, device=device)
-        """int32 `[B]`: 1 for sequences; 0 where there is none, so that nothing is stored."""
+        """int32 `[B]`: 1 for slots with a sequence, 0 for others, which store nothing."""
         self.bad = torch.zeros(b, dtype=torch.int32, device=device)
-        """Not 0 for sequences that were given a row that is not finite."""
+        """Not 0 for sequences with a row that was not finite."""
         self._rows_at_once = _rows_at_once(self.table)
         parts = 1 + max(1, min(_MOST_STEP_PARTS, cdiv(tokens, self._rows_at_once)))
         self._out = torch.zeros(b, query_heads, parts, dim, dtype=torch.float32, device=device)

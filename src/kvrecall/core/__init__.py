@@ -1,1 +1,1 @@
-"""What every folder may import: structs, errors, and helpers of Triton, numba and files."""
+"""Structs, errors, and helpers for Triton, numba and files. Every folder may import it."""

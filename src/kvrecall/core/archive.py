@@ -1,8 +1,8 @@
-"""What a layer remembers, written down and read back by the same lines.
+"""The state of a layer, saved and loaded by the same lines of code.
 
-A part of a layer says what it remembers in one method, `archive`. Each line of it names a number or a tensor, gives what it is
-now, and says what it may be. Written down, the line notes the value and returns it. Read back, it returns the value of the
-file. Anybody may have made the file, so the line's conditions are checked:
+Each part of a layer has one method `archive` for its state. Each line names a number or a tensor and gives its current value
+and its conditions. While saving, the line notes the value and returns it. While loading, it returns the value of the file.
+Files are not trusted, so the conditions are checked:
 
     self._counts[b] = archive.integer("count", self._counts[b], most=zone)
 """
@@ -21,14 +21,14 @@ from kvrecall.core.errors import SessionError
 from kvrecall.core.structs import lasting_tensors
 
 MOST = 2**48
-"""No number of tokens, blocks or bytes is larger."""
+"""Upper bound of all numbers of tokens, blocks and bytes."""
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 Shape = tuple[int | None, ...]
 Value = bool | int | float | None | list[int]
 
 
 class Archive(ABC):
-    """Either way of one archive. `device`: where the tensors of what is read back belong."""
+    """Base of saving and loading. device: of loaded tensors."""
 
     saving: ClassVar[bool]
 
@@ -43,19 +43,19 @@ class Archive(ABC):
 
     @abstractmethod
     def under(self, name: str) -> Archive:
-        """The same archive, whose names begin with `name`."""
+        """The same archive with the prefix `name`."""
 
     @abstractmethod
     def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        """The memory of a layer's blocks (`cache.block_rows.BlockRows` or `cache.block_bytes.BlockBytes`), of which the first
-        `tokens` tokens of each sequence count."""
+        """The memory of a layer's blocks (`cache.block_rows.BlockRows` or `cache.block_bytes.BlockBytes`), with the first
+        `tokens` tokens of each sequence."""
 
     def each(self, name: str, count: int) -> Iterator[tuple[int, Archive]]:
-        """Numbers below `count`, each with an archive of its own."""
+        """(i, archive with the prefix `name` and i) for i below `count`."""
         return ((number, self.under(f"{name}.{number}")) for number in range(count))
 
     def integer(self, name: str, value: int, least: int = 0, most: int = MOST) -> int:
-        """A whole number in least .. most."""
+        """An integer in least .. most."""
         found = self._value(name, value)
         if type(found) is not int or not least <= found <= most:
             self.refuse(name, f"a whole number in {least:,} .. {most:,}", found)
@@ -64,7 +64,7 @@ class Archive(ABC):
     def integers(
         self, name: str, values: Sequence[int], least: int = 0, most: int = MOST, count: int | None = None
     ) -> list[int]:
-        """Whole numbers in least .. most, `count` of them unless that is None."""
+        """Integers in least .. most; `count` of them, None: any number."""
         found = self._value(name, list(values))
         if not isinstance(found, list) or any(type(x) is not int or not least <= x <= most for x in found):
             self.refuse(name, f"whole numbers in {least:,} .. {most:,}", found)
@@ -87,15 +87,15 @@ class Archive(ABC):
         return found
 
     def has(self, name: str, value: object) -> bool:
-        """Whether there is something of that name: `value` is not None."""
+        """Whether a value of that name exists; `value` is not None."""
         return self.flag(f"{name}?", value is not None)
 
     def tensor(
         self, name: str, value: Tensor | None, shape: Shape, dtype: Dtypes, least: int | None = None, below: int | None = None,
         ascending: bool = False, finite: bool = True,
     ) -> Tensor:  # fmt: skip
-        """A tensor. shape: None for sizes that may be any. least, below: what all its numbers are in. ascending: each of the
-        last dimension is larger than the one before. finite: False for logarithms, which may be infinite."""
+        """A tensor. shape: None for any size. least, below: range of its numbers. ascending: strictly, in the last dimension.
+        finite: False for logarithms, which may be infinite."""
         found = self._tensor(name, value)
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
         fits = len(shape) == found.ndim and all(want in (None, have) for want, have in zip(shape, found.shape, strict=False))
@@ -114,7 +114,7 @@ class Archive(ABC):
         return found
 
     def optional(self, name: str, value: Tensor | None, shape: Shape, dtype: Dtypes, **more: Any) -> Tensor | None:
-        """As `tensor`, where there may be none."""
+        """As `tensor`, or None."""
         return self.tensor(name, value, shape, dtype, **more) if self.has(name, value) else None
 
     def refuse(self, name: str, expected: str, got: object) -> None:
@@ -124,7 +124,7 @@ class Archive(ABC):
 
 
 class Notes:
-    """What an archive notes, or knows of a file. tensors: by name. memories: of blocks, with tokens of each sequence."""
+    """The content of an archive. tensors: by name. memories: of blocks, with tokens of each sequence."""
 
     def __init__(self, values: dict[str, Value] | None = None) -> None:
         self.values: dict[str, Value] = values or {}
@@ -133,7 +133,7 @@ class Notes:
 
 
 class Writer(Archive):
-    """Notes what it is given in `notes`; tensors are not copied."""
+    """Saves into `notes`; tensors are not copied."""
 
     saving: ClassVar[bool] = True
 
@@ -159,7 +159,7 @@ class Writer(Archive):
 
 
 class Reader(Archive):
-    """Hands out what a file holds; `blocks` notes the memories that are to be filled."""
+    """Loads the content of a file; `blocks` notes the memories to fill."""
 
     saving: ClassVar[bool] = False
 
@@ -174,7 +174,7 @@ class Reader(Archive):
         self.notes.memories[self._prefix + name] = memory, list(tokens)
 
     def done(self) -> None:
-        """Raises SessionError for what nobody asked for."""
+        """Raises SessionError for entries that were not read."""
         for name in [*self.notes.values, *self.notes.tensors]:
             self.refuse(name, "nothing of that name", "something")
 

@@ -11,18 +11,18 @@ from difflib import get_close_matches
 
 
 class KVRecallError(Exception):
-    """Base class of every error that kvrecall raises on purpose. remedy: how its message ends, "" where that is not kept."""
+    """Base class of every error that kvrecall raises on purpose. remedy: the end of its message, or ""."""
 
     remedy: str = ""
 
     @property
     def problem(self) -> str:
-        """The message without its remedy and full stop, for errors that quote this one: two remedies contradict each other."""
+        """The message without its remedy and full stop, for errors that quote this one and have their own remedy."""
         return str(self).removesuffix(self.remedy).rstrip(" .")
 
 
 class ParameterError(KVRecallError, ValueError):
-    """A parameter lies outside what the mechanism supports."""
+    """A parameter has a value that is not supported."""
 
     def __init__(self, name: str, expected: str, got: object, remedy: str) -> None:
         super().__init__(f"{name}: expected {expected}, got {got!r}. {remedy}")
@@ -34,7 +34,7 @@ class UnknownNameError(KVRecallError, ValueError):
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = get_close_matches(str(got), known, n=1)  # a value of a file may be anything
+        near = get_close_matches(str(got), known, n=1)  # a file may contain any value
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
         self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()
@@ -49,7 +49,7 @@ class CompositionError(KVRecallError, ValueError):
 
 
 class ShapeError(KVRecallError, ValueError):
-    """A tensor or model whose shape the cache cannot take."""
+    """A tensor or model has a shape that the cache does not support."""
 
     def __init__(self, name: str, expected: str, got: object, remedy: str) -> None:
         super().__init__(f"{name}: expected {expected}, got {got}. {remedy}")
@@ -57,7 +57,7 @@ class ShapeError(KVRecallError, ValueError):
 
 
 class NonFiniteError(KVRecallError, ValueError):
-    """Keys or values contain NaN or infinity; nothing of the offending append was stored."""
+    """Keys or values contain NaN or infinity; nothing of this append was stored."""
 
     def __init__(self, layer: int, sequence: int, what: str = "keys or values") -> None:
         super().__init__(
@@ -78,7 +78,7 @@ class CacheModelError(KVRecallError, ValueError):
 
 
 class UnsupportedModelError(KVRecallError, ValueError):
-    """A model family, or a way of calling it, that a RetrievalCache cannot serve; nothing of the call is stored."""
+    """A model family, or a way of calling it, is not supported; nothing of the call is stored."""
 
     def __init__(self, family: str, got: str) -> None:
         remedy = "Use another cache with this model; docs/design/families.md lists the families that were tried."
@@ -90,7 +90,7 @@ class UnsupportedModelError(KVRecallError, ValueError):
 
 
 class NotAttachedError(KVRecallError, RuntimeError):
-    """A RetrievalCache was used outside a call of an attached model, so that retrieval could not happen."""
+    """A RetrievalCache was used outside a call of an attached model, where it cannot retrieve."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -102,7 +102,7 @@ class NotAttachedError(KVRecallError, RuntimeError):
 class InterruptedPassError(KVRecallError, RuntimeError):
     """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds.
 
-    torn: it also has layers with a running state (Mamba, linear attention), which cannot be cut back.
+    torn: the cache also has layers with a running state (Mamba, linear attention), which cannot be cut back.
     """
 
     def __init__(self, tokens: int, torn: bool = False) -> None:
@@ -114,14 +114,14 @@ class InterruptedPassError(KVRecallError, RuntimeError):
 
 
 class DeviceError(KVRecallError, ValueError):
-    """A tensor, cache or model sits on another device or has another dtype than the rest."""
+    """A tensor, cache or model is on another device or has another dtype than expected."""
 
     def __init__(self, name: str, expected: object, got: object) -> None:
         super().__init__(f"{name}: expected {expected}, got {got}. Move or cast the model, or make a new cache.")
 
 
 class HostMemoryError(KVRecallError, MemoryError):
-    """The host does not have the memory that this context needs; raised before any of the offending tokens is stored."""
+    """The host has too little memory for this context; raised before any of the new tokens is stored."""
 
     def __init__(self, need_bytes: int, available_bytes: int, tokens: int) -> None:
         super().__init__(
@@ -133,7 +133,7 @@ class HostMemoryError(KVRecallError, MemoryError):
 
 
 class DeviceMemoryError(KVRecallError, MemoryError):
-    """The GPU has no memory for what a layer (None: all layers) needs; the cache holds the tokens that it held before."""
+    """The GPU has too little memory for a layer (None: all layers); the cache is unchanged."""
 
     def __init__(self, layer: int | None, need_bytes: int, free_bytes: int, tokens: int, device: object) -> None:
         what = "the cache" if layer is None else f"layer {layer}"
@@ -146,7 +146,7 @@ class DeviceMemoryError(KVRecallError, MemoryError):
 
 
 class ContextLengthError(KVRecallError, ValueError):
-    """A prompt that the model's context cannot hold."""
+    """A prompt is longer than the model's context."""
 
     def __init__(self, name: str, limit_tokens: int, got_tokens: int) -> None:
         super().__init__(
@@ -156,7 +156,7 @@ class ContextLengthError(KVRecallError, ValueError):
 
 
 class RequestCancelledError(KVRecallError, RuntimeError):
-    """The result or the tokens of a request that was cancelled; its cache holds the tokens that were read until then."""
+    """The request was cancelled; its cache holds the tokens that were read until then."""
 
     def __init__(self) -> None:
         self.remedy = "Submit it again; what its cache holds of the prompt is not computed again."
@@ -164,7 +164,7 @@ class RequestCancelledError(KVRecallError, RuntimeError):
 
 
 class InputFileError(KVRecallError, ValueError):
-    """A file that cannot be read, or holds nothing to read."""
+    """A file cannot be read, or has no content."""
 
     def __init__(self, path: object, problem: str, remedy: str = "Give a readable, non-empty UTF-8 text file.") -> None:
         super().__init__(f"{path}: {problem}. {remedy}")
@@ -172,7 +172,7 @@ class InputFileError(KVRecallError, ValueError):
 
 
 class OutputFileError(KVRecallError, OSError):
-    """A file that cannot be written; raised, where it is known beforehand, before what it is to hold is computed."""
+    """A file cannot be written; raised before its content is computed, if possible."""
 
     def __init__(
         self, path: object, problem: str, remedy: str = "Give a name in a folder that exists and may be written to."
@@ -182,7 +182,7 @@ class OutputFileError(KVRecallError, OSError):
 
 
 class FolderInUseError(KVRecallError, RuntimeError):
-    """Another process writes into the same folder of results."""
+    """Another process writes to the same folder of results."""
 
     def __init__(self, folder: object, holder: str) -> None:
         remedy = "Wait for it, give --out another folder, or let several processes share a run with --shard."
@@ -191,7 +191,7 @@ class FolderInUseError(KVRecallError, RuntimeError):
 
 
 class ModelFilesError(KVRecallError, RuntimeError):
-    """Model weights that cannot be found, fetched or verified."""
+    """Model weights cannot be found, fetched or verified."""
 
     def __init__(self, name: str, problem: str, remedy: str) -> None:
         super().__init__(f"model {name!r}: {problem}. {remedy}")
@@ -206,11 +206,11 @@ class CaptureError(KVRecallError):
 
 
 class CaptureMismatchError(CaptureError):
-    """A captured step answers otherwise than the uncaptured one: it is not used."""
+    """A captured step gives another result than the uncaptured one; it is not used."""
 
 
 class CalibrationError(KVRecallError, ValueError):
-    """A file of key statistics that is damaged, from a newer version, or of another model; nothing of it is used."""
+    """A file of key statistics is damaged, from a newer version, or of another model; it is not used."""
 
     def __init__(self, name: object, expected: str, got: str, remedy: str = "") -> None:
         remedy = remedy or "Make it anew with `kvrecall calibrate-maps MODEL`."
@@ -219,7 +219,7 @@ class CalibrationError(KVRecallError, ValueError):
 
 
 class SessionError(KVRecallError, ValueError):
-    """A saved session that is damaged, of another model, of a newer version, or cannot be made; nothing of it is used."""
+    """A saved session is damaged, of another model, of a newer version, or cannot be made; it is not used."""
 
     def __init__(self, name: object, expected: str, got: object, remedy: str = "") -> None:
         remedy = remedy or "Read the documents again and save the session anew."
@@ -228,7 +228,7 @@ class SessionError(KVRecallError, ValueError):
 
 
 class MissingPackageError(KVRecallError, ModuleNotFoundError):
-    """An optional package that is not installed, or installed in a release that does not work."""
+    """An optional package is not installed, or its version does not work."""
 
     def __init__(
         self, package: str, extra: str, missing: str | None = None, expected: str = "it to be installed", got: str = "none"

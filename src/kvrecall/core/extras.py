@@ -1,4 +1,4 @@
-"""Packages that are not always installed: each is brought by an extra of this package."""
+"""Checks for optional packages, which extras of this package install."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from kvrecall.core.errors import MissingPackageError
 
 TRANSFORMERS = ((5, 16, 1), (5, 24))
-"""The oldest release of transformers that works, and the first that is not tried; as in pyproject.toml."""
+"""The oldest supported release of transformers, and the first untested one; as in pyproject.toml."""
 
 SERVER = ("fastapi", "uvicorn", "openai")
-"""What transformers' server imports beside transformers; the extra `serve` brings it."""
+"""Packages that transformers' server needs; installed by the extra `serve`."""
 
 
 def require_transformers() -> None:
@@ -27,7 +27,7 @@ def require_transformers() -> None:
 
 
 def require_server() -> None:
-    """Raises MissingPackageError if transformers' server cannot run, for transformers or for what it needs besides."""
+    """Raises MissingPackageError if transformers, or a package that its server needs, is missing."""
     require_transformers()
     for name in SERVER:
         if find_spec(name) is None:

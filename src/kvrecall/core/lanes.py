@@ -1,10 +1,10 @@
-"""What the 32 threads of a warp do together, for kernels that give every thread one number.
+"""Warp-wide PTX instructions, for kernels with one number per thread.
 
-A block of values as long as the program has threads lies one number to a thread, in order. Then a PTX instruction of a warp
-takes and gives such blocks: thread `l` of warp `w` has number `32 w + l`. Triton's own operations know no such instructions.
+If a block has as many values as the program has threads, each thread has one value, in order: thread `l` of warp `w` has number
+`32 w + l`. PTX instructions of a warp can work on such blocks; Triton has no operations for them.
 """
 
-# Loops over constants and tuples of values are the compiler's.
+# Loops over constants and tuples of values are resolved by the compiler.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLANES, PLANE_NAMES = 5, range(5)
 
 
 def _bits(source: str, count: int, into: list[str]) -> str:
-    """Bit i of a number in all threads, as a word of 32 threads, for i < count."""
+    """Words of 32 bits: bit i of the number of every thread, for i < count."""
     taken = "".join(f"and.b32 t, {source}, {1 << i}; setp.ne.b32 p{i}, t, 0; " for i in range(count))
     voted = "".join(f"vote.sync.ballot.b32 {into[i]}, p{i}, 0xffffffff; " for i in range(count))
     return f".reg .pred p<{count}>; .reg .b32 t; {taken}{voted}"
@@ -47,7 +47,7 @@ EQUAL, EQUAL_64 = _equal(5), _equal(6)
 
 @triton.constexpr_function
 def _asm(name):
-    """The instruction of that name; a kernel may not read a global of this module."""
+    """The instruction of that name, because a kernel may not read globals of this module."""
     return {
         "add": ADD, "pair": PAIR, "larger": LARGER, "product": PRODUCT, "bits": BITS, "equal": EQUAL, "equal_64": EQUAL_64,
     }[name]  # fmt: skip
@@ -79,7 +79,7 @@ def of_four(b_x, i: tl.constexpr):
 
 @triton.jit
 def sum_of_warp(b_x):
-    """fp32 sum over the warp, the same in all of its threads."""
+    """fp32 sum over the warp, equal in all threads."""
     for i in tl.static_range(5):
         b_x += exchanged(b_x.to(tl.int32, bitcast=True), 16 >> i).to(tl.float32, bitcast=True)
     return b_x
@@ -102,22 +102,22 @@ def bits_of_warp(b_x):
 
 @triton.jit
 def pair(b_low, b_high):
-    """Two fp32 as fp16, rounded towards 0, negative ones 0, in the halves of an int32."""
+    """Two fp32 as fp16 in the halves of an int32, rounded towards 0, negative ones as 0."""
     return tl.inline_asm_elementwise(_asm("pair"), "=r,f,f", [b_low, b_high], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def larger(b_x, b_y):
-    """The larger of two fp16 in either half."""
+    """The larger fp16 in each half."""
     return tl.inline_asm_elementwise(_asm("larger"), "=r,r,r", [b_x, b_y], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def product(b_low, b_high, b_column, b_even, b_odd):
-    """Adds how many bits rows and columns share: 16 rows and 8 columns of 128 bits, for a warp (`mma.m16n8k128`).
+    """Adds the number of common bits of rows and columns: 16 rows and 8 columns of 128 bits per warp (`mma.m16n8k128`).
 
     Thread 4 g + t has bits 32 t .. 32 t + 31 of rows g (low) and g + 8 (high) and of column g, and gets columns 2 t and 2 t + 1
-    of row g, then of row g + 8. even, odd: what those columns' sums begin with.
+    of row g, then of row g + 8. even, odd: the initial sums of these columns.
     """
     return tl.inline_asm_elementwise(
         _asm("product"), "=r,=r,=r,=r,r,r,r,r,r,r,r", [b_low, b_high, b_column, b_even[0], b_odd[0], b_even[1], b_odd[1]],
@@ -127,7 +127,7 @@ def product(b_low, b_high, b_column, b_even, b_odd):
 
 @triton.jit
 def masks_of(b_lane):
-    """What `equal` is given to count the number of each thread, 0..31."""
+    """Masks for `equal`, which counts the number of each thread, 0..31."""
     return (
         (b_lane & 1) - 1, ((b_lane >> 1) & 1) - 1, ((b_lane >> 2) & 1) - 1, ((b_lane >> 3) & 1) - 1, ((b_lane >> 4) & 1) - 1,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def equal(b_x, b_masks):
 
 @triton.jit
 def equal_64(b_x, b_masks):
-    """How many have that number, and how many have it plus 32, of numbers 0..63."""
+    """As `equal`, for numbers 0..63: how many threads have the number, and how many have it plus 32."""
     return tl.inline_asm_elementwise(
         _asm("equal_64"), "=r,=r,r,r,r,r,r,r", [b_x, b_masks[0], b_masks[1], b_masks[2], b_masks[3], b_masks[4]],
         dtype=(tl.int32, tl.int32), is_pure=False, pack=1,

@@ -1,4 +1,4 @@
-"""What every launch of a kernel needs: whether kernels run on a device at all, sizes, and options."""
+"""Helpers for kernel launches: supported devices, sizes, and options."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability from which on the kernels run: bfloat16 needs it."""
+"""Least compute capability; bfloat16 needs it."""
 _OVERLAPPING = (9, 0)
-"""Compute capability from which on a kernel may be launched before the one in front has ended."""
+"""Least compute capability for programmatic dependent launch."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; (0, 0) of anything else."""
+    """Compute capability of a GPU; (0, 0) for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @cache
 def kernels_available(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device; where they do not, torch does the same work more slowly."""
+    """Whether Triton's kernels run on a device; otherwise torch does the same more slowly."""
     return capability(device) >= LEAST_CAPABILITY and find_spec("triton") is not None
 
 

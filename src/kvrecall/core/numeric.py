@@ -1,9 +1,9 @@
-"""Scalar building blocks of the compiled CPU kernels (numba): reading 16-bit floats, ordering floats.
+"""Scalar building blocks for numba: reading 16-bit floats, ordering floats.
 
-Import this module only from compiled kernels: it imports numba.
+Only modules with numba code may import it, because it imports numba.
 """
 
-# numba passes the typing context of an intrinsic by itself, which a type checker cannot know.
+# numba passes the typing context of an intrinsic itself; a type checker cannot know this.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
-    """A CPU float tensor (uint8: small floats) as unsigned integers, not copied, and the kind that `load_float` needs."""
+    """A CPU float tensor (uint8: small floats) as a view of unsigned integers, and its kind for `load_float`."""
     return tensor.detach().view(_UNSIGNED[tensor.itemsize]).numpy(), _KINDS[tensor.dtype]
 
 
 @njit(cache=True, nogil=True)
 def row_number(blocks, size, heads, h, token):
-    """The number of a token's row among all rows `[blocks, heads, size]` of a layer; blocks: those of the sequence."""
+    """The number of a token's row among all rows `[blocks, heads, size]` of a layer. blocks: the sequence's."""
     return (np.int64(blocks[token // size]) * heads + h) * size + token % size
 
 
@@ -55,7 +55,7 @@ def float_to_bits(typingctx, value):
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Asks for the cache line at an integer address, to be read soon; never faults."""
+    """Prefetches the cache line at an integer address; never faults."""
 
     def build(context, builder, signature, args):
         integer, pointer = ir.IntType(32), ir.IntType(8).as_pointer()

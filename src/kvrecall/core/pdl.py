@@ -1,7 +1,7 @@
-"""Kernels in a chain: the way of the next one to the GPU overlaps with the end of the one in front.
+"""Programmatic dependent launch (NVIDIA): the launch of the next kernel in a chain overlaps with the end of the previous one.
 
-That is NVIDIA's programmatic dependent launch. The next kernel is let go at the end only: its programs would otherwise sit on
-the multiprocessors, waiting, while the kernel in front still has work to distribute.
+The next kernel is allowed to start only at the end. Otherwise its programs would occupy multiprocessors and wait while the
+previous kernel still has programs to start.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Waits for all that the kernel in front wrote; what kernels before that one wrote may be read earlier."""
+    """Waits for the writes of the previous kernel. Writes of earlier kernels may be read before this call."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def end(PDL: tl.constexpr):
-    """Lets the next kernel be launched, which sees all the same what is still written here."""
+    """Allows the next kernel to start. After its `begin` it still sees all writes of this kernel."""
     if PDL:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Rings: rows that stay where their number puts them, so that nothing is shifted when old ones leave."""
+"""Ring buffers: the place of a row follows from its number, so nothing moves when old rows leave."""
 
 from __future__ import annotations
 

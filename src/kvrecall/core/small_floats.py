@@ -1,7 +1,7 @@
-"""Unsigned eight-bit floats, four bits of exponent and four of fraction: norms and weights of keys whose usual norm is 1.
+"""Unsigned eight-bit floats, four bits of exponent and four of fraction: norms and weights of keys with norms around 1.
 
-Code c > 0 is (16 + c % 16) / 16 * 2^(c // 16 - 10), from .001 to 62 in steps of 3 to 6 %; code 0 is 0. The bits of a code are
-the uppermost ones of an fp32 number's, less a constant, so that either way is an addition and a shift.
+Code c > 0 is (16 + c % 16) / 16 * 2^(c // 16 - 10), from .001 to 62 in steps of 3 to 6 %; code 0 is 0. A code is the upper bits
+of an fp32 number minus a constant, so packing and unpacking are an addition and a shift.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 SHIFT = 19
 """Bits of an fp32 number that a code lacks."""
 OFFSET = (127 - 10) << 4
-"""What the uppermost bits of an fp32 number are more than the code."""
+"""The upper bits of an fp32 number minus the code."""
 UNIT = 14
 """A code's value is (16 + c % 16) << (c // 16), in units of 2^-UNIT."""
 
 
 def pack(values: Tensor) -> Tensor:
-    """fp32 >= 0 -> uint8 of the same shape; what is too small becomes the least code, unless it is 0, what is too large the
-    largest."""
+    """fp32 >= 0 -> uint8 of the same shape; too small numbers become the least code, too large ones the largest; 0
+    stays 0."""
     bits = values.contiguous().view(torch.int32) + (1 << (SHIFT - 1)) >> SHIFT
     return torch.where(values > 0, (bits - OFFSET).clamp(1, 255), 0).to(torch.uint8)
 

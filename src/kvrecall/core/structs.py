@@ -1,4 +1,4 @@
-"""What the stages hand to each other. Shapes use the letters of `docs/reference/glossary.md`.
+"""The structs that stages pass to each other. Shapes use the letters of `docs/reference/glossary.md`.
 
 B sequences · H_q, H_kv heads · G = H_q / H_kv · D head dim · N retrieval-zone tokens · K selected tokens.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 
 
 def lasting_tensors() -> AbstractContextManager[object]:
-    """Context in which to allocate what outlives a step.
+    """Context for allocating tensors that outlive a step.
 
-    Tensors made under `torch.inference_mode` may not be written to outside it, yet a cache that was filled there may well be
-    used by `generate`, which only switches gradients off.
+    Tensors made under `torch.inference_mode` may not be written to outside it. A cache that was filled there may later be used
+    by `generate`, which only switches gradients off.
     """
     return torch.inference_mode(False)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much one search may return.
+    """The budget of one search.
 
     top_k: tokens per KV head (per query head for `gqa="per_head"`, whose union may be larger).
-    scaling: factor of the attention logits, needed where scores of several heads meet in a softmax.
+    scaling: factor of the attention logits, for softmaxes over scores of several heads.
     """
 
     top_k: int
@@ -36,7 +36,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a model asks of its attention beyond the tensors.
+    """A model's attention parameters besides the tensors.
 
     scaling: factor of q k. softcap: 0 for none, else logits become softcap * tanh(logits / softcap) (Gemma 2).
     sink_logits: learned logits `[H_q]` that take softmax mass without a value (gpt-oss), or None.
@@ -52,9 +52,9 @@ class Selection:
     """Retrieval-zone tokens chosen for one step.
 
     ids: int32 `[B, H_kv, K]`, positions inside the retrieval zone of each sequence, ascending, unique, padded with -1.
-    counts: int32 `[B, H_kv]`, how many ids of each row are real.
-    bias: fp32 `[B, H_q, K]` or None, added to the logits of the selected tokens (natural log): -log of the probability with
-    which a token was sampled, -inf for a head that does not attend to it.
+    counts: int32 `[B, H_kv]`, how many ids of each row are valid.
+    bias: fp32 `[B, H_q, K]` or None, added to the logits of the selected tokens (natural log): -log of a token's sampling
+    probability, -inf for a head that does not attend to it.
     estimated: rows that stand for groups of tokens that were not selected, or None: mean key, mean value, and log of the size
     as bias.
     """
@@ -65,7 +65,7 @@ class Selection:
     estimated: Estimated | None = None
 
     def of(self, sequence: int, zone: int) -> HeldSelection:
-        """What was found for one sequence, in a retrieval zone of `zone` tokens."""
+        """The selection of one sequence, found in a retrieval zone of `zone` tokens."""
         bias = None if self.bias is None else self.bias[sequence]
         return HeldSelection(
             self.ids[sequence], self.counts[sequence], zone, bias, self.estimated and self.estimated.at(sequence)
@@ -73,7 +73,7 @@ class Selection:
 
 
 class HeldSelection(NamedTuple):
-    """What the last search of a sequence found.
+    """The result of a sequence's last search.
 
     ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
     bias: fp32 `[H_q, K]`, estimated: rows of a batch of one, as in `Selection`.
@@ -86,7 +86,7 @@ class HeldSelection(NamedTuple):
     estimated: Estimated | None = None
 
     def own(self) -> HeldSelection:
-        """The same for a copy of the sequence. Estimated rows may lie in blocks of this one, which goes on to write there."""
+        """A copy for a copy of the sequence. Estimated rows are gathered, because this sequence may write to their blocks."""
         if self.estimated is None:
             return self
         rows = self.estimated.gathered()
@@ -95,10 +95,10 @@ class HeldSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Key-value rows that are resident on the compute device.
+    """Key-value rows on the device.
 
     kv: `[B, H_kv, T, 2, D]`, one contiguous row K|V per token and head, in the model's dtype.
-    lengths: int32 `[B, H_kv]`, rows that are real; the rest is never read.
+    lengths: int32 `[B, H_kv]`, valid rows; the others are never read.
     bias: fp32 `[B, H_q, T]`, added to the logits, or None.
     """
 
@@ -117,30 +117,30 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """Rows per head, those included that are not real."""
+        """Rows per head, padding included."""
         return self.kv.shape[2]
 
 
 class Estimated(Protocol):
-    """Rows that a search has weighed: `Rows`, or such that lie in blocks until they are attended to."""
+    """Rows with weights from a search: `Rows`, or rows that stay in blocks until they are attended to."""
 
     def at(self, sequence: int) -> Estimated:
         """The rows of one sequence, as a batch of one."""
         ...
 
     def gathered(self) -> Rows:
-        """The rows side by side. Those in blocks must be there still: nothing of what the search saw was cropped."""
+        """The rows as one tensor. Rows in blocks must still exist: the tokens of the search must not have been cropped."""
         ...
 
 
 @dataclass(frozen=True)
 class HostTable:
-    """Where the retrieval-zone rows of some sequences lie: in the blocks of one layer.
+    """Addresses of the retrieval-zone rows of some sequences in one layer.
 
-    rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer, in host memory, page-locked where a GPU reads
-    them, or on the device.
-    blocks: int32 `[B, W]` on the device that reads: entry j is the block of the tokens j * block_size and up of a sequence.
-    Entries behind a sequence's last block are block 0 and never used.
+    rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer, in host memory (page-locked for a GPU) or on
+    the device.
+    blocks: int32 `[B, W]` on the reading device: entry j is the block of a sequence's tokens from j * block_size on. Entries
+    after a sequence's last block are 0 and never used.
     """
 
     rows: Tensor
@@ -154,7 +154,7 @@ class HostTable:
 
 @dataclass(frozen=True)
 class HostRows:
-    """Selected rows that a GPU reads where they lie, in page-locked host memory.
+    """Selected rows that a GPU reads in place, in page-locked host memory.
 
     ids: int32 `[B, H_kv, K]` on the GPU, padded with -1. table: of the B sequences.
     """
@@ -164,12 +164,12 @@ class HostRows:
 
     @property
     def width(self) -> int:
-        """Rows per head, those included that are not real."""
+        """Rows per head, padding included."""
         return self.ids.shape[2]
 
 
 def stack_rows(found: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] | None = None) -> Rows:
-    """Pads rows `[H_kv, T_b, 2, D]` with their counts int32 `[H_kv]`, one pair per sequence, to one batch.
+    """Pads and stacks rows `[H_kv, T_b, 2, D]` with counts int32 `[H_kv]`, one pair per sequence, to a batch.
 
     biases: fp32 `[H_q, T_b]` per sequence, None for zeros."""
     weighed = [bias for bias in biases or [] if bias is not None]
@@ -187,7 +187,7 @@ def stack_rows(found: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] |
 
 
 def join_rows(batches: list[Rows]) -> Rows:
-    """Batches of one as one batch."""
+    """Joins batches of one sequence to one batch."""
     biases = [None if rows.bias is None else rows.bias[0] for rows in batches]
     return stack_rows([(rows.kv[0], rows.lengths[0]) for rows in batches], biases)
 
@@ -223,17 +223,17 @@ class StepStats:
     retrieved_tokens: int = 0
     """Tokens that searches selected, summed over steps and KV heads."""
     estimated_units: int = 0
-    """Groups of tokens whose attention was estimated instead, summed likewise."""
+    """Estimated groups of tokens, summed over steps and KV heads."""
     static_tokens: int = 0
-    """Tokens of static sets, summed likewise."""
+    """Tokens of static sets, summed over steps and KV heads."""
     reused_rows: int = 0
     """Selected rows that were still resident from an earlier step."""
     bytes_saved: int = 0
     """Bytes of the reused rows."""
     bytes_fetched: int = 0
-    """Bytes of rows gathered from the retrieval zone, wherever the compute device is."""
+    """Bytes of rows gathered from the retrieval zone, on any device."""
     bytes_to_device: int = 0
-    """Bytes that crossed from the host to a GPU; 0 on a CPU, where both are the same memory."""
+    """Bytes that crossed from the host to a GPU; 0 on a CPU."""
     bytes_to_host: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Files that are there in whole or not at all, and JSON and TOML from anybody: what is wrong with them is a `ValueError`."""
+"""Writes files completely or not at all, and parses untrusted JSON and TOML, with `ValueError` for every mistake."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says when there is no more room."""
+"""Error numbers for a full disk."""
 
 
 def parse_json(text: str, *, finite: bool = True) -> Any:
@@ -40,7 +40,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def first_mistake(error: ValidationError) -> str:
-    """The first mistake: where it is, what was expected, what was given."""
+    """The first mistake: place, expected, given."""
     found = error.errors()[0]
     where = ".".join(str(step) for step in found["loc"]) or "the file"
     said = found["msg"].removeprefix("Value error, ")
@@ -48,15 +48,15 @@ def first_mistake(error: ValidationError) -> str:
 
 
 _SHORT = Repr()
-"""What was given may be of any size and depth."""
+"""Limits the text of a given value, which may have any size and depth."""
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Gives the name of a draft; when the block ends the draft takes the file's place, and after an error it is removed.
+    """Yields the name of a draft, which replaces the file at the end of the block; after an error it is removed.
 
-    A device or a pipe, and a file in a folder that takes no new one, are written to directly. Raises OutputFileError.
+    Devices, pipes, and files in a folder without write permission are written to directly. Raises OutputFileError.
     """
     target = Path(os.path.realpath(path))
     there = target.exists()
@@ -76,7 +76,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a UTF-8 text file, in whole or not at all. Raises OutputFileError."""
+    """Writes a UTF-8 text file completely or not at all. Raises OutputFileError."""
     with whole_file(path) as draft, draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -85,12 +85,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file, in whole or not at all. Raises OutputFileError."""
+    """Writes a safetensors file completely or not at all. Raises OutputFileError."""
     from safetensors import SafetensorError
     from safetensors.torch import save, save_file
 
     with whole_file(path) as draft:
-        if draft.exists():  # a pipe or a device: `save_file` would put a file in its place
+        if draft.exists():  # not for a pipe or a device, which `save_file` would replace by a file
             draft.write_bytes(save(tensors, metadata))
             return
         try:
@@ -101,7 +101,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
 
 @contextmanager
 def written_to(path: object) -> Iterator[None]:
-    """Tells what the system says against writing a file as OutputFileError."""
+    """Turns OSErrors of writing a file into OutputFileError."""
     try:
         yield
     except OutputFileError:

@@ -1,8 +1,8 @@
 """Makes selected rows resident on the compute device. Rows that are still resident are not read again.
 
 A selection and its rows stay until the next search. With `reuse`, rows that the next search selects again stay too (consecutive
-steps share about half), and only the others are read from the host. Captured steps do so by default: it costs no launch, and
-the attended rows are the same.
+steps share about half), and only the others are read from the host. Captured steps do this by default, because it needs no
+extra launch.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kvrecall.parts import Part
 
 
 class RowSource(Protocol):
-    """Where the rows of one sequence lie (the host pool)."""
+    """The rows of one sequence on the host."""
 
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         """Rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each, all on the CPU; page-locked if `pin`."""
         ...
 
     def table(self, device: torch.device) -> HostTable | None:
-        """Where the rows lie, for reads by `device`; None where it cannot read them there."""
+        """Addresses of the rows for reads by `device`; None if the device cannot read them."""
         ...
 
 
 @dataclass(frozen=True)
 class Direct(Part):
-    """The GPU reads each row in place, in page-locked host memory. reuse: keep rows that are selected again; None: in captured
-    steps, where it is free."""
+    """The GPU reads each row in place, in page-locked host memory. reuse: keep rows that are selected again; None: only in
+    captured steps, where it costs nothing."""
 
     role: ClassVar[str] = "fetch"
     name: ClassVar[str] = "direct"
@@ -98,8 +98,8 @@ def fetch_rows(
 
 
 def rows_at(ids: Tensor, source: RowSource, device: torch.device) -> Tensor:
-    """Rows `[H_kv, n, 2, D]` of ids int32 `[H_kv, n]`, none of which is padding, on the device. A GPU reads page-locked ones
-    where they lie, and the host waits for nothing."""
+    """Rows `[H_kv, n, 2, D]` of ids int32 `[H_kv, n]`, without padding, on the device. A GPU reads page-locked rows in place,
+    and the host does not wait."""
     heads = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
     table = source.table(device) if device.type == "cuda" and kernels_available(device) else None
     if table is None:
@@ -109,7 +109,7 @@ def rows_at(ids: Tensor, source: RowSource, device: torch.device) -> Tensor:
 
 
 def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each id stands in the ascending, padded rows of `known`: (place int64, found bool)."""
+    """Looks up each id in the ascending, padded rows of `known`: (place int64, found bool)."""
     last = torch.iinfo(torch.int32).max
     haystack = torch.where(known < 0, last, known).contiguous()
     place = torch.searchsorted(haystack, ids.contiguous()).clamp_max(max(0, known.shape[1] - 1))
@@ -119,7 +119,7 @@ def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, K, 2, D]` on the device by one copy, zero where nothing is wanted."""
+    """Rows `[H_kv, K, 2, D]` on the device by one copy; zeros for unwanted entries."""
     pin = device.type == "cuda"
     picked = source.take(heads[wanted].long().cpu(), ids[wanted].long().cpu(), pin).to(device, non_blocking=pin)
     if len(picked) == ids.numel():
@@ -130,12 +130,12 @@ def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, devic
 
 
 def _direct(table: HostTable, source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, K, 2, D]` on the device, read one by one; zero where nothing is wanted."""
+    """Rows `[H_kv, K, 2, D]` on the device, read one by one; zeros for unwanted entries."""
     return _read(table, heads.to(device).flatten(), ids.to(device), wanted.to(device).flatten().nonzero().squeeze(1))
 
 
 def _read(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
-    """Rows `[H_kv, K, 2, D]` of those ids `[H_kv, K]` that stand in the slots, with heads `[H_kv K]`; zero elsewhere."""
+    """Rows `[H_kv, K, 2, D]` with the rows of ids `[H_kv, K]` at `slots`; heads: `[H_kv K]`. Zeros elsewhere."""
     from kvrecall.fetch.kernels import gather_rows
 
     row = table.rows.shape[3:]

@@ -1,4 +1,4 @@
-"""Addresses of the rows of several sequences, for a GPU that reads them in place and copies no row."""
+"""Addresses of the rows of several sequences, for reads in place by a GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvrecall.fetch import RowSource
 
 
 class RowTables:
-    """The block table of one set of sequences at a time, rebuilt only when blocks have come or gone."""
+    """The stacked block tables of one set of sequences, rebuilt only when blocks change."""
 
     def __init__(self) -> None:
         self._of: list[Tensor] = []
         self._blocks: Tensor | None = None
 
     def of(self, sources: list[RowSource], device: torch.device) -> HostTable | None:
-        """The sequences' blocks side by side; None where a source has no rows, or some that are not page-locked.
+        """The sequences' stacked blocks; None if a source has no rows, or rows that are not page-locked.
 
-        Valid until the sources change. What is read through it must be kept alive by the caller.
+        Valid until the sources change. The caller must keep the sources alive.
         """
         tables = [table for source in sources if (table := source.table(device)) is not None]
         if len(tables) < len(sources) or not tables:
