@@ -77,7 +77,7 @@ def test_a_second_additional_config_is_merged_and_wins(given: list[str]) -> None
         (EXACT, ["--additional-config", "{"], "--additional-config: expected a JSON object"),
         (EXACT, ["--additional-config"], "--additional-config: expected a JSON object"),
         (EXACT, ["--additional-config.kvrecall.top_k", "3"], "one JSON object.*--set"),
-        (EXACT, ["--config", "file.yaml"], "file of options"),
+        (EXACT, ["--config", "file.yaml"], "would ignore its"),
     ],
 )
 def test_what_is_not_served_is_refused(config: dict[str, Any], given: list[str], said: str) -> None:
