@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml scripts/install.sh
 	@touch $@
 
 demo: $(STAMP) ## Ask a small model questions about a long document (ARGS="--all" for every question)
+	@$(BIN)/python -m scripts.offline_models
 	@$(BIN)/kvrecall demo $(ARGS)
 
 # One thread per process: several that each take all cores wait for one another.

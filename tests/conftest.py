@@ -37,11 +37,11 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2_was_unpacked() -> bool:
     """Whether `smollm2` comes from the folder of dequantised weights of an earlier run, and not from the GGUF file."""
-    from kvrecall import models
+    from scripts.offline_models import ensure
+
     from kvrecall.models.unpack import find_unpacked
 
-    path = models.models_dir() / models.KNOWN["smollm2-135m"].filename
-    return path.exists() and find_unpacked(path, torch.float32) is not None
+    return find_unpacked(ensure("smollm2-135m"), torch.float32) is not None
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +55,9 @@ def smollm2(smollm2_was_unpacked: bool) -> tuple[Any, Any]:
 @pytest.fixture(scope="session")
 def qwen05b() -> tuple[Any, Any]:
     """(model, tokenizer): Qwen2.5-Coder 0.5B in bfloat16 on the CPU. Fetched on first use."""
+    from scripts.offline_models import ensure
+
     from kvrecall import models
 
+    ensure("qwen2.5-coder-0.5b")
     return models.load("qwen2.5-coder-0.5b", dtype=torch.bfloat16, device="cpu")

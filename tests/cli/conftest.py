@@ -37,8 +37,9 @@ class Cli:
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """With an empty folder of models, so that nothing here can load or fetch a real one unnoticed."""
+    """With an empty folder of models and hub's cache, so that nothing here can load or fetch a real one unnoticed."""
     monkeypatch.setenv("KVRECALL_MODELS", str(tmp_path / "models"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return Cli()
 
 

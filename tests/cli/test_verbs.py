@@ -112,14 +112,14 @@ def test_models_pull_and_check_report_paths(cli: Cli, monkeypatch: pytest.Monkey
 
 def test_damaged_model_is_shown_and_fails_the_check(cli: Cli) -> None:
     models.models_dir().mkdir()
-    (models.models_dir() / models.KNOWN["smollm2-135m"].filename).write_bytes(b"GGUF")
+    (models.models_dir() / models.KNOWN["smollm2-135m"].file).write_bytes(b"GGUF")
     assert "damaged" in cli("models", "list").stdout
-    assert "expected " + models.KNOWN["smollm2-135m"].sha256 in cli.error("models", "check")
+    assert "has 4 bytes, expected 98,362,432. Run `kvrecall models rm smollm2-135m`" in cli.error("models", "check")
 
 
 def test_models_and_their_unpacked_copies_are_counted_and_deleted(cli: Cli) -> None:
     name, folder = "smollm2-135m", models.models_dir()
-    file = folder / models.KNOWN[name].filename
+    file = folder / models.KNOWN[name].file
     copies = [folder / "unpacked" / f"{stem}-{'0a' * 6}-float32" for stem in (file.stem, "another")]
     for copy in copies:
         copy.mkdir(parents=True)
@@ -132,6 +132,11 @@ def test_models_and_their_unpacked_copies_are_counted_and_deleted(cli: Cli) -> N
     assert file.exists() and not copies[0].exists()
     assert "4 B freed" in cli("models", "rm", name).stdout and not file.exists() and copies[1].exists()
     assert cli.json("models", "rm", name)["models"] == [{"name": name, "bytes": 0}]
+    told = cli.json("models", "list")
+    assert told["unpacked_bytes"] == 3000 and told["unpacked_limit_bytes"] == 4 << 30
+    assert "unpacked copies, of other files too: 2.9 KiB of at most 4.0 GiB" in cli("models", "list").stdout
+    assert "NAMES: expected a known name, or --unpacked" in cli.error("models", "rm") and copies[1].exists()
+    assert "all unpacked copies: 2.9 KiB freed" in cli("models", "rm", "--unpacked").stdout and not copies[1].exists()
 
 
 def test_interruption_exits_130_without_a_traceback(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

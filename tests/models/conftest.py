@@ -1,39 +1,23 @@
-"""A model of two megabytes, in wheels made here, and no network."""
+"""A model of two megabytes on a hub of this machine; caches and folders of a test's own."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-import zipfile
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 
-from kvrecall.models import hub, registry, wheels
+from kvrecall.models import registry
 from kvrecall.models.registry import KnownModel
+from tests.models.fake_hub import FakeHub
 
-NAME = "tiny-parts"
-
-
-@dataclass
-class FakeIndex:
-    """Stands for pip: hands out wheels made from `parts`, and counts."""
-
-    model: KnownModel
-    parts: list[bytes]
-    fetched: list[str]
-
-    def fetch_wheel(self, package: str, folder: Path) -> Path:
-        self.fetched.append(package)
-        folder.mkdir(parents=True)
-        wheel = folder / f"{package}.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            # Code that would betray itself if anything imported or ran it.
-            archive.writestr(f"{package}/__init__.py", "raise SystemExit('a wheel of weights was imported')")
-            archive.writestr(f"{package}/part.bin", self.parts[self.model.packages.index(package)])
-            archive.writestr(f"{package}.dist-info/METADATA", "Name: " + package)
-        return wheel
+NAME, REPO, FILE = "tiny-random", "nobody/tiny-GGUF", "tiny.gguf"
+CONTENT = b"GGUF" + random.Random(1).randbytes(2_000_002)
 
 
 @pytest.fixture
@@ -45,21 +29,40 @@ def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def index(models_folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
-    """A registered model of two parts, whose wheels come from here; the hub does not answer."""
-    parts = [b"GGUF" + random.Random(seed).randbytes(1_000_001) for seed in (1, 2)]
-    model = KnownModel(
-        name=NAME,
-        filename="tiny.gguf",
-        sha256=hashlib.sha256(b"".join(parts)).hexdigest(),
-        bytes=sum(map(len, parts)),
-        hub_repo="nobody/tiny-GGUF",
-        hub_file="tiny.gguf",
-        packages=("tiny-part1", "tiny-part2"),
-        description="two random megabytes",
-    )
-    fake = FakeIndex(model, parts, [])
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of the hub's client in this test; not yet there."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def known_model(monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+    """A registered model whose file is `CONTENT`."""
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    model = KnownModel(NAME, REPO, FILE, digest, len(CONTENT), description="two random megabytes")
     monkeypatch.setitem(registry.KNOWN, NAME, model)
-    monkeypatch.setattr(wheels, "fetch_wheel", fake.fetch_wheel)
-    monkeypatch.setattr(hub, "unreachable", lambda repo, filename, limit_seconds=4.0: "the model hub could not be reached")
-    return fake
+    return model
+
+
+@pytest.fixture
+def hub(known_model: KnownModel, models_folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that has that model's file, and one of another quantisation."""
+    served = FakeHub(REPO, {FILE: CONTENT, "other.gguf": b"GGUF other"})
+    monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield served
+    served.stop()
+    close_session()  # connections to a server that is gone
+
+
+@pytest.fixture
+def open_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A models folder that everybody can reach, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        folder = Path(name) / "models"
+        folder.mkdir()
+        monkeypatch.setenv("KVRECALL_MODELS", str(folder))
+        yield folder
+        folder.chmod(0o755)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrecall.core.errors import ModelFilesError, ParameterError
-from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, hub, load, load_config, unpack
+from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, load, load_config, unpack
 from tests.tiny import WORDS, save_tiny_model
 
 
@@ -47,14 +47,6 @@ def test_damaged_gguf_is_named(tmp_path: Path, models_folder: Path) -> None:
         load(path)
     with pytest.raises(ModelFilesError, match="config could not be read"):
         load_config(path)
-
-
-def test_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "unreachable", lambda *_: "the model hub could not be reached")
-    with pytest.raises(ModelFilesError, match="could not be reached"):
-        load("nobody/nothing-of-this-name")
-    with pytest.raises(ModelFilesError, match="config could not be read"):
-        load_config("nobody/nothing-of-this-name")
 
 
 def test_gguf_packages_are_named_when_missing(tmp_path: Path, models_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

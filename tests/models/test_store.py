@@ -1,16 +1,21 @@
-"""Stamps, hashes and where files are kept."""
+"""Where files are kept, and when their hashes are computed."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvrecall.core.errors import ModelFilesError
-from kvrecall.models import check, find, models_dir, pull, store
-from tests.models.conftest import NAME, FakeIndex
+from kvrecall.models import check, find, load, models_dir, pull, store, unpack
+from kvrecall.models.registry import KnownModel
+from kvrecall.models.remove import remove, stored_bytes
+from tests.models import child
+from tests.models.conftest import CONTENT, FILE, NAME
+from tests.models.fake_hub import FakeHub
 
 
 def test_where_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,50 +29,77 @@ def test_where_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert models_dir() == tmp_path / ".cache" / "kvrecall" / "models"
 
 
-def test_find_hashes_once_per_file(index: FakeIndex, models_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_hashes_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pull(NAME)
+    monkeypatch.setattr(store, "sha256_of", lambda *_: pytest.fail("hashed"))
+    assert find(NAME) == path == pull(NAME)
+
+
+def test_changed_bytes_are_never_loaded(known_model: KnownModel, models_folder: Path, hub_cache: Path) -> None:
     models_folder.mkdir()
-    path = models_folder / "tiny.gguf"
-    assert find(NAME) is None
-    path.write_bytes(b"".join(index.parts))
-    calls: list[Path] = []
-    hash_file = store.sha256_of
-    monkeypatch.setattr(store, "sha256_of", lambda p, *a: calls.append(p) or hash_file(p, *a))
-    assert find(NAME) == path and find(NAME) == path and len(calls) == 1
-    os.utime(path, ns=(1, 1))  # touched: the stamp no longer holds, the bytes do
-    assert find(NAME) == path and len(calls) == 2
+    (models_folder / FILE).write_bytes(CONTENT[:-1] + b"?")
+    with pytest.raises(ModelFilesError, match=f"expected {known_model.sha256}. Run `kvrecall models rm {NAME}`"):
+        load(NAME, dtype="float32", device="cpu")
 
 
-def test_changed_bytes_are_noticed_despite_the_stamp(index: FakeIndex) -> None:
-    path = pull(NAME)
-    path.write_bytes(b"y" * index.model.bytes)
-    assert find(NAME) is None
-    path.write_bytes(b"short")
-    assert find(NAME) is None
-
-
-def test_garbage_in_the_stamp_is_ignored(index: FakeIndex) -> None:
-    path = pull(NAME)
-    store.stamp_path(path).write_text("{", encoding="utf-8")
-    assert find(NAME) == path
-
-
-def test_check_ignores_the_stamp(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_computes_the_hash(hub: FakeHub) -> None:
     path = pull(NAME)
     assert check(NAME) == path
     before = path.stat()
-    path.write_bytes(b"z" * index.model.bytes)
+    path.resolve().write_bytes(CONTENT[:-1] + b"?")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert find(NAME) is None, "an edit that restores the time of modification"
-    # A failing disk changes bytes and no times; only `check` finds that.
-    stamp = json.loads(store.stamp_path(path).read_text(encoding="utf-8"))
-    stamp.pop("sha256")
-    monkeypatch.setattr(store, "identity", lambda _: stamp)
-    assert find(NAME) == path
-    with pytest.raises(ModelFilesError, match="expected " + index.model.sha256):
+    with pytest.raises(ModelFilesError, match="expected " + store.known(NAME).sha256):
         check(NAME)
-    assert find(NAME) is None
 
 
-def test_check_of_a_missing_file_names_the_remedy(index: FakeIndex) -> None:
-    with pytest.raises(ModelFilesError, match=f"kvrecall models pull {NAME}"):
+@pytest.mark.parametrize(
+    "content, told",
+    [(None, f"its file is not here. Run `kvrecall models pull {NAME}`"), (b"short", "has 5 bytes, expected 2,000,006")],
+)
+def test_check_of_what_is_not_there(
+    known_model: KnownModel, models_folder: Path, hub_cache: Path, content: bytes | None, told: str
+) -> None:
+    models_folder.mkdir()
+    if content:
+        (models_folder / FILE).write_bytes(content)
+    with pytest.raises(ModelFilesError, match=told):
         check(NAME)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_folders_that_may_not_be_searched(hub: FakeHub, open_folder: Path, mode: int) -> None:
+    """As a user without rights: there is no traceback, and the file is not there."""
+    (open_folder / FILE).write_bytes(CONTENT)
+    open_folder.chmod(mode)
+    assert child.start(lambda: find(NAME), without_rights=True).result() == "None"
+
+
+def test_a_file_that_may_not_be_read(known_model: KnownModel, hub_cache: Path, open_folder: Path) -> None:
+    (open_folder / FILE).write_bytes(CONTENT)
+    (open_folder / FILE).chmod(0)
+    told = child.start(lambda: check(NAME), without_rights=True).result()
+    assert told.startswith("ModelFilesError") and "Permission denied" in told
+
+
+def test_a_model_is_removed_wherever_it_lies(hub: FakeHub, models_folder: Path) -> None:
+    cached, copy = pull(NAME), unpack.folder_of(pull(NAME), torch.float32)
+    copy.mkdir(parents=True)
+    (copy / "weights").write_bytes(b"0" * 3000)
+    (models_folder / FILE).write_bytes(CONTENT)
+    assert stored_bytes(NAME) == (2 * len(CONTENT), 3000)
+    assert remove(NAME, only_unpacked=True) == 3000 and not copy.exists() and cached.exists()
+    assert remove(NAME) == 2 * len(CONTENT)
+    assert find(NAME) is None and not cached.exists() and remove(NAME) == 0
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "a folder": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_file_is_not_found(hub: FakeHub, models_folder: Path, fault: str) -> None:
+    models_folder.mkdir()
+    FAULTS[fault](models_folder / FILE)
+    assert find(NAME) is None and pull(NAME).read_bytes() == CONTENT

@@ -18,7 +18,7 @@ from kvrecall.cli.answer import answer, printable, summary, to_stdout
 from kvrecall.cli.demo_document import Question, excerpt, harbour_log
 from kvrecall.cli.report import seconds, size, stats_table
 from kvrecall.cli.screen import results
-from kvrecall.cli.session import Session, download_bar, open_session, token_bar
+from kvrecall.cli.session import Session, download_bar, note, open_session, token_bar
 from kvrecall.cli.verb import Result, notes, status, verb
 
 QUESTIONS = 3
@@ -108,7 +108,7 @@ def _default(quiet: bool) -> str:
     from kvrecall.models import default_model
 
     with download_bar("fetching a model", quiet) as on_progress:
-        return default_model(on_progress, lambda notice: notes().print(Text(notice), soft_wrap=True))
+        return default_model(on_progress, note)
 
 
 def _side_by_side(question: Question, method: str, row: dict[str, Any]) -> Table:

@@ -14,6 +14,7 @@ from kvrecall.cli.report import size
 from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.textfile import read_text
 from kvrecall.cli.verb import Result, notes, status
+from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import KVRecallError, ParameterError, SessionError
 
 
@@ -68,7 +69,7 @@ def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> It
         yield Opened(session, document, {"folder": str(source), "found": True})
         return
     text = read_text(source)
-    limit = options.byte_count(choices.keep_limit, "--keep-limit")
+    limit = byte_count(choices.keep_limit, "--keep-limit")
     chosen = options.method_of(choices.method or options.DEFAULT_METHOD, choices.settings)
 
     from kvrecall import engine

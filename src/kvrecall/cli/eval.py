@@ -18,6 +18,7 @@ from kvrecall.cli.screen import results
 from kvrecall.cli.session import ProgressLog, open_session
 from kvrecall.cli.textfile import writable_folder
 from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.core.counts import whole
 from kvrecall.core.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def _depths(text: str) -> list[float]:
 
 
 def _budget(text: str) -> int:
-    count = options.whole(text)
+    count = whole(text)
     if count < 1:
         raise ParameterError("--budgets", "numbers of tokens such as 128,512", text, "They count tokens per KV head and step.")
     return count

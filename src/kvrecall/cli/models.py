@@ -15,7 +15,7 @@ from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import OnProgress, download_bar
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.core.errors import KVRecallError
+from kvrecall.core.errors import KVRecallError, ParameterError
 
 models = typer.Typer(help="The small models that kvrecall knows by name.", no_args_is_help=True)
 
@@ -23,15 +23,15 @@ Names = Annotated[list[str] | None, typer.Argument(help="Known names; see `kvrec
 
 
 def known_models() -> list[dict[str, Any]]:
-    """Every known model and whether its file is here. A file that was never verified is hashed, once."""
+    """Every known model and whether its file is here: its size is compared, its hash is not computed."""
     from kvrecall.models import DEFAULT, KNOWN, find
     from kvrecall.models.remove import stored_bytes
-    from kvrecall.models.store import is_there
+    from kvrecall.models.store import files_of
 
     told = []
     for model in KNOWN.values():
         path = find(model.name)
-        state = "ready" if path else "damaged" if is_there(model) else "not fetched"
+        state = "ready" if path else "damaged" if files_of(model) else "not fetched"
         row = {"name": model.name, "default": model.name == DEFAULT, "state": state, "path": str(path) if path else None}
         row["unpacked_bytes"] = stored_bytes(model.name)[1]
         told.append({**row, "bytes": model.bytes, "description": model.description, "licence": model.licence})
@@ -41,10 +41,18 @@ def known_models() -> list[dict[str, Any]]:
 @models.command("list")
 @verb
 def list_models(as_json: options.AsJson = False) -> Result:
-    """List the known models and where their files are."""
+    """List the known models, where their files are, and what unpacked copies take."""
     from kvrecall.models import models_dir
+    from kvrecall.models.hub import cache_dir
+    from kvrecall.models.unpack import bytes_of, copies, limit_bytes
 
-    told: Result = {"folder": str(models_dir()), "models": known_models()}
+    told: Result = {
+        "folder": str(models_dir()),
+        "hub_cache": str(cache_dir()),
+        "models": known_models(),
+        "unpacked_bytes": sum(map(bytes_of, copies())),
+        "unpacked_limit_bytes": limit_bytes(),
+    }
     if not as_json:
         table = plain_table(None, "name", "state", "size", "unpacked", "licence", "what it is", prose=True)
         for row in told["models"]:
@@ -54,14 +62,16 @@ def list_models(as_json: options.AsJson = False) -> Result:
             )
         console = results()
         console.print(table)
-        console.print(Text(f"\nfolder: {told['folder']}"), soft_wrap=True)
+        console.print(Text(f"\nfolders: {told['folder']}, then the model hub's cache {told['hub_cache']}"), soft_wrap=True)
+        taken = f"{size(told['unpacked_bytes'])} of at most {size(told['unpacked_limit_bytes'])}"
+        console.print(Text(f"unpacked copies, of other files too: {taken} (KVRECALL_UNPACK_LIMIT)"), soft_wrap=True)
     return told
 
 
 @models.command("pull")
 @verb
 def pull_models(names: Names = None, as_json: options.AsJson = False) -> Result:
-    """Fetch and verify models (the default one if none is named)."""
+    """Fetch models from the hub and verify them (the default one if none is named)."""
     from kvrecall.models import DEFAULT, find, pull
     from kvrecall.models.registry import known
 
@@ -85,18 +95,18 @@ def check_models(names: Names = None, as_json: options.AsJson = False) -> Result
     Exit code 2 if any is wrong.
     """
     from kvrecall.models import KNOWN, check
-    from kvrecall.models.check import check_folder, kept_folders
+    from kvrecall.models.check import check_folder
     from kvrecall.models.registry import known
-    from kvrecall.models.store import is_there, path_of
-    from kvrecall.models.unpack import folders_of
+    from kvrecall.models.store import files_of, path_of
+    from kvrecall.models.unpack import copies
 
-    here = [model for model in KNOWN.values() if is_there(model)]
+    here = [model for model in KNOWN.values() if files_of(model)]
     wanted = [known(name) for name in names] if names else here
     checks: list[tuple[str, Callable[[OnProgress], Path]]] = [(m.name, functools.partial(check, m.name)) for m in wanted]
     if not names:
         # Copies of files that are not known models, or not here any more.
-        mine = {folder for model in wanted for folder in folders_of(path_of(model))}
-        checks += [(f.name, functools.partial(check_folder, f.name, f)) for f in kept_folders() if f not in mine]
+        mine = {folder for model in wanted for folder in copies(path_of(model).stem)}
+        checks += [(f.name, functools.partial(check_folder, f.name, f)) for f in copies() if f not in mine]
     told, first_error = [], None
     for name, run in checks:
         try:
@@ -118,20 +128,24 @@ def check_models(names: Names = None, as_json: options.AsJson = False) -> Result
 @models.command("rm")
 @verb
 def remove_models(
-    names: Annotated[list[str], typer.Argument(help="Known names; see `kvrecall models list`.")],
+    names: Names = None,
     only_unpacked: Annotated[
-        bool, typer.Option("--unpacked", help="Only the unpacked copies; the next load makes them again.")
+        bool, typer.Option("--unpacked", help="Only unpacked copies (all if none is named); the next load makes them again.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Delete models and their unpacked copies from the disk."""
+    """Delete models, from the model hub's cache too, and their unpacked copies."""
     from kvrecall.models.registry import known
-    from kvrecall.models.remove import remove
+    from kvrecall.models.remove import remove, remove_unpacked
 
-    for name in names:
+    if not names and not only_unpacked:
+        raise ParameterError("NAMES", "a known name, or --unpacked", "neither", "`kvrecall models list` shows what is here.")
+    for name in names or []:
         known(name)  # all names are right, or nothing is deleted
-    told = [{"name": name, "bytes": remove(name, only_unpacked)} for name in names]
+    told: list[dict[str, Any]] = [{"name": name, "bytes": remove(name, only_unpacked)} for name in names or []]
+    if not names:
+        told = [{"name": None, "bytes": remove_unpacked()}]
     if not as_json:
         for row in told:
-            print(f"{row['name']}: {size(row['bytes'])} freed")
+            print(f"{row['name'] or 'all unpacked copies'}: {size(row['bytes'])} freed")
     return {"models": told}

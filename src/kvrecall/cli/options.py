@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvrecall.core.counts import whole
 from kvrecall.core.errors import ParameterError
 
 MODEL_HELP = "Known name, folder, .gguf file or hub repository."
@@ -86,24 +87,9 @@ def token_count(text: str, name: str = "--context") -> int:
     return count
 
 
-def byte_count(text: str, name: str) -> int:
-    """Bytes as people write them: 500m (= 500 MiB), 32g, 1t, 1048576. name: of the option."""
-    plain = text.strip().lower().removesuffix("b").removesuffix("i")
-    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(plain[-1:], 1)
-    count = whole(plain[:-1] if factor > 1 else plain) * factor
-    if not 0 <= count < 1 << 63:
-        raise ParameterError(name, "bytes such as 500m, 32g or 1t", text, "Give a whole number with its unit.")
-    return count
-
-
 def check_sampling(temperature: float, seed: int | None = None) -> None:
     """Raises ParameterError for a temperature that is no number, or a seed that torch does not take."""
     if not 0 <= temperature < inf:
         raise ParameterError("--temperature", "a finite number >= 0", temperature, "0 takes the likeliest token each time.")
     if seed is not None and not -(1 << 63) <= seed < 1 << 64:
         raise ParameterError("--seed", "an integer of 64 bits", seed, "Give a smaller one.")
-
-
-def whole(text: str) -> int:
-    """The number of a text of the digits 0 to 9; -1 for any other, and for more digits than any count has."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

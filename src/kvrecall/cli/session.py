@@ -47,17 +47,22 @@ class Session:
 
 
 def open_session(name: str, dtype: str | None, device: str | None, quiet: bool = False) -> Session:
-    """Fetches the model if it is a known one that is missing, and loads it."""
+    """Fetches what is missing of a known model or of a hub repository, and loads it."""
     from kvrecall import models
 
     source = models.resolve(name)
-    if source.kind == "known" and models.find(name) is None:
+    if source.kind == "hub" or (source.kind == "known" and models.find(name) is None):
         with download_bar(f"fetching {name}", quiet) as on_progress:
             models.pull(name, on_progress)
     start = time.perf_counter()
     with status(f"loading {name} (the first time takes half a minute)", quiet):
-        model, tokenizer = models.load(name, dtype=dtype, device=device)
+        model, tokenizer = models.load(name, dtype=dtype, device=device, on_notice=note)
     return Session(model, tokenizer, name, time.perf_counter() - start)
+
+
+def note(said: str) -> None:
+    """A line on standard error."""
+    notes().print(said, soft_wrap=True)
 
 
 @contextmanager
@@ -79,8 +84,12 @@ def _bar(title: str, count: Any, quiet: bool) -> Iterator[OnProgress]:
     console = notes()
     if quiet or not console.is_terminal:
         log = ProgressLog(quiet)
-        written = size if isinstance(count, DownloadColumn) else "{:,}".format
-        yield lambda done, total: log.tell(lambda: f"{title}: {written(done)} of {written(total)}", last=done >= total)
+        in_bytes = isinstance(count, DownloadColumn)
+        written = size if in_bytes else "{:,}".format
+        # A download says its size before its first byte.
+        yield lambda done, total: log.tell(
+            lambda: f"{title}: {written(done)} of {written(total)}", last=done >= total, always=in_bytes and not done
+        )
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -14,6 +14,7 @@ from kvrecall.cli.kept import Kept, KeptSession, kept_folder
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import ParameterError, SessionError
 
 sessions = typer.Typer(help="The sessions that `ask --keep` and `chat --keep` keep.", no_args_is_help=True)
@@ -26,7 +27,7 @@ SHOWN_DIGITS = 12
 @verb
 def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT, as_json: options.AsJson = False) -> Result:
     """List the kept sessions: document, tokens, size, model, method, last use."""
-    limit = options.byte_count(keep_limit, "--keep-limit")
+    limit = byte_count(keep_limit, "--keep-limit")
     folder = kept_folder()
     found = [_told(session) for session in (Kept(folder).sessions() if folder.is_dir() else [])]
     total = sum(row["bytes"] for row in found)

@@ -28,26 +28,20 @@ def load_config(spec: str | Path) -> Any:
     if source.kind == "known":
         return known_config(source.spec)
     options: dict[str, Any] = {"trust_remote_code": False}
-    location = source.spec
+    folder = hub.snapshot(source.spec, source.spec, "config.json") if source.kind == "hub" else source.path
+    assert folder is not None
     if source.kind == "gguf":
-        assert source.path is not None
-        if unpacked := find_unpacked(source.path):
-            location = str(unpacked)
-        else:
+        path, folder = folder, find_unpacked(folder)
+        if folder is None:
             require_gguf_packages(source.spec)
-            location, options["gguf_file"] = str(source.path.parent), source.path.name
-    elif source.kind == "folder":
-        location = str(source.path)
-    else:
-        options["local_files_only"] = hub.unreachable(source.spec, "config.json") is not None
+            folder, options["gguf_file"] = path.parent, path.name
     try:
         with quiet():
-            if source.kind == "folder":
-                sound.check_folder(Path(location))
-            elif "gguf_file" in options:
-                assert source.path is not None
-                check_header(source.path)
-            config = AutoConfig.from_pretrained(location, **options)
+            if "gguf_file" in options:
+                check_header(folder / options["gguf_file"])
+            else:
+                sound.check_folder(folder)
+            config = AutoConfig.from_pretrained(str(folder), **options)
             sound.check_config(config, None)
             return config
     except Exception as error:

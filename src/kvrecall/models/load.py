@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ import torch
 
 from kvrecall.core.errors import ModelFilesError
 from kvrecall.core.extras import require_transformers
-from kvrecall.models import hub, sound
+from kvrecall.models import sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
 from kvrecall.models.gguf_header import HeaderError, check_header
+from kvrecall.models.hub import Progress
 from kvrecall.models.pull import pull
 from kvrecall.models.registry import KNOWN, known_config
 from kvrecall.models.resolve import resolve
-from kvrecall.models.store import Progress
+from kvrecall.models.store import verify
 from kvrecall.models.unpack import find_unpacked, keep_unpacked
 
 
@@ -29,54 +29,47 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     on_progress: Progress | None = None,
+    on_notice: Callable[[str], None] | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a known name, a folder, a `.gguf` file or a hub repository; the model in eval mode on `device`.
 
-    Known models are fetched first if need be, with on_progress(bytes_done, bytes_total). Packed weights are dequantised: on
-    CPUs packed ones compute in float32 and prefill slowly. Raises `ModelFilesError`, `UnknownNameError`, `ParameterError`,
-    and `MissingPackageError` without transformers.
+    Known models and repositories are fetched first if need be, with on_progress(bytes_done, bytes_total). Packed weights are
+    dequantised: on CPUs packed ones compute in float32 and prefill slowly. The unpacked copy is kept, and `on_notice` told.
+    Raises `ModelFilesError`, `UnknownNameError`, `ParameterError`, and `MissingPackageError` without transformers.
     """
     require_transformers()
     place = as_device(device)
     kind = default_dtype(place) if dtype is None else as_dtype(dtype)
     source = resolve(spec)
-    if source.kind == "known":
-        model, tokenizer = _load_gguf(source.spec, pull(source.spec, on_progress), kind)
-    elif source.kind == "gguf":
-        assert source.path is not None
-        model, tokenizer = _load_gguf(source.spec, source.path, kind)
-    elif source.kind == "folder":
-        model, tokenizer = _load_folder(source.spec, str(source.path), kind)
+    path = pull(source.spec, on_progress) if source.path is None else source.path
+    if source.kind in ("known", "gguf"):
+        model, tokenizer = _load_gguf(source.spec, path, kind, on_notice)
     else:
-        offline = hub.unreachable(source.spec, "config.json")
-        if offline and not _is_cached(source.spec):
-            raise ModelFilesError(source.spec, offline, "Check the name and the network, or give a local folder or .gguf file.")
-        model, tokenizer = _load_folder(source.spec, source.spec, kind, local_files_only=offline is not None)
+        model, tokenizer = _load_folder(source.spec, path, kind)
     return model.to(place).eval(), tokenizer
 
 
-def _load_folder(spec: str, location: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+def _load_folder(spec: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoConfig
 
-    folder = Path(location) if os.path.isdir(location) else None
-    # A repository's own code is never run; without this a prompt asks whether it may be.
-    options["trust_remote_code"] = False
     with _clear_errors(spec, "could not be loaded", "It needs config, weights and tokenizer, whole and of one model."), quiet():
-        if folder:
-            sound.check_folder(folder)
-        config = AutoConfig.from_pretrained(location, **options)
-        sound.check_config(config, sound.weights_bytes(folder) if folder else None)
-        return _read(location, config, dtype, **options)
+        sound.check_folder(folder)
+        # A repository's own code is never run; without this a prompt asks whether it may be.
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        sound.check_config(config, sound.weights_bytes(folder))
+        return _read(folder, config, dtype, trust_remote_code=False)
 
 
-def _load_gguf(spec: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Callable[[str], None] | None) -> tuple[Any, Any]:
     if unpacked := find_unpacked(path, dtype):
-        # What was verified may still not load, in an older transformers or because another process replaces it just now.
+        # What was verified may still not load, in an older transformers or because another process removes it just now.
         with contextlib.suppress(ModelFilesError):
-            return _load_folder(spec, str(unpacked), dtype)
+            return _load_folder(spec, unpacked, dtype)
     require_gguf_packages(spec)
     from transformers import AutoConfig
 
+    if spec in KNOWN:
+        verify(KNOWN[spec], path)
     options = {"gguf_file": path.name, "trust_remote_code": False}
     with _clear_errors(spec, "could not be read as GGUF", "Fetch the file again."), quiet():
         check_header(path)
@@ -85,23 +78,23 @@ def _load_gguf(spec: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         sound.check_config(config, path.stat().st_size)
         # The dequantiser's progress bar has no switch of its own.
         with contextlib.redirect_stderr(io.StringIO()):
-            model, tokenizer = _read(str(path.parent), config, dtype, _dequantize(), **options)
+            model, tokenizer = _read(path.parent, config, dtype, _dequantize(), **options)
     with quiet():
-        keep_unpacked(path, model, tokenizer)
+        keep_unpacked(path, model, tokenizer, on_notice)
     return model, tokenizer
 
 
 def _read(
-    location: str, config: Any, dtype: torch.dtype, only_model: dict[str, Any] | None = None, **options: Any
+    folder: Path, config: Any, dtype: torch.dtype, only_model: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        location, config=config, dtype=dtype, output_loading_info=True, **(only_model or {}), **options
+        str(folder), config=config, dtype=dtype, output_loading_info=True, **(only_model or {}), **options
     )
     model, report = loaded
     sound.check_loaded(model, report)
-    return model, AutoTokenizer.from_pretrained(location, **options)
+    return model, AutoTokenizer.from_pretrained(str(folder), **options)
 
 
 @contextlib.contextmanager
@@ -147,12 +140,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _is_cached(repo: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(repo, "config.json"), str)
 
 
 def first_line(error: BaseException) -> str:

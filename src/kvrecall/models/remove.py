@@ -1,50 +1,40 @@
-"""What known models take on the disk, and how it is given back."""
+"""What models take on the disk, and how it is given back."""
 
 from __future__ import annotations
 
-import re
 import shutil
-from pathlib import Path
 
-from kvrecall.models.registry import KnownModel, known
-from kvrecall.models.store import models_dir, path_of, stamp_path
-
-
-def copies_of(model: KnownModel) -> list[Path]:
-    """Unpacked copies of a model's file, also of files that have been replaced since."""
-    pattern = re.compile(re.escape(path_of(model).stem) + r"-[0-9a-f]{12}-\w+")
-    try:
-        return sorted(path for path in (models_dir() / "unpacked").iterdir() if pattern.fullmatch(path.name))
-    except OSError:
-        return []
+from kvrecall.models import hub
+from kvrecall.models.registry import known
+from kvrecall.models.store import files_of, path_of, size_of
+from kvrecall.models.unpack import bytes_of, copies
 
 
 def stored_bytes(name: str) -> tuple[int, int]:
     """Bytes on the disk of a known model's file and of its unpacked copies. Raises `UnknownNameError`."""
     model = known(name)
-    path = path_of(model)
-    return _size(path), sum(_size(file) for folder in copies_of(model) for file in folder.rglob("*"))
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file; 0 of what is none, or may not be looked at."""
-    try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:
-        return 0
+    return sum(map(size_of, files_of(model))), sum(map(bytes_of, copies(path_of(model).stem)))
 
 
 def remove(name: str, only_unpacked: bool = False) -> int:
-    """Deletes a known model's file and its unpacked copies, or the copies alone; returns the bytes that were freed.
+    """Deletes a known model's file, from the model hub's cache too, and its unpacked copies, or the copies alone.
 
-    A process that has them open keeps what it reads. Raises `UnknownNameError`, `OSError`.
+    Returns the bytes that were freed. A process that has them open keeps what it reads. Raises `UnknownNameError`, `OSError`.
     """
     model = known(name)
     own, unpacked = stored_bytes(name)
-    for folder in copies_of(model):
-        shutil.rmtree(folder)
+    remove_unpacked(path_of(model).stem)
     if only_unpacked:
         return unpacked
-    for path in (stamp_path(path_of(model)), path_of(model)):
-        path.unlink(missing_ok=True)
+    path_of(model).unlink(missing_ok=True)
+    hub.forget(model.repo, model.file)
     return own + unpacked
+
+
+def remove_unpacked(stem: str | None = None) -> int:
+    """Deletes the unpacked copies of files of this name (None: of all), and returns the bytes that were freed."""
+    freed = 0
+    for folder in copies(stem):
+        freed += bytes_of(folder)
+        shutil.rmtree(folder)
+    return freed

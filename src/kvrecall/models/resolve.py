@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvrecall.core.errors import ModelFilesError, UnknownNameError
-from kvrecall.models.registry import KNOWN, known
-from kvrecall.models.store import path_of
+from kvrecall.models.registry import KNOWN
 
 GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -20,7 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class ModelSource:
     """Where a model comes from.
 
-    path: the folder or file; for a known model where its file is or will be; None for the hub.
+    path: the folder or file; None for a known model and for the hub, whose files `pull` finds.
     """
 
     kind: Literal["known", "folder", "gguf", "hub"]
@@ -36,7 +35,7 @@ def resolve(spec: str | Path) -> ModelSource:
     """
     text = str(spec)
     if text in KNOWN:
-        return ModelSource("known", text, path_of(known(text)))
+        return ModelSource("known", text, None)
     path = Path(os.path.expanduser(text))
     # Of os.path, because the methods of Path raise for names that are too long and folders that may not be searched.
     if os.path.isdir(path):

@@ -1,23 +1,19 @@
-"""The folder that keeps fetched weights, and the knowledge that they were verified.
+"""Where the files of known models lie, and whether they are what they should be.
 
-Hashing takes 0.6 s per GB and more, so a verified file gets a stamp beside it with its size, its times and its inode; as long
-as all match, the hash is not computed again.
+A file in `models_dir()`, put there by hand or by a script, comes before the model hub's cache. `find` compares sizes, which
+costs nothing; the hash is computed where it counts: after a download, before weights are read, and by `check`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from kvrecall.core.errors import ModelFilesError
+from kvrecall.models import hub
+from kvrecall.models.hub import Progress
 from kvrecall.models.registry import KnownModel, known
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total)."""
 
 BLOCK_BYTES = 1 << 24
 
@@ -31,56 +27,46 @@ def models_dir() -> Path:
 
 
 def path_of(model: KnownModel) -> Path:
-    """Where the file of this model belongs, whether or not it is there."""
-    return models_dir() / model.filename
+    """Where a file of this model is looked for before the hub's cache, whether or not it is there."""
+    return models_dir() / model.file
+
+
+def files_of(model: KnownModel) -> list[Path]:
+    """What lies where this model's file belongs, readable or not."""
+    # Not Path.exists, which raises where a folder on the way may not be searched.
+    places = [path_of(model), hub.cached(model.repo, model.file, model.revision)]
+    return [path for path in places if path and os.path.lexists(path)]
 
 
 def find(name: str) -> Path | None:
-    """The verified file of a known model, or None if it is missing or not the right one."""
+    """A known model's file, or None if it is missing or of another size. Raises `UnknownNameError`."""
     model = known(name)
-    path = path_of(model)
+    return next((path for path in files_of(model) if size_of(path) == model.bytes), None)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 of what is none, or may not be looked at."""
     try:
-        if not path.is_file() or path.stat().st_size != model.bytes:
-            return None
-        if _stamp_holds(path, model.sha256):
-            return path
-        if sha256_of(path) != model.sha256:
-            return None
+        return path.stat().st_size if path.is_file() else 0
     except OSError:
-        # A file that cannot be read is as good as none: `pull` puts another in its place or says what keeps it from it.
-        return None
-    write_stamp(path, model.sha256)
-    return path
+        return 0
 
 
-def is_there(model: KnownModel) -> bool:
-    """Whether something lies where this model's file belongs, readable or not."""
-    # Not Path.exists, which raises where a folder on the way may not be searched.
-    return os.path.lexists(path_of(model))
-
-
-def check_file(name: str, on_progress: Progress | None = None) -> Path:
-    """Computes the hash of the stored file again, whatever its stamp says.
-
-    Raises `ModelFilesError` if the file is missing or its bytes differ; a wrong file stays where it is until the next pull.
-    """
-    model = known(name)
-    path = path_of(model)
-    remedy = f"Run `kvrecall models pull {name}`."
-    if not os.path.isfile(path):
-        raise ModelFilesError(name, f"no file at {path}", remedy)
+def verify(model: KnownModel, path: Path, on_progress: Progress | None = None) -> Path:
+    """Computes the hash of a model's file and returns its path; raises `ModelFilesError` if it is another or cannot be read."""
     try:
         digest = sha256_of(path, on_progress)
     except OSError as error:
-        raise ModelFilesError(
-            name, f"{path} cannot be read ({error.strerror})", "Check its permissions and the disk."
-        ) from error
+        remedy = "Check its permissions and the disk."
+        raise ModelFilesError(model.name, f"{path} cannot be read ({error.strerror})", remedy) from error
     if digest != model.sha256:
-        with contextlib.suppress(OSError):
-            stamp_path(path).unlink()
-        raise ModelFilesError(name, f"{path} has sha256 {digest}, expected {model.sha256}", remedy)
-    write_stamp(path, model.sha256)
+        raise ModelFilesError(model.name, f"{path} has sha256 {digest}, expected {model.sha256}", fetch_again(model))
     return path
+
+
+def fetch_again(model: KnownModel) -> str:
+    """The remedy for a wrong file."""
+    return f"Run `kvrecall models rm {model.name}`, then `kvrecall models pull {model.name}`."
 
 
 def sha256_of(path: Path, on_progress: Progress | None = None) -> str:
@@ -93,27 +79,6 @@ def sha256_of(path: Path, on_progress: Progress | None = None) -> str:
             if on_progress:
                 on_progress(done, total)
     return digest.hexdigest()
-
-
-def stamp_path(path: Path) -> Path:
-    """The stamp that belongs to a file of weights."""
-    return path.with_name(path.name + ".sha256-ok")
-
-
-def write_stamp(path: Path, sha256: str) -> None:
-    """Records that this file, as it is now, has this hash. A folder that cannot be written just goes without stamps."""
-    try:
-        stamp_path(path).write_text(json.dumps({"sha256": sha256, **identity(path)}), encoding="utf-8")
-    except OSError:
-        return
-
-
-def _stamp_holds(path: Path, sha256: str) -> bool:
-    try:
-        stamp = json.loads(stamp_path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return stamp == {"sha256": sha256, **identity(path)}
 
 
 def identity(path: Path) -> dict[str, int]:
