@@ -95,7 +95,9 @@ def load_and_answer(small: str, large: str) -> None:
 
 
 def answer(model: Any, cache: RetrievalCache) -> Tensor:
-    """Some logits of an answer of 12 tokens to a question of 30, which attends to all that is held."""
+    """Some logits of an answer of 12 tokens to a question of 30, which attends to all that is held; announced, as `generate`
+    does."""
+    cache.reserve(cache.get_seq_length() + 42)
     question = feed(model, cache, tokens(30, seed=4))
     return torch.cat([question, decode(model, cache, 12)[:, 0]])[:, :8]
 

@@ -28,7 +28,7 @@ FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-z]{1,8}-[0-9a-f]{16}\.bin")
 _PAGE = 65_536
 """Runs of a file begin at multiples of this: whole pages on every machine."""
 _ALIGNMENT = 64
-_WRITTEN = 256 << 10
+_WRITTEN = 64 << 10
 """Bytes that are written at a time, or skipped if all are zero, as after the last token of a block."""
 _VERIFIED = 1 << 20
 """Bytes that are read at a time where only their checksum is wanted."""
