@@ -28,11 +28,13 @@ MODEL_CONFIGS = ("product-early", "paper-early", "balanced-rest", "balanced-512-
                  "louiskv", "freekv")  # fmt: skip
 """Configurations of a whole model beside those of a layer."""
 LAYER_SHAPES, MODEL_SHAPES = ("8b", "qwen2.5-1.5b", "qwen3-0.6b"), ("llama-3.1-8b", "qwen3-8b", "qwen3-0.6b")
-Configs = Annotated[str, typer.Option(help=f"One or more: {', '.join(LAYER_CONFIGS)}.")]
+_METHODS = "methods such as pariskv:gqa=max@128, or"
+Configs = Annotated[str, typer.Option(help=f"One or more: {_METHODS} {', '.join(LAYER_CONFIGS)}.")]
 Layers = Annotated[str | None, typer.Option(help="Fewer layers than the model has, one or more: 8,16.")]
 ModelShape = Annotated[str, typer.Option("--shape", help=f"Model shape: {', '.join(MODEL_SHAPES)}; weights are random.")]
 LayerShape = Annotated[str, typer.Option("--shape", help=f"Attention shape: {', '.join(LAYER_SHAPES)}.")]
-ModelConfigs = Annotated[str, typer.Option("--configs", help=f"One or more: {', '.join(LAYER_CONFIGS + MODEL_CONFIGS)}.")]
+_NAMES = ", ".join(LAYER_CONFIGS + MODEL_CONFIGS)
+ModelConfigs = Annotated[str, typer.Option("--configs", help=f"One or more: {_METHODS} {_NAMES}.")]
 
 
 @commands.command()
@@ -48,7 +50,8 @@ def layer(
     _need_cuda()
     from benchmarks import gpu_layer
 
-    names = _check(shape, gpu_layer.SHAPES, configs, gpu_layer.CONFIGS)
+    _check_shape(shape, gpu_layer.SHAPES)
+    names = _configs(configs, [*gpu_layer.CONFIGS], lambda name: gpu_layer.method_of(name, 1))
     asked = product([shape], _counts(context), names)
     columns = ("tokens", "config", "retrieval_p50_us", "full_p50_us", "speedup", *gpu_layer.STAGES)
     return _rows(gpu_layer.measure, asked, columns, out, as_json)
@@ -209,10 +212,14 @@ def _layers(layers: str | None) -> list[int | None]:
     return [int(count) for count in counts]
 
 
-def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) -> list[str]:
-    """The names that were asked for, by commas, or all that are known."""
+def _check_shape(shape: str, shapes: Iterable[str]) -> None:
     if shape not in shapes:
         raise UnknownNameError("shape", shape, shapes)
+
+
+def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) -> list[str]:
+    """The names that were asked for, by commas, or all that are known."""
+    _check_shape(shape, shapes)
     names = list(known) if asked == "all" else asked.split(",")
     for name in names:
         if name not in known:
@@ -223,9 +230,21 @@ def _check(shape: str, shapes: Iterable[str], asked: str, known: Iterable[str]) 
 def _of_models(shape: str, configs: str, also: tuple[str, ...] = ()) -> list[str]:
     """Configurations of a whole model that were asked for, where they can be measured. also: names beside those of CONFIGS."""
     _need_cuda()
-    from benchmarks.models import CONFIGS, SHAPES
+    from benchmarks.models import CONFIGS, SHAPES, method_of
 
-    return _check(shape, SHAPES, configs, (*CONFIGS, *also))
+    _check_shape(shape, SHAPES)
+    return _configs(configs, [*CONFIGS, *also], lambda name: name in also or method_of(name, 1))
+
+
+def _configs(asked: str, known: list[str], made: Callable[[str], object]) -> list[str]:
+    """Configurations that were asked for: names, and texts of methods as results keep them (`methods.spec`), so that a row says
+    what ran. made: makes one, so that a mistake is told before anything is measured."""
+    from kvrecall.methods.spec import listed, parse
+
+    names = known if asked == "all" else listed(asked)
+    for name in names:
+        made(name)
+    return [name if name in known else str(parse(name)) for name in names]
 
 
 def _need_cuda() -> None:

@@ -37,7 +37,7 @@ from benchmarks import byte_counts
 from benchmarks.bandwidth import bandwidths
 from benchmarks.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
 from benchmarks.inputs import Gaussian, Traced, Turning
-from benchmarks.models import COMPILED, CONFIGS, FULL, SHAPES, TRACED, TURNING, let_go, model_of
+from benchmarks.models import COMPILED, FULL, SHAPES, TRACED, TURNING, let_go, method_of, model_of
 from benchmarks.verify import check_compiled, check_step
 from kvrecall.backends.memory import layer_bytes
 from kvrecall.backends.transformers import RetrievalCache
@@ -148,7 +148,7 @@ def measure(
     sizes = SHAPES[shape] | {"num_hidden_layers": count}
     ours = byte_counts.NOT_COUNTED
     if not isnan(p50):
-        ours = byte_counts.step_of_model(sizes, context, batch, CONFIGS[config](context)).reading(found.bus_bytes)
+        ours = byte_counts.step_of_model(sizes, context, batch, method_of(config, context)).reading(found.bus_bytes)
     theirs = nan if isnan(full.p50_ms) else byte_counts.step_of_model(sizes, context, batch, None).device
     band = bandwidths()
     row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
@@ -173,7 +173,7 @@ def retrieval(
     source: of what the layers hold and are asked; None: Gaussian keys, and queries that the model makes.
     """
     before = free_device_bytes(model.device)
-    cache = RetrievalCache(model.config, CONFIGS[name](context))
+    cache = RetrievalCache(model.config, method_of(name, context))
     room = steps + _SPARE_STEPS
     source = source or Gaussian(cache.signature)
     cache.calibrate(model)

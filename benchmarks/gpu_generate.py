@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import kvrecall
-from benchmarks.models import CONFIGS, FULL, let_go, model_of
+from benchmarks.models import FULL, let_go, method_of, model_of
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.engine import generate
 
@@ -73,7 +73,7 @@ class _User:
             if count == new_tokens and self.ids.is_cuda:
                 self.device_bytes = torch.cuda.mem_get_info()[1] - free_device_bytes(self.ids.device)
 
-        method = kvrecall.Full() if name == FULL else CONFIGS[name](self.ids.shape[1])
+        method = kvrecall.Full() if name == FULL else method_of(name, self.ids.shape[1])
         self.began = time.perf_counter()
         made = generate(
             model, None, self.ids, method, max_new_tokens=new_tokens, compiled=compiled, eos_token_id=[],

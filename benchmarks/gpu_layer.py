@@ -13,7 +13,7 @@ the search selected, and the search with its reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ from benchmarks.checks import require
 from benchmarks.gpu_time import Times, timed
 from kvrecall.attend.reference import attend_rows
 from kvrecall.cache.blocks import BlockTable, block_tables
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
@@ -36,7 +37,9 @@ from kvrecall.index.step import SlotStep
 from kvrecall.layer.slots.layers import Joined, Layers
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
+from kvrecall.methods.base import Method
 from kvrecall.methods.pariskv import ParisKV
+from kvrecall.methods.spec import parse
 
 SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8, 128)}
 """Query heads, KV heads, head dim."""
@@ -72,6 +75,29 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
 "balanced" is what `pariskv-balanced` is, "balanced-2%" the same with fewer candidates at any length, "balanced-512" with 512
 tokens per KV head instead of 100, "balanced-plain" without centres and norms and with 16-bit weights. "…-reuse" reads no row
 again that the step before selected too, as captured steps do where a method does not say otherwise; all others read all."""
+
+
+def named(name: str, context: int, known: Mapping[str, Callable[[int], Method]]) -> Method:
+    """The method of a configuration: one of `known`, or a method as `kvrecall.methods.spec` reads it, which searches at any
+    length unless it says otherwise. Raises UnknownNameError, and the errors of `Spec.method`."""
+    if name in known:
+        return known[name](context)
+    spec = parse(name)
+    try:
+        return spec.method(**({} if spec.is_file else {"full_attention_threshold": 0} | spec.settings))
+    except UnknownNameError as error:
+        if error.got != spec.name:  # a parameter or a part
+            raise
+        raise UnknownNameError("configuration or method", spec.name, {*known, *error.known}) from None
+
+
+def method_of(name: str, context: int) -> ParisKV:
+    """The method of a configuration of CONFIGS, or of a text that names a ParisKV: the layer's kernels are launched one by one
+    here. Raises ParameterError for another method."""
+    method = named(name, context, CONFIGS)
+    if not isinstance(method, ParisKV):
+        raise ParameterError("--configs", "pariskv or pariskv-balanced", name, "`kvrecall bench decode` takes any method.")
+    return method
 
 
 @dataclass(frozen=True)
@@ -264,7 +290,7 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     """Builds, checks and times one configuration."""
     heads, dim = SHAPES[shape][1:]
     layers = max(8, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
-    bench = Bench(shape, tokens, CONFIGS[name](tokens), layers)
+    bench = Bench(shape, tokens, method_of(name, tokens), layers)
     bench.check()
     p20, p50, p80 = timed(bench.step, layers, between=bench.turn)
     rows = bench.rows_read()

@@ -40,7 +40,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.checks import require
 from benchmarks.gpu_time import percentiles
-from benchmarks.models import CONFIGS, attention_of, model_of
+from benchmarks.models import attention_of, method_of, model_of
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.cache.layer import LayerStore
 from kvrecall.engine.prefill import prefill
@@ -167,7 +167,7 @@ class Prompt:
     def read(self, name: str, ids: Tensor, profile: bool = False) -> tuple[RetrievalCache, Tensor]:
         """Reads tokens through kvrecall; the cache, and hidden states of the last chunk."""
         model, last = self.model, [torch.empty(0)]
-        cache = RetrievalCache(model.config, CONFIGS[name](ids.shape[1]), profile=profile)
+        cache = RetrievalCache(model.config, method_of(name, ids.shape[1]), profile=profile)
         hook = model.base_model.register_forward_hook(lambda _, __, out: last.__setitem__(0, out.last_hidden_state))
         try:
             prefill(model, ids, cache, chunk_tokens=self.chunk_tokens)

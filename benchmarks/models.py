@@ -61,6 +61,11 @@ random model would say nothing, so that its trigger is asked at every step but f
 `freekv`."""
 
 
+def method_of(name: str, context: int) -> Method:
+    """The method of a configuration of CONFIGS, or of a method's text (`gpu_layer.named`)."""
+    return gpu_layer.named(name, context, CONFIGS)
+
+
 def model_of(shape: str, layers: int | None, context: int, device: str = "cuda") -> LlamaForCausalLM:
     """A decoder with random bf16 weights. layers: fewer than the model's own, or None for all of them."""
     sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})

@@ -13,10 +13,11 @@ import torch
 
 import kvrecall
 from benchmarks import cli as verbs
-from benchmarks import gpu_decode, gpu_layer, models
+from benchmarks import gpu_decode, gpu_layer, gpu_prefill, models
 from kvrecall.cli import bench
 from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
+from kvrecall.methods.spec import RECOMMENDED
 from tests.cli.conftest import Cli
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,9 +79,28 @@ def test_bench_says_what_it_cannot_measure(cli: Cli, verb: str, what: str, monke
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "CUDA GPU" in cli.error("bench", verb)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "unknown configuration 'papers'" in cli.error("bench", verb, f"--{what}", "papers")
+    kind = "configuration or method" if what == "configs" else "configuration"
+    assert f"unknown {kind} 'papers'" in cli.error("bench", verb, f"--{what}", "papers")
     assert "unknown shape '70b'" in cli.error("bench", verb, "--shape", "70b")
     assert "1.5k" in cli.error("bench", verb, "--context", "1.5k")
+
+
+def test_configurations_are_names_or_methods_in_the_one_grammar(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    asked: list[str] = []
+    monkeypatch.setattr(gpu_prefill, "measure", lambda *arguments: asked.append(arguments[4]))
+    monkeypatch.setattr(verbs, "_rows", lambda measure, each, *_: {"rows": [measure(*arguments) for arguments in each]})
+    scheduled = "pariskv:schedule=[[5000,0.5,0.5],[null,0.1,0.2]];gqa=max@64"
+    cli("bench", "prefill", "--configs", f"product,{scheduled},recommended,LouisKV:threshold=0.85@128")
+    assert asked == ["product", scheduled, RECOMMENDED, "LouisKV:threshold=0.85@128"]
+    louis = kvrecall.LouisKV(threshold=0.85, top_k=128, full_attention_threshold=0)
+    assert models.method_of("louiskv:threshold=0.85@128", 9) == louis
+    assert models.method_of("product", 9) == gpu_layer.CONFIGS["product"](9)
+    for wrong, said in (("pariskv:top_k", "method: expected NAME"), ("pariskv:gqa=most", "gqa"), ("pariskv:color=1", "color")):
+        assert said in cli.error("bench", "decode", "--configs", wrong)
+    assert "expected pariskv or pariskv-balanced, got 'prkv'" in cli.error("bench", "layer", "--configs", "prkv")
 
 
 def test_bench_names_all_configurations_and_shapes() -> None:

@@ -85,15 +85,9 @@ def serve(
 
 def _settings(method: str | None, settings: list[str] | None) -> Result:
     """The method and its settings as vLLM's backend takes them; vLLM's own default where none is named."""
-    from kvrecall.backends.vllm.settings import METHODS
-    from kvrecall.methods.spec import RECOMMENDED_NAME, parse
+    from kvrecall.backends.vllm.settings import METHODS, spelled
 
-    # What is recommended there has no update_interval: every key is summarised when it comes.
-    spec = parse(METHODS[0] if method in (None, RECOMMENDED_NAME) else method)
-    if spec.is_file:
-        raise ParameterError("--method", "a name with --engine vllm", method, f"Served are {', '.join(METHODS)}.")
-    budget = {} if spec.budget is None else {"top_k": spec.budget}
-    return {"method": spec.name, **spec.settings, **budget, **options.settings_of(settings)}
+    return {**spelled(method or METHODS[0]), **options.settings_of(settings)}
 
 
 def _engine(asked: Engine | None) -> Engine:

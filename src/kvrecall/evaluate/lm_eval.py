@@ -1,7 +1,7 @@
-"""lm-evaluation-harness: the model `kvrecall`, which decodes generative tasks (RULER, LongBench, GSM8K, …) under any method.
+"""lm-evaluation-harness: the model `kvrecall`, which decodes generative tasks (LongBench, GSM8K, …) under any method.
 
     python -m kvrecall.evaluate.lm_eval --model kvrecall \\
-        --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,method=recommended,budget=512 --tasks niah_single_1 ...
+        --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,method=recommended,budget=512 --tasks gsm8k ...
 
 takes the options of the `lm_eval` command, which by itself knows only the models that it ships. In Python, importing this
 module registers the name for `lm_eval.simple_evaluate(model="kvrecall", model_args=...)`.

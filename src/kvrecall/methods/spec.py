@@ -50,6 +50,10 @@ class Spec:
     settings: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
 
+    def __str__(self) -> str:
+        """The whole text: it says what ran, wherever it is recorded, and `parse` reads it."""
+        return self.text if self.budget is None else f"{self.text}@{self.budget}"
+
     @property
     def is_file(self) -> bool:
         """Whether it names a method file."""
@@ -66,8 +70,8 @@ class Spec:
         if self.budget is None:
             return method
         if "top_k" in more:
-            raise ParameterError("method", "top_k or a budget behind @, not both", f"{self.text}@{self.budget}", "Remove one.")
-        check_budget(method, f"{self.text}@{self.budget}")
+            raise ParameterError("method", "top_k or a budget behind @, not both", str(self), "Remove one.")
+        check_budget(method, str(self))
         return with_budget(method, self.text, self.budget)
 
     def without_budget(self, layers: int | None = None, **more: Any) -> Method:

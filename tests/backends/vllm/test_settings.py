@@ -29,6 +29,13 @@ def test_settings_reach_the_method() -> None:
     assert "method" in given, "what the user gave is left as it was"
 
 
+def test_a_method_may_be_a_whole_text() -> None:
+    text = Settings.of({"kvrecall": {"method": "pariskv:stage1=product;gqa=max@64", "local_tokens": 512}})
+    keys = {"method": "pariskv", "stage1": "product", "gqa": "max", "top_k": 64, "local_tokens": 512}
+    assert text == Settings.of({"kvrecall": keys})
+    assert Settings.of({"kvrecall": {"method": "recommended"}}) == Settings.of({})
+
+
 def test_page_means_can_be_left_out_and_asked_for() -> None:
     assert Settings.of({"kvrecall": {"rest": None}}).method.rest_config() is None
     assert Settings.of({"kvrecall": {"method": "exact"}}).method.rest_config() is None
@@ -50,6 +57,9 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"top_k": 0}, "top_k"),
         ({"method": "parisk"}, "parisk.*Did you mean 'pariskv'"),
         ({"method": 3}, "method"),
+        ({"method": "pariskv@64", "top_k": 32}, "method: expected top_k once, got 'pariskv@64'"),
+        ({"method": "tuned.json"}, "no file, got 'tuned.json'"),
+        ({"method": "pariskv:gqa"}, "method: expected NAME"),
         ({"maps": 3}, "maps"),
         ({"host_memory": "96 gigabytes"}, "host_memory.*96GiB"),
         ({"host_memory": 0}, "host_memory"),

@@ -15,6 +15,7 @@ from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import class_names, method_class
 from kvrecall.methods.settings import from_settings
+from kvrecall.methods.spec import RECOMMENDED_NAME, parse
 
 METHODS = ("pariskv-balanced", "pariskv", "exact")
 """Methods that can be served. Their summary of a key depends only on the key and its position, so blocks can be shared."""
@@ -40,6 +41,15 @@ _REASONS = {
     "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
 }
 """Fields of a method that serving does not support, and the reason."""
+
+
+def spelled(method: str) -> dict[str, Any]:
+    """A method as text (`methods.spec`) as keys of the configuration: name, settings, budget. Raises ParameterError."""
+    # What is recommended there has no update_interval: every key is summarised when it comes.
+    spec = parse(METHODS[0] if method == RECOMMENDED_NAME else method)
+    if spec.is_file:
+        raise ParameterError("method", "a name and settings under vLLM, no file", method, f"Served are {', '.join(METHODS)}.")
+    return {"method": spec.name, **spec.settings, **({} if spec.budget is None else {"top_k": spec.budget})}
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,12 @@ class Settings:
                 "vLLM with residency=device and host_memory", "no rows lie in host memory", "Leave host_memory out."
             )
         if not isinstance(name, str):
-            raise ParameterError("method", "the name of a method", name, f"Served are {', '.join(METHODS)}.")
+            raise ParameterError("method", "a method as text", name, f"Served are {', '.join(METHODS)}.")
+        told = spelled(name)
+        name = told.pop("method")
+        if twice := sorted(told.keys() & params.keys()):
+            raise ParameterError("method", f"{twice[0]} once", given["method"], "Give it in the text or as a key beside it.")
+        params |= told
         if maps is not None and not isinstance(maps, str):
             raise ParameterError("maps", "the name of a file", maps, "`kvrecall calibrate-maps MODEL` makes it.")
         chosen = method_class(name)
@@ -93,8 +108,8 @@ class Settings:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "Every token attends to itself.")
         means = method.rest_config()
         if means is not None and (means.page_tokens.bit_count() != 1 or means.page_tokens > BLOCK_TOKENS):
-            told = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
-            raise ParameterError("page_tokens", told, means.page_tokens, 'Use "rest": "page-means", which has 64.')
+            wanted = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
+            raise ParameterError("page_tokens", wanted, means.page_tokens, 'Use "rest": "page-means", which has 64.')
         limit = None if memory is None else bytes_of(memory)
         return Settings(method, None if maps is None else Path(maps), limit, residency)
 
