@@ -62,8 +62,9 @@ def test_info_and_plan_say_what_a_session_takes(cli: Cli, tiny: Path, session: P
     told = cli.json("info", session)
     assert told["tokens"] == told["document_tokens"] > 1000 and told["whole"] is True and told["settings"] == {"top_k": 50}
     assert told["method"] == "pariskv" and told["first_words"].startswith("the red boat . the")
-    on_disk = sum(path.stat().st_size for path in session.rglob("*") if path.is_file())
-    assert told["bytes"] <= on_disk < told["bytes"] + 65536
+    whole = sum(path.stat().st_size for path in session.rglob("*") if path.is_file())
+    assert told["bytes"] <= whole < told["bytes"] + 65536
+    assert 0 < told["disk_bytes"] == on_disk(session) < whole  # holes take none
     shown = cli("info", session).stdout
     for words in ("tokens", "on disk", "method", "top_k=50", "first words", "log.txt"):
         assert words in shown
@@ -202,8 +203,20 @@ def test_what_exceeds_the_limit_is_not_kept_but_answered(cli: Cli, tiny: Path, t
     assert "--keep-limit: expected bytes" in cli.error("ask", text, "boat", "--keep", "--keep-limit", "much", "-m", tiny)
 
 
-def put(kept: Kept, name: str, nbytes: int) -> None:
-    kept.put(name, lambda place: (place.mkdir(), (place / "rows").write_bytes(bytes(nbytes))))
+UNIT = 16384
+"""Bytes that files take as they are, on every disk."""
+
+
+def written(place: Path, units: int) -> None:
+    """A folder that takes so many units of the disk, and a hole that takes nothing."""
+    place.mkdir()
+    (place / "rows").write_bytes(os.urandom(units * UNIT))
+    with (place / "hole").open("wb") as file:
+        file.truncate(1000 * UNIT)
+
+
+def put(kept: Kept, name: str, units: int) -> bool:
+    return kept.put(name, lambda place: written(place, units)).kept
 
 
 def there(folder: Path) -> set[str]:
@@ -211,7 +224,7 @@ def there(folder: Path) -> set[str]:
 
 
 def test_the_least_recently_used_goes_but_never_what_is_in_use(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept", 100)
+    kept = Kept(tmp_path / "kept", 100 * UNIT)
     for age, name in enumerate(("a", "b", "c")):
         put(kept, name, 30)
         os.utime(kept.folder / name, (age, age))
@@ -222,7 +235,7 @@ def test_the_least_recently_used_goes_but_never_what_is_in_use(tmp_path: Path) -
         assert there(kept.folder) == {"b", "d"}  # c was the oldest that nobody used, then a
     put(kept, "e", 90)
     assert there(kept.folder) == {"e"}
-    assert kept.put("f", lambda place: (place.mkdir(), (place / "rows").write_bytes(bytes(101)))).kept is False
+    assert put(kept, "f", 101) is False
     assert there(kept.folder) == {"e"}
 
 
@@ -264,8 +277,8 @@ def test_kept_sessions_are_listed_and_removed(cli: Cli, tiny: Path, text: Path, 
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of a kept session, as its limit counts them: with the folder of its files."""
-    return sum(path.stat().st_size for path in folder.rglob("*"))
+    """Bytes of the disk that a session takes, with the folder of its files; holes take none."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*"))
 
 
 def test_what_is_not_kept_or_in_use_is_not_removed(cli: Cli, kept: Path) -> None:
@@ -283,7 +296,7 @@ def test_what_is_not_kept_or_in_use_is_not_removed(cli: Cli, kept: Path) -> None
         assert [row["in_use"] for row in cli.json("sessions", "list")["sessions"]] == [True, False, False]
         result = cli("sessions", "rm", "--all")
         assert result.exit_code == 0 and "1 in use" in result.stderr and there(kept) == {"b"}
-    assert cli.json("sessions", "rm", "b", "b")["sessions"] == [{"name": "b", "bytes": 10}]
+    assert cli.json("sessions", "rm", "b", "b")["sessions"] == [{"name": "b", "bytes": 10 * UNIT}]
     assert there(kept) == set()
 
 
@@ -293,15 +306,15 @@ def test_a_process_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> 
 import os, sys
 from pathlib import Path
 from kvrecall.cli.kept import Kept
-kept = Kept(Path(sys.argv[1]), 100)
+kept = Kept(Path(sys.argv[1]), 100 * 16384)
 def save(place):
     place.mkdir()
-    (place / "rows").write_bytes(bytes(50))
+    (place / "rows").write_bytes(os.urandom(50 * 16384))
     os.kill(os.getpid(), 9)
 with kept.used("a"):
     kept.put("b", save)
 """
-    kept = Kept(tmp_path / "kept", 100)
+    kept = Kept(tmp_path / "kept", 100 * UNIT)
     put(kept, "a", 60)
     done = subprocess.run([sys.executable, "-c", code, kept.folder], timeout=120)
     assert done.returncode == -9 and len(there(kept.folder)) == 2
@@ -314,23 +327,23 @@ def test_several_processes_keep_at_a_time(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from kvrecall.cli.kept import Kept
-kept = Kept(Path(sys.argv[1]), 100)
+kept = Kept(Path(sys.argv[1]), 100 * 16384)
 def save(place):
     place.mkdir()
-    (place / "rows").write_bytes(sys.argv[2].encode() * 30)
+    (place / "rows").write_bytes(sys.argv[2].encode() * 30 * 16384)
 for turn in range(40):
     name = "abcdef"[(turn * 7 + int(sys.argv[2])) % 6]
     with kept.used(name) as place:
         if place.is_dir():
-            assert len((place / "rows").read_bytes()) == 30
+            assert len((place / "rows").read_bytes()) == 30 * 16384
         kept.put(name, save)
         if place.is_dir():
-            assert len((place / "rows").read_bytes()) == 30
+            assert len((place / "rows").read_bytes()) == 30 * 16384
 """
     folder = tmp_path / "kept"
     running = [subprocess.Popen([sys.executable, "-c", code, folder, str(number)]) for number in range(3)]
     assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
-    assert all((folder / name / "rows").stat().st_size == 30 for name in there(folder)) and len(there(folder)) <= 3
+    assert all((folder / name / "rows").stat().st_size == 30 * UNIT for name in there(folder)) and len(there(folder)) <= 3
 
 
 def test_sizes_of_the_limit(cli: Cli) -> None:

@@ -12,6 +12,7 @@ from kvrecall.cli import options
 from kvrecall.cli.answer import to_stdout
 from kvrecall.cli.ask import answer_told
 from kvrecall.cli.document import Choices, Opened, opened
+from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.report import seconds, size
 from kvrecall.cli.screen import printable
 from kvrecall.cli.verb import Result, notes, verb
@@ -68,7 +69,7 @@ def _talk(found: Opened, source: Path, as_json: bool, limits: dict[str, Any]) ->
                     continue
                 info = talk.save(folder)
                 saved.append(str(folder))
-                notes().print(f"saved: {info.tokens:,} tokens, {size(info.nbytes)} in {folder}", soft_wrap=True)
+                notes().print(f"saved: {info.tokens:,} tokens, {size(disk_bytes(folder))} in {folder}", soft_wrap=True)
             elif command[:1] == "/":
                 notes().print(f"note: {command} is unknown. {HELP}", soft_wrap=True)
             else:

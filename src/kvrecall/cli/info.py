@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrecall.cli import options
+from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.models import known_models
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
@@ -62,6 +63,7 @@ def _about_session(folder: Path, as_json: bool) -> Result:
         "sequences": held.sequences,
         "rows": held.rows,
         "bytes": held.nbytes,
+        "disk_bytes": disk_bytes(folder),
         "files": held.about.get("files", []),
         "first_words": held.about.get("first_words"),
     }
@@ -71,7 +73,9 @@ def _about_session(folder: Path, as_json: bool) -> Result:
         read = "" if told["whole"] else f" of {whole:,}: go on with `kvrecall read` and the same files"
         several = f", {held.sequences} sequences" if held.sequences > 1 else ""
         table.add_row("tokens", f"{held.tokens:,}{read}{several}")
-        table.add_row("on disk", f"{size(held.nbytes)}, rows {'as they are' if held.rows == 'plain' else 'in ' + held.rows}")
+        table.add_row(
+            "on disk", f"{size(told['disk_bytes'])}, rows {'as they are' if held.rows == 'plain' else 'in ' + held.rows}"
+        )
         table.add_row("model", f"{told['model'] or 'a model'} ({held.model}, {held.dtype})")
         settings = ", ".join(f"{name}={value}" for name, value in held.settings.items())
         table.add_row("method", held.method + (f" ({settings})" if settings else ""))

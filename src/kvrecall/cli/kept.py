@@ -48,7 +48,8 @@ def key_of(texts: Sequence[str], document: Any) -> str:
 
 @dataclass(frozen=True)
 class Put:
-    """What became of a session that was to be kept. total_bytes: of all that are kept. removed: how many had to go."""
+    """What became of a session that was to be kept. nbytes: of the disk. total_bytes: of all that are kept. removed: how many
+    had to go."""
 
     kept: bool
     nbytes: int
@@ -58,7 +59,7 @@ class Put:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """A session that is kept. nbytes: of its files. last_used: seconds since 1970. in_use: by a process, at this moment."""
+    """A session that is kept. nbytes: of the disk. last_used: seconds since 1970. in_use: by a process, at this moment."""
 
     name: str
     folder: Path
@@ -68,7 +69,7 @@ class KeptSession:
 
 
 class Kept:
-    """The kept sessions of a folder. limit_bytes: of all together."""
+    """The kept sessions of a folder. limit_bytes: of the disk, for all together."""
 
     def __init__(self, folder: Path, limit_bytes: int = NO_LIMIT) -> None:
         """Makes the folder. Raises OutputFileError."""
@@ -100,7 +101,7 @@ class Kept:
         with self.used(draft) as place:
             try:
                 save(place)
-                nbytes = _size(place)
+                nbytes = disk_bytes(place)
                 with written_to(self.folder), self._lock:
                     fits = nbytes <= self.limit_bytes
                     gone = self._make_room(nbytes, but=name) if fits else []
@@ -108,7 +109,7 @@ class Kept:
                         self._put_away(name)
                     if fits and not (self.folder / name).exists():
                         place.rename(self.folder / name)
-                    total = sum(map(_size, self._sessions()))
+                    total = sum(map(disk_bytes, self._sessions()))
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         self.clean()
@@ -118,7 +119,7 @@ class Kept:
         """What is kept, the most recently used first."""
         with self._lock:
             return [
-                KeptSession(path.name, path, _size(path), path.stat().st_mtime, self._in_use(path.name))
+                KeptSession(path.name, path, disk_bytes(path), path.stat().st_mtime, self._in_use(path.name))
                 for path in reversed(self._sessions())
             ]
 
@@ -162,7 +163,7 @@ class Kept:
     def _make_room(self, nbytes: int, but: str) -> list[str]:
         """Puts away sessions that nobody uses until so many bytes more fit; returns their names. but: is replaced, so does not
         count."""
-        sizes = {path.name: _size(path) for path in self._sessions() if path.name != but}
+        sizes = {path.name: disk_bytes(path) for path in self._sessions() if path.name != but}
         gone: list[str] = []
         for name in list(sizes):
             if sum(sizes.values()) + nbytes <= self.limit_bytes:
@@ -186,10 +187,11 @@ class Kept:
         return False
 
 
-def _size(folder: Path) -> int:
-    """Bytes of a folder's files; those that vanish meanwhile are left out."""
+def disk_bytes(folder: Path) -> int:
+    """Bytes of the disk that what lies in a folder takes. Holes of files take none; what vanishes meanwhile is left out."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
-            total += path.stat().st_size
+            about = path.lstat()
+            total += about.st_blocks * 512 if hasattr(about, "st_blocks") else about.st_size
     return total

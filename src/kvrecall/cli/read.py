@@ -10,6 +10,7 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.document import plain
+from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.report import plain_table, seconds, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
@@ -58,12 +59,13 @@ def read(
         "tokens": info.tokens,
         "tokens_read": info.tokens - held,
         "bytes": info.nbytes,
+        "disk_bytes": disk_bytes(out),
         "load_seconds": round(session.load_seconds, 3),
         "read_seconds": round(document.read_seconds, 3),
     }
     if not as_json:
         table = plain_table()
-        table.add_row("session", f"{out}: {info.tokens:,} tokens, {size(info.nbytes)}")
+        table.add_row("session", f"{out}: {info.tokens:,} tokens, {size(told['disk_bytes'])}")
         table.add_row("model, method", f"{session.name}, {info.method}")
         table.add_row("read", f"{told['tokens_read']:,} tokens, {seconds(document.read_seconds)} with what was loaded")
         results().print(table)
