@@ -1,1 +1,1 @@
-"""The systems that the four are compared with: a file each, or a folder with the index or part that no other method uses."""
+"""Baselines: one file per system, or a folder if it has an index or part of its own."""

@@ -12,11 +12,11 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class ArkVale(Method):
-    """Pages are backed up on the host and recalled when a bounding volume of their keys says so.
+    """Fetches the pages whose bounding volume allows the largest products, and reuses rows from the step before.
 
     1. A page of `page_tokens` tokens keeps the cuboid centre ± mean absolute deviation of its keys.
     2. Every step scores each page by the largest product with a point of its cuboid and attends to the best ones, `top_k`
-       tokens in all; rows that are still on the device from the step before are not read again.
+       tokens in all. Rows that are still on the device from the step before are not read again.
 
     Simplified: each KV head chooses its own pages (the code's n_groups = 1 lets all heads share them); pages leave the device
     as soon as they are not selected, not by rank; recalled rows are read in one launch instead of page by page.

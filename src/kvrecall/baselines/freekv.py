@@ -16,16 +16,15 @@ class FreeKV(Method):
     """Attends to the pages that the previous step's query selects, and corrects the KV heads whose query has turned.
 
     1. A page of `page_tokens` tokens keeps the minimum and the maximum of its keys.
-    2. The selection of a step is that of the query before it, so the paper recalls it ahead of time.
-    3. Where the cosine of a KV head's queries, averaged over its group, is below `threshold` (tau), that head searches with
-       the present query.
+    2. A step uses the selection of the previous query, so the paper fetches it ahead of time.
+    3. If the cosine of a KV head's query with the one before, averaged over its group, is below `threshold` (tau), the head
+       searches with the current query.
     4. Pages are ranked by the mean over the group of the softmax of their scores, `top_k` tokens in all; rows that are still
        on the device are not read again.
 
-    Simplified: the selection is the paper's, but the search runs in the step that uses it, in captured decoding beside that
-    step's projections, so it also sees tokens that left the window in between. The first step after a prompt searches with its
-    own query.
-    Source: decisions drawn from the published code (pages of 32, sink and window 512, 2,048 tokens in all; 0.8 for long
+    Simplified: the search runs in the step that uses it (in captured decoding beside that step's projections), so it also sees
+    tokens that left the window in between. The first step after a prompt searches with its own query.
+    Source: the published code (pages of 32, sink and window 512, 2,048 tokens in all; 0.8 for long
     inputs, 0.9 for long outputs).
     """
 

@@ -17,10 +17,10 @@ class Quest(Method):
     2. Every step scores each page by sum_d max(q_d min_d, q_d max_d) and attends to the best ones, `top_k` tokens in all.
     3. The first two layers stay dense.
 
-    Simplified: the paper keeps every row on the GPU and has neither sink nor window; here sink and window are resident and the
-    pages begin behind the sink. Its code selects per query head (`gqa="per_head"`); the default shares one selection in a
-    group, as the systems that compare with it do, so that the budget holds per KV head. A last page is cut to the budget.
-    Source: the paper's text (pages of 16, dense first layers); group-consistent as in LouisKV section 5.1.
+    Simplified: the paper keeps every row on the GPU and has no sink or window; here sink and window are resident and pages
+    begin after the sink. Its code selects per query head (`gqa="per_head"`); by default a group shares one selection, as in
+    papers that compare with Quest, so that the budget holds per KV head. The last page is cut to the budget. Source: the
+    paper's text (pages of 16, dense first layers); group-consistent as in LouisKV section 5.1.
     """
 
     name: ClassVar[str] = "quest"

@@ -13,7 +13,7 @@ from kvrecall.static.choice import ObservationWindow
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
-    """The end of the prompt says once which of its tokens matter; the others are never looked at again.
+    """The last queries of the prompt choose once which of its tokens stay attended; the others are not attended again.
 
     1. The last `window_tokens` queries of the prompt judge its keys: causal softmax, mean over the window, then the mean over
        `pool_radius` neighbours on each side, so that whole phrases survive.
@@ -22,7 +22,7 @@ class SnapKV(Method):
     refresh_interval: decode steps after which the last queries choose anew; None: never (the paper).
     Simplified: the rows stay on the host instead of being evicted; scores are averaged over a group, so that its heads share
     one set (the paper's code keeps one per query head); generated tokens stay attended until update_interval of them have
-    come, and then count as not chosen. Where the zone fits the budget at first, the set is chosen once it no longer does.
+    come, and then count as not chosen. If the zone fits into the budget at first, the set is chosen when it no longer does.
     Source: the paper's text and its published code (window 64, mean over 5).
     """
 
@@ -51,9 +51,9 @@ class SnapKV(Method):
 class SnapKVPlus(SnapKV):
     """SnapKV whose set is chosen anew from all tokens every `refresh_interval` steps, by the last `window_tokens` queries.
 
-    What was not chosen before may come back, since the rows are still on the host; generated tokens are judged too.
+    Tokens that were not chosen before may come back, because their rows are still on the host. Generated tokens are judged too.
     window_tokens, pool_radius: as SnapKV. Simplified: as SnapKV. Source: SnapKV's rule with the refresh of PRKV's Algorithm 1;
-    no paper of its own, and the default interval is PRKV's.
+    it has no paper; the default interval is PRKV's.
     """
 
     name: ClassVar[str] = "snapkv+"

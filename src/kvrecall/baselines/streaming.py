@@ -12,14 +12,14 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
-    """Attends to the first and the last tokens only; whatever leaves the window is never looked at again.
+    """Attends to the first and the last tokens only.
 
-    1. The first `sink_tokens` stay attended: softmax mass that finds nothing to attend to falls on them.
+    1. The first `sink_tokens` stay attended, because softmax mass without a target falls on them.
     2. Of the others the last `local_tokens` stay attended.
 
-    Simplified: the rows stay on the host instead of being evicted; positions are those of the text, where the paper numbers the
-    tokens that are left anew (which matters beyond the model's context only); the window shrinks in steps, holding between
-    local_tokens and local_tokens + update_interval - 1 tokens.
+    Simplified: the rows stay on the host instead of being evicted; positions are those of the text; the paper numbers the
+    remaining tokens anew, which matters only beyond the model's context. The window shrinks in steps and has local_tokens to
+    local_tokens + update_interval - 1 tokens.
     top_k is 0: nothing is retrieved. Source: the paper (4 sinks); its window is what the model was trained with.
     """
 

@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, which waits for them and for nothing that is launched behind them."""
+"""Copies numbers from a device to the host, which waits only for the copy, not for later work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrecall.cache.host_memory import staging
 
 
 class Arriving:
-    """The copy of a tensor to the host, which has begun."""
+    """A copy of a tensor to the host that has begun."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._near, self._there = numbers, None
@@ -18,7 +18,7 @@ class Arriving:
             self._there = torch.cuda.current_stream(numbers.device).record_event()
 
     def tolist(self) -> list[int]:
-        """The numbers; waits until they are there."""
+        """The numbers; waits for the copy."""
         if self._there is not None:
             self._there.synchronize()
         return self._near.tolist()

@@ -1,4 +1,4 @@
-"""What one request asks for, checked before anything is stored."""
+"""The arguments of one request, checked before anything is stored."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """The arguments of `engine.generate`. cache: the one that was given, or a new one that was `made` for the method.
+    """The arguments of `engine.generate`. cache: the given one, or a new one for the method (`made`).
 
-    autocast: whether the thread that asks computes under torch.autocast on the model's device, and its dtype.
+    autocast: whether the caller's thread uses torch.autocast on the model's device, and its dtype.
     """
 
     model: PreTrainedModel
@@ -62,11 +62,11 @@ class Asked:
 
     @property
     def looks_up(self) -> bool:
-        """Whether tokens are guessed from the text and checked together."""
+        """Whether it uses prompt look-up."""
         return self.config.prompt_lookup_num_tokens is not None
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The context in which the thread that asked would call the model."""
+        """The autocast context of the caller's thread."""
         enabled, dtype = self.autocast
         return torch.autocast(self.model.device.type, dtype=dtype, enabled=enabled)
 
@@ -78,7 +78,7 @@ def asked(
     seed: int | None, eos_token_id: int | list[int] | None, prompt_lookup_num_tokens: int | None, capture: bool | None,
     compiled: bool,
 ) -> Asked:  # fmt: skip
-    """Checks what `engine.generate` is given. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
+    """Checks the arguments of `engine.generate`. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p)
@@ -107,17 +107,17 @@ def asked(
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Raises ParameterError for settings of an answer that cannot work."""
+    """Raises ParameterError for impossible settings of an answer."""
     if max_new_tokens < 1:
         raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
-    if not 0 <= temperature < float("inf"):  # NaN is none
+    if not 0 <= temperature < float("inf"):  # also refuses NaN
         raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
     if not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
 
 
 def _check_shards(model: Any) -> None:
-    """Raises ParameterError where every process must make as many calls as the one with the longest answer."""
+    """Raises ParameterError for models that all processes must call equally often (FSDP, ZeRO-3)."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     if torch.distributed.get_world_size() > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):

@@ -1,4 +1,4 @@
-"""A conversation about a document: each turn goes on where the last one ended."""
+"""A conversation about a document."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Chat:
     """
 
     def __init__(self, document: Document) -> None:
-        """document: one that is read, or is going to be when the first turn comes."""
+        """document: read already, or at the first turn."""
         self.document = document
         self.cache: RetrievalCache | None = None
-        """Holds the conversation; None before the first turn."""
+        """The conversation's cache; None before the first turn."""
         self._said: list[int] | None = None
 
     @property
     def tokens(self) -> int:
-        """Tokens of the document and all that was said."""
+        """Tokens of the document and the conversation."""
         return self.document.tokens if self._said is None else len(self._said)
 
     def say(
@@ -53,7 +53,7 @@ class Chat:
             limit = context_limit(document.model)
             if limit and len(ids) + max_new_tokens > limit:
                 raise ContextLengthError("conversation", max(0, limit - max_new_tokens), len(ids))
-        cache = (self.cache or document.cache).fork()  # which is dropped if the turn fails
+        cache = (self.cache or document.cache).fork()  # dropped if the turn fails
         result = generate(
             document.model, document.tokenizer, self._tensor(ids), cache, max_new_tokens=max_new_tokens,
             chunk_tokens=chunk_tokens, temperature=temperature, top_p=top_p, seed=seed, on_text=on_text,
@@ -65,13 +65,13 @@ class Chat:
         )  # fmt: skip
 
     def save(self, folder: str | PathLike[str]) -> SessionInfo:
-        """Saves document and conversation as a session, from which a chat or `kvrecall.ask` goes on."""
+        """Saves document and conversation as a session for `kvrecall.ask` or another chat."""
         from kvrecall.backends.transformers.session import save
 
         if self.cache is None or self._said is None:
             self.document.read()
             return self.document.save(folder)
-        prefill(self.document.model, self._tensor(self._said), self.cache)  # the last token, which nobody has fed yet
+        prefill(self.document.model, self._tensor(self._said), self.cache)  # the last token has not been fed yet
         return save(self.cache, folder, about=self.document.about | {"tokens": len(self._said)})  # type: ignore[arg-type]
 
     def _tensor(self, ids: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
-"""What happens to one request between two calls of the model: its next inputs, its next tokens, its end.
+"""One request between two calls of the model: its next inputs, its next tokens, its end.
 
-transformers' `generate` prepares all of it, from the model's own generation config too: logits processors, stopping criteria,
-positions, arguments of the model. It hands them to a decoding loop, and that loop is ours, since several requests share a step.
+transformers' `generate` prepares logits processors, stopping criteria, positions and arguments, also from the model's
+generation config. It passes them to a decoding loop. That loop is this file's, because several requests share a step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from kvrecall.backends.transformers.joint import joinable
 from kvrecall.core.errors import ParameterError
 
 _SHARED = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
-"""Arguments of a decode step that a joint step makes for all rows alike."""
+"""Arguments of a decode step that a joint step sets for all rows."""
 
 
 class Decoding:
-    """One request, from the last chunk of its prompt on. Nothing here knows of other requests."""
+    """One request, from the last chunk of its prompt on, independent of other requests."""
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, mask: Tensor, config: GenerationConfig,
         seed: int | None,
     ) -> None:  # fmt: skip
-        """input_ids: the prompt `[B, T]`. mask: `[B, T]`, 0 for left padding. seed: of a generator of its own; None: torch's.
+        """input_ids: the prompt `[B, T]`. mask: `[B, T]`, 0 for left padding. seed: of its own generator; None: torch's default
+        one.
 
         Raises what `model.generate` raises for its arguments.
         """
@@ -55,12 +56,12 @@ class Decoding:
         self.ended = False
         self._unfinished = [True] * input_ids.shape[0]
         self._told = 0
-        """Steps that the model's arguments know of."""
+        """Steps that the model's arguments include."""
         self._outputs: Any = None
         self._plain: bool | None = None
 
     def _prepare(self, model: Any, input_ids: Tensor, mask: Tensor, config: GenerationConfig) -> None:
-        """Has `generate` prepare everything, and takes it where a decoding loop would begin."""
+        """Lets `generate` prepare everything, and takes over where its decoding loop would begin."""
         taken: dict[str, Any] = {}
 
         def take(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor:
@@ -72,7 +73,7 @@ class Decoding:
         )
         made: Any = taken.pop("generation_config")
         self.model: Any = taken.pop("model")
-        """The transformers model that is called, where another one wraps it."""
+        """The transformers model inside a wrapper."""
         self._processors = taken.pop("logits_processor")
         criteria = list(taken.pop("stopping_criteria"))
         self._arguments = taken
@@ -82,22 +83,22 @@ class Decoding:
         self._ends = {token for each in ends for token in each.tolist()}
         self._pad: int | None = made.pad_token_id if ends else None
         self._criteria = [each for each in criteria if not isinstance(each, EosTokenCriteria | MaxLengthCriteria)]
-        """Those that are more than the length and the ids that end a sequence."""
+        """Stopping criteria besides the length and end-of-sequence ids."""
         self._take(made, ends)
 
     def _take(self, made: Any, ends: list[Tensor]) -> None:
-        """Takes what else a kind of decoding needs of the prepared generation config, and of the ids that end a sequence."""
+        """Hook for subclasses: takes more from the prepared generation config and the ids that end a sequence."""
 
     @property
     def room_tokens(self) -> int:
-        """Tokens per sequence that may still come."""
+        """Most further tokens per sequence."""
         return self._most - self._prompt - len(self.steps)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the tokens that are chosen next are fed as they are, unless one of them ends the answer, and whether the
-        cache can forget them again."""
-        forgets = len(self.cache.retrieval_layers) == len(self.cache.layers)  # windows of other layers have moved on by then
+        """Whether the next step may be launched before its tokens are checked: they are fed as chosen, and the cache can
+        forget them if one ends the answer."""
+        forgets = len(self.cache.retrieval_layers) == len(self.cache.layers)  # sliding windows cannot forget
         return forgets and self.room_tokens > 1 and all(self._unfinished)
 
     @property
@@ -107,7 +108,7 @@ class Decoding:
 
     @property
     def sequences(self) -> Tensor:
-        """Prompt and answer so far, int64 `[B, T]`; a view that later steps leave as it is."""
+        """Prompt and answer so far, int64 `[B, T]`; later steps do not change the view."""
         new = self.steps[self._written - self._prompt :]
         if new:
             end = self._written + len(new)
@@ -117,7 +118,7 @@ class Decoding:
 
     @property
     def joinable(self) -> bool:
-        """Whether a step of this request can be made of tokens and positions alone, in one call with those of others."""
+        """Whether a step needs only tokens and positions, so that it can share a call with other requests."""
         if not joinable(self.cache):
             return False
         if self._plain is None:
@@ -132,11 +133,11 @@ class Decoding:
         return all(name in _SHARED or value is None for name, value in self._next_inputs().items())
 
     def positions(self) -> list[int]:
-        """Of the tokens that are fed next, one per sequence; for requests that are joinable."""
+        """Positions of the next tokens, one per sequence; for joinable requests."""
         return [last + len(self.steps) for last in self._last]
 
     def read(self) -> Tensor:
-        """Feeds what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
+        """Feeds the tokens of the prompt that the cache does not hold; logits `[B, vocabulary]`."""
         missing = self._prompt - self.cache.get_seq_length()
         inputs = self.model.prepare_inputs_for_generation(
             self.sequences, next_sequence_length=missing, is_first_iteration=True, **self._arguments
@@ -155,20 +156,20 @@ class Decoding:
         return self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=1, **self._arguments)
 
     def _tell(self) -> None:
-        """Brings the model's arguments up to the last step."""
+        """Updates the model's arguments to the last step."""
         behind = len(self.steps) - self._told
         if behind:
             outputs = self._outputs or CausalLMOutputWithPast(past_key_values=self.cache)  # type: ignore[arg-type]
-            several = {"num_new_tokens": behind} if behind > 1 else {}  # steps that were made of tokens and positions alone
+            several = {"num_new_tokens": behind} if behind > 1 else {}  # after steps with tokens and positions only
             self._arguments = self.model._update_model_kwargs_for_generation(
                 outputs, self._arguments, is_encoder_decoder=False, **several
             )
             self._told, self._outputs = len(self.steps), None
 
     def _called(self, outputs: Any) -> Tensor:
-        """The logits `[B, vocabulary]` of a call with this request's own arguments, from which the next ones follow."""
+        """The logits `[B, vocabulary]` of a call; keeps its outputs for the next arguments."""
         logits = outputs.logits[:, -1]
-        outputs["logits"], self._outputs = None, outputs  # of the first call they may be of a whole chunk
+        outputs["logits"], self._outputs = None, outputs  # logits of the first call may cover a whole chunk
         return logits
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -185,17 +186,17 @@ class Decoding:
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(1)
 
     def taken(self, chosen: list[int]) -> list[list[int]]:
-        """What `choose` came to as steps of the answer, in order, each with one token per sequence."""
+        """The tokens of `choose` as steps of the answer, in order, each with one token per sequence."""
         return [chosen]
 
     def settle(self) -> None:
-        """The steps of a call were accepted, or as many as the answer had room for: the cache holds no others."""
+        """After the steps of a call were accepted: removes other tokens from the cache."""
 
     def close(self) -> None:
-        """The request has ended: what it has set in the cache is as before."""
+        """Ends the request and restores settings of the cache."""
 
     def accept(self, tokens: list[int]) -> None:
-        """Adds what was chosen; a sequence that has ended gets padding."""
+        """Adds the chosen tokens; finished sequences get padding."""
         if self._pad is not None:
             tokens = [token if going else self._pad for token, going in zip(tokens, self._unfinished, strict=True)]
         self.steps.append(tokens)
@@ -213,10 +214,10 @@ def generation_config(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, max_new_tokens: int, temperature: float, top_p: float,
     eos_token_id: int | list[int] | None, prompt_lookup_num_tokens: int | None = None,
 ) -> GenerationConfig:  # fmt: skip
-    """What is asked of transformers; for all else the model's own generation config holds.
+    """The generation config for transformers; other settings come from the model's own generation config.
 
-    prompt_lookup_num_tokens: None for what the model's config says. Raises ParameterError where that one asks for what a step
-    of several requests cannot give: beams, several answers, generation assisted by another model.
+    prompt_lookup_num_tokens: None: the model's own setting. Raises ParameterError if the model's config asks for beams, several
+    answers, or assisted generation.
     """
     known: Any = copy(model.generation_config)
     lookup, known.prompt_lookup_num_tokens = known.prompt_lookup_num_tokens, None
@@ -235,7 +236,7 @@ def generation_config(
     if pad is None:
         pad = tokenizer.pad_token_id if tokenizer is not None and tokenizer.pad_token_id is not None else 0
     sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:  # top_k 0 is off; left out, transformers would sample from 50 tokens
+    if temperature > 0:  # top_k=0 is off; the default would sample from 50 tokens
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     guessing = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
     return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling, **guessing)
@@ -247,7 +248,7 @@ def _refused(name: str, expected: str, got: object) -> ParameterError:
 
 
 def answers(steps: list[list[int]], eos_token_id: int | list[int] | None) -> list[list[int]]:
-    """The ids of each sequence up to its end, which is one of them."""
+    """The ids of each sequence up to and including its end."""
     ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     cut = []
     for row in map(list, zip(*steps, strict=True)):

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 128
 
 FIRST_WORDS = 120
-"""Characters of a document that its session tells."""
+"""First characters of a document that its session stores."""
 
 Source = str | Sequence[str] | PathLike[str] | RetrievalCache
-"""A document's text, several that follow each other, the folder of a saved session, or a cache that holds one sequence."""
+"""A text, several texts in order, the folder of a saved session, or a cache with one sequence."""
 
 OnText = Callable[[int, str], None]
 """Called with (number of the question from 0, piece of its answer)."""
@@ -46,8 +46,8 @@ OnText = Callable[[int, str], None]
 class Answer:
     """An answer; `str` gives its text. tokens: its ids. prompt_tokens: of document and question.
 
-    first_token_seconds: from when the question began to be read to its first token. decode_seconds: the rest. Questions that
-    are answered together share both. stats: of the question's own cache.
+    first_token_seconds: from the start of reading the question to the first token. decode_seconds: of the other tokens.
+    Questions that are answered together share both. stats: of the question's cache.
     """
 
     question: str
@@ -63,7 +63,7 @@ class Answer:
 
 
 class Document:
-    """A document and the cache that holds it. `read` fills the cache, `ask` answers on forks of it, and it stays as it is."""
+    """A document and its cache. `read` fills the cache; `ask` answers on forks and does not change it."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: RetrievalCache, prompt: DocumentPrompt
@@ -71,18 +71,18 @@ class Document:
         """Use `Document.of`."""
         self.model, self.tokenizer, self.cache, self.prompt = model, tokenizer, cache, prompt
         self.read_seconds = 0.0
-        """How long reading, or loading what a session holds of it, took."""
+        """Seconds for reading, or for loading a session."""
         self.about: dict[str, Any] = {}
-        """What its session says of it."""
+        """The session's `about`."""
 
     @classmethod
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Source, *,
         method: Method | str | None = None, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
     ) -> Document:  # fmt: skip
-        """A document that is given in one of the forms of `ask`, with the same method and instruction. Reads no text yet.
+        """A document; parameters as in `kvrecall.ask`. Reads no text yet.
 
-        Raises ParameterError for a document with nothing in it, and what `RetrievalCache.load` raises for a session.
+        Raises ParameterError for an empty document, and the errors of `RetrievalCache.load` for a session.
         """
         chosen, start = chosen_method(method, settings), time.perf_counter()
         about: dict[str, Any] = {}
@@ -104,11 +104,11 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """Tokens to hold before a question can be asked."""
+        """Tokens of the document."""
         return len(self.prompt.prefix)
 
     def check(self, questions: Sequence[str], max_new_tokens: int = MAX_NEW_TOKENS) -> list[list[int]]:
-        """Ids of each question behind the document; raises ParameterError or ContextLengthError for one that cannot be."""
+        """Ids of each question after the document. Raises ParameterError or ContextLengthError for an impossible one."""
         for number, question in enumerate(questions):
             _some("question" if len(questions) == 1 else f"questions[{number}]", question)
         limit = context_limit(self.model)
@@ -117,7 +117,8 @@ class Document:
     def read(
         self, *, chunk_tokens: int | None = None, on_progress: Progress | None = None, expect_tokens: int | None = None
     ) -> None:
-        """Reads what the cache does not hold yet. Parameters as in `engine.prefill`; after an interruption it goes on."""
+        """Reads the tokens that the cache does not hold yet. Parameters as in `engine.prefill`. Continues after an
+        interruption."""
         if self.cache.get_seq_length() == self.tokens:
             return
         start = time.perf_counter()
@@ -140,7 +141,7 @@ class Document:
         on_text: OnText | None = None,
         on_answer: Callable[[int, Answer], None] | None = None,
     ) -> list[Answer]:
-        """Reads the document if nobody has, and answers; parameters and errors as in `kvrecall.ask`."""
+        """Reads the document if needed, and answers; parameters and errors as in `kvrecall.ask`."""
         questions = _texts("questions", questions)
         check_sampling(max_new_tokens, temperature, top_p)
         behind = self.check(questions, max_new_tokens)
@@ -161,7 +162,7 @@ class Document:
                     )  # fmt: skip
                     running[number] = request, cache, iter(request)
                 for number, (request, cache, steps) in list(running.items()):
-                    # One token of each in turn, so that all are told as they come.
+                    # One token of each in turn, so that all are reported as they come.
                     if next(steps, None) is None:
                         result = request.result()
                         answers[number] = Answer(
@@ -177,9 +178,9 @@ class Document:
         return [answers[number] for number in range(len(questions))]
 
     def save(self, folder: str | PathLike[str], **about: Any) -> SessionInfo:
-        """Saves what the cache holds as a session, also if the document is read in part; `resume` goes on with it.
+        """Saves the cache as a session, also for a partly read document; `resume` continues it.
 
-        about: what else the session is to say of itself, see `RetrievalCache.save`. Raises as that does.
+        about: more entries for the session's `about`. Raises the errors of `RetrievalCache.save`.
         """
         from kvrecall.backends.transformers.session import save
 
@@ -187,7 +188,7 @@ class Document:
         return save(self.cache, os.fspath(folder), about=self.about)
 
     def resume(self, folder: str | PathLike[str]) -> int:
-        """Takes what a session holds of this document, which may be a part of it; returns its tokens.
+        """Loads a session of this document, or of a first part of it; returns the number of tokens.
 
         Raises SessionError, and changes nothing, for a session of another document, method, or model.
         """
@@ -227,22 +228,22 @@ def ask(
 ) -> list[Answer]:
     """Reads a document once and answers questions about it, each on a fork of its cache, all decoded together.
 
-    document: its text, several texts that follow each other, the folder of a saved session, or a cache that holds one sequence;
-    questions go on from what a session or a cache holds, and it stays as it is. A string that names an existing folder is a
-    session. questions: one or several. An answer is the one that its question would get alone.
+    document: a text, several texts in order, the folder of a saved session, or a cache with one sequence; sessions and caches
+    are not changed. A string that names an existing folder is a session. questions: one or several. Each gets the same answer
+    as alone.
 
     method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
-    or session, else `kvrecall.methods.recommended()`. instruction: how to answer; it stands between document and question.
-    The tokenizer's chat template is used if it has one. temperature 0 decodes greedily; seed: makes sampling repeatable, the
-    same for every question.
-    max_new_tokens: per answer. chunk_tokens: of the document per call of the model; None: what suits the device.
+    or session, else `kvrecall.methods.recommended()`. instruction: how to answer, between document and question. The
+    tokenizer's chat template is used if it has one. temperature: 0 decodes greedily. seed: makes sampling repeatable, the same
+    for every question.
+    max_new_tokens: per answer. chunk_tokens: of the document per call of the model; None: depends on the device.
 
     on_prefill is called with (tokens read, tokens of the document); on_text with (number of the question from 0, piece of its
-    answer), as they come; on_answer with (number, answer), when it is complete.
+    answer); on_answer with (number, complete answer).
 
-    Raises ParameterError, before anything is computed, for an empty document or question, no questions, and settings that
-    cannot work; ContextLengthError if document, question and answer exceed the model's context; SessionError for a folder
-    without a session of this model, or with one of a document that was read in part.
+    Raises ParameterError, before anything is computed, for an empty document or question, no questions, and impossible
+    settings; ContextLengthError if document, question and answer exceed the model's context; SessionError for a folder without
+    a session of this model, or with one of a partly read document.
     """
     read = Document.of(model, tokenizer, document, method=method, settings=settings, instruction=instruction)
     return read.ask(
@@ -252,7 +253,7 @@ def ask(
 
 
 def chosen_method(method: Method | str | None, settings: Mapping[str, Any] | None = None) -> Method | None:
-    """The method that is meant; None if none is. Raises ParameterError or UnknownNameError."""
+    """The method of `method` and `settings`; None without a method. Raises ParameterError or UnknownNameError."""
     if isinstance(method, str):
         return methods.parse(method).method(**(settings or {}))
     if settings:
@@ -268,12 +269,12 @@ def _is_folder(document: object) -> bool:
         return True
     try:
         return isinstance(document, str) and os.path.isdir(document)
-    except ValueError:  # a NUL in a text
+    except ValueError:  # a text with a NUL character
         return False
 
 
 def _loaded(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], RetrievalCache]:
-    """What a session says of itself, and its cache. Raises SessionError also for a document that was read in part."""
+    """(a session's `about`, its cache). Raises SessionError also for a partly read document."""
     from kvrecall.backends.transformers.session import read_info
 
     info = read_info(folder)
@@ -304,7 +305,7 @@ def _some(name: str, text: str) -> None:
 
 
 def _held(cache: RetrievalCache) -> list[int]:
-    """Ids of the tokens that a cache holds; raises ParameterError where they are not one known sequence."""
+    """Ids of a cache's tokens. Raises ParameterError unless they are one known sequence."""
     ids, sequences = cache.tokens.ids(), cache.sequences
     if ids is None or sequences != 1 or not cache.tokens.known:
         got = f"{sequences} sequences" if sequences else "an empty one"

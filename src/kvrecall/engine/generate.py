@@ -1,4 +1,4 @@
-"""Prompt in, text out: chunked prefill and decoding over our cache, beside whatever else runs on the model."""
+"""Generates from token ids: chunked prefill and decoding over a RetrievalCache, together with other requests of the model."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ def generate(
     capture: bool | None = None,
     compiled: bool = False,
 ) -> GenerateResult:
-    """Answers the whole prompt `[B, T]`; a method gets a cache of its own. May be called from several threads on one model,
-    whose requests then share decode steps (`Engine`).
+    """Answers the whole prompt `[B, T]`. cache: a RetrievalCache, or a method, which gets a new cache. May be called from
+    several threads on one model; their requests share decode steps (`Engine`).
 
-    Tokens that the cache holds already, from the beginning of this prompt on, are not computed again; what it holds of another
-    prompt is forgotten.
+    The prompt's first tokens that the cache already holds are not computed again. Tokens of another prompt are removed from the
+    cache.
 
-    chunk_tokens: as `prefill` takes it. temperature 0 decodes greedily. on_text gets pieces of the answer as they come (batch
-    1, needs a tokenizer); on_token gets the number of answer tokens so far. capture: replay CUDA graphs of steps
-    (`backends.transformers.capture`); None: where that is possible, True raises CaptureError where it is not.
-    compiled: capture the model's norms, feed-forward layers and rotary embedding as torch.compile makes them, which may round
-    otherwise; the first time takes some seconds. It has no effect where steps are not captured, such as on a CPU, and with
-    capture=False it is refused.
+    chunk_tokens: as in `prefill`. temperature: 0 decodes greedily. on_text gets pieces of the answer (one sequence, needs a
+    tokenizer); on_token gets the number of answer tokens so far. capture: replay CUDA graphs of steps
+    (`backends.transformers.capture`); None: if possible; True: raises CaptureError if not. compiled: compile the model's norms,
+    feed-forward layers and rotary embedding by torch.compile, which may round differently; the first time takes some seconds.
+    It has no effect on uncaptured steps, such as on a CPU, and is refused with capture=False.
 
-    prompt_lookup_num_tokens: tokens to guess from the text itself (1 to 7) and check in one call of the model, for one prompt;
-    None: what the model's generation config says. The greedy answer is the same, in fewer calls where the text repeats itself.
-    Such a request decodes uncaptured.
+    prompt_lookup_num_tokens: how many tokens to guess from the text (1 to 7) and check in one call, for one prompt; None: the
+    model's generation config decides. Greedy answers stay the same, with fewer calls if the text repeats itself. Such a request
+    decodes uncaptured.
 
-    What else the model's generation config asks for (repetition penalty, suppressed tokens, …) holds; beams, several answers
-    per prompt and generation assisted by another model are refused. Raises before storing anything if prompt and answer exceed
-    the model's context.
+    Other settings of the model's generation config apply (repetition penalty, suppressed tokens, …). Beams, several answers per
+    prompt and assisted generation are refused. If prompt and answer exceed the model's context, raises ContextLengthError
+    before storing anything.
     """
     request = Engine.of(model).submit(
         tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens, attention_mask=attention_mask,
@@ -65,4 +64,4 @@ def generate(
     try:
         return request.result()
     finally:
-        del request  # an exception keeps this frame, and must not keep the cache through it
+        del request  # an exception's frame must not keep the cache alive

@@ -1,4 +1,4 @@
-"""One request inside the loop: what is done for it, piece by piece, and what waits to be told to those who asked."""
+"""One request inside the loop: its work, piece by piece, and its events for the caller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvrecall.engine.steps import Member
 
 
 class Job:
-    """The driver of the loop does its work; whoever waits for it delivers its events and reads its answer."""
+    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -35,11 +35,11 @@ class Job:
         self.steps: list[list[int]] = []
         """The answer so far: ids of each step, one per sequence."""
         self.events: deque[Callable[[], None]] = deque()
-        """Calls to `on_prefill`, `on_token` and `on_text` that are due, in order."""
+        """Pending calls of `on_prefill`, `on_token` and `on_text`, in order."""
         self.ready: Any = None
-        """What comes before its first launch, on a GPU."""
+        """On a GPU: work that must come before its first launch."""
         self.member: Member | None = None
-        """What decodes; None until the prompt's last chunk."""
+        """Its decoding; None until the prompt's last chunk."""
         self._held: int | None = None
         self._ready = 0
         self._delivering = threading.RLock()
@@ -54,10 +54,10 @@ class Job:
         """Whether the prompt is read."""
         return bool(self.steps)
 
-    # What the driver does.
+    # Called by the driver.
 
     def prepare(self) -> None:
-        """Before it is admitted: cuts the cache back to what it holds of this prompt."""
+        """Before admission: removes tokens from the cache that do not belong to this prompt."""
         if self._held is None:
             asked = self.asked
             self._held = keep_prefix(asked.cache, asked.input_ids, asked.attention_mask, most=asked.prompt_tokens - 1)
@@ -69,7 +69,7 @@ class Job:
         asked.cache.reserve(asked.total_tokens, asked.sequences)
         if asked.compiled and asked.model.device.type == "cuda":
             import_compiler_aside()
-        # The last chunk is read by the call that gives the first token, and that needs at least one.
+        # The call that gives the first token reads the last chunk, which must not be empty.
         self._ready = asked.prompt_tokens - min(asked.chunk_tokens, asked.prompt_tokens - held)
         if self._ready > held:
             self._tell_read(held)
@@ -77,7 +77,7 @@ class Job:
     def read(self) -> Tensor | None:
         """Reads one chunk of the prompt; with the last one, logits `[B, vocabulary]` of the first tokens.
 
-        After an exception that is no `Exception` it can be called again, and goes on from what the cache holds.
+        After KeyboardInterrupt and the like it can be called again, and continues.
         """
         try:
             self.prepare()
@@ -106,7 +106,7 @@ class Job:
         return logits
 
     def accept(self, tokens: list[int]) -> bool:
-        """Adds what was chosen after a call; whether it was the last one."""
+        """Adds the tokens chosen after a call; returns whether the request is complete."""
         assert self.member is not None
         decoding = self.member.decoding
         for step in decoding.taken(tokens):
@@ -125,7 +125,7 @@ class Job:
         return decoding.ended
 
     def finish(self, error: BaseException | None) -> None:
-        """Lets go of everything but the answer, or the error; the cache is whole and nobody's but the user's afterwards."""
+        """Releases everything but the answer or the error; afterwards only the user uses the cache."""
         with deferred_interrupt():
             try:
                 if self.member is not None:
@@ -153,10 +153,10 @@ class Job:
         if self.asked.on_prefill is not None:
             self.events.append(partial(self.asked.on_prefill, tokens, self.asked.prompt_tokens))
 
-    # What is done by those who wait.
+    # Called by the waiting thread.
 
     def deliver(self) -> None:
-        """Makes the calls that are due, in this thread."""
+        """Makes the pending calls in this thread."""
         if not self.events or not self._delivering.acquire(blocking=False):
             return
         try:
@@ -166,7 +166,7 @@ class Job:
             self._delivering.release()
 
     def result(self) -> GenerateResult:
-        """Of a request that has ended. Raises its error."""
+        """The result of a finished request. Raises its error."""
         if self.error is not None:
             error, self = self.error, None
             try:
@@ -190,7 +190,7 @@ def import_compiler_aside() -> threading.Thread:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The error with a note where it came from. Its frames would keep the caches of all requests of that step, in a circle."""
+    """The error without its frames, with a note where it came from. The frames would keep the caches of all requests alive."""
     error.add_note("In the loop of the engine:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
     chain: list[BaseException] = [error]
     for each in chain:
@@ -200,7 +200,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class _Streamer(TextStreamer):
-    """Hands on the text of the answer in whole words."""
+    """Passes on the text of the answer in whole words."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]

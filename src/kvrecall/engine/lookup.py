@@ -1,12 +1,13 @@
-"""Prompt look-up: the next tokens are guessed from the text itself, and one call of the model checks all of them.
+"""Prompt look-up: guesses the next tokens from the text, and checks all of them in one call of the model.
 
-1. What followed the last tokens where they stood before is the guess (`PromptLookupCandidateGenerator` of transformers).
+1. The last tokens are looked up in the text; the tokens that followed there are the guess (`PromptLookupCandidateGenerator` of
+   transformers).
 2. One call feeds the last token and the guess. Each is a decode query: it finds what it would find alone.
-3. Tokens are chosen from every row of logits, as ever. Those that were guessed right count, and the one behind them.
-4. The cache gives back the others, exactly: nothing is left that was concluded from them.
+3. A token is chosen from every row of logits. Right guesses are accepted, and the token after them.
+4. The cache removes the others exactly, with everything that was learnt from them.
 
-A guess behind the prompt is fed in a call of its own, so that it is no part of the prompt's dense attention. Random numbers are
-drawn as transformers' assisted decoding draws them, one row of a step per fed token.
+The first guess after the prompt is fed in a separate call, so that it is not part of the prompt. Random numbers are drawn as in
+transformers' assisted decoding, one row of a step per fed token.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class LookupDecoding(Decoding):
         return False
 
     def read(self) -> Tensor:
-        """Logits `[1 + n, vocabulary]` behind the prompt and behind each of n guessed tokens."""
+        """Logits `[1 + n, vocabulary]` after the prompt and after each of n guessed tokens."""
         logits = super().read()
         self._look_up()
         return torch.cat([logits, self._feed(0)]) if self._guess else logits
 
     def step(self) -> Tensor:
-        """Logits `[1 + n, vocabulary]` behind the last token and behind each of n guessed ones."""
+        """Logits `[1 + n, vocabulary]` after the last token and after each of n guessed tokens."""
         self._look_up()
         self._tell()
         return self._feed(1)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """A token int64 `[1 + n]` from each row, as if those guessed before it were there."""
+        """A token int64 `[1 + n]` from each row, given the guessed tokens before it."""
         scores = logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
         if self._processors:
             ids = self._with_guess()
@@ -104,12 +105,12 @@ class LookupDecoding(Decoding):
         inputs = self.model.prepare_inputs_for_generation(self._with_guess(), next_sequence_length=count, **arguments)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count
-        self.cache.activate_past_recording()  # of sliding windows, which could not be cropped otherwise
+        self.cache.activate_past_recording()  # so that sliding windows can be cropped
         return self.model(**inputs, return_dict=True).logits[0, -count:]
 
 
 def check_lookup(tokens: object, sequences: int, cache: RetrievalCache, capture: bool | None) -> None:
-    """Refuses what cannot be guessed or taken back. Raises ParameterError or CaptureError."""
+    """Raises ParameterError or CaptureError for requests that cannot use prompt look-up."""
     most = MOST_QUERIES - 1
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= most:
         remedy = "More tokens in one call would be attended densely."
@@ -120,12 +121,12 @@ def check_lookup(tokens: object, sequences: int, cache: RetrievalCache, capture:
     fixed = [number for number, layer in enumerate(cache.layers) if not getattr(layer, "is_croppable", True)]
     if fixed:
         got = f"one whose layer {fixed[0]} keeps a running state"
-        raise ParameterError(NAME, "a model whose layers can give tokens back", got, f"Leave {NAME} out.")
+        raise ParameterError(NAME, "a model whose layers can remove tokens", got, f"Leave {NAME} out.")
     if capture:
         raise CaptureError("prompt look-up feeds several tokens in one call", f"Leave out `capture` or `{NAME}`.")
 
 
 @once
 def say_uncaptured() -> None:
-    """Said once: steps of such requests are not captured."""
+    """Warns once that steps of such requests are not captured."""
     warnings.warn(f"decoding uncaptured: {NAME} feeds several tokens in one call", RuntimeWarning, stacklevel=2)

@@ -1,8 +1,8 @@
-"""The loop of one model: admit, read a chunk of a prompt, make one decode step for all that decode, let go.
+"""The loop of one model: admit requests, read a chunk of a prompt, make one decode step for all, remove finished requests.
 
-There is no thread of its own. Whoever waits for a request and finds no driver drives, one piece of work after another, and
-stops when its own request is where it wants it; then another waiter goes on. Calls that users gave (`on_token`, …) are made by
-the thread that waits for the request, between two pieces of work, while others may drive.
+The loop has no thread. A thread that waits for a request becomes the driver if there is none. It works piece by piece until its
+own request is done; then another waiting thread continues. A request's callbacks (`on_token`, …) are called by the thread that
+waits for it, between two pieces of work, while others may drive.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class Loop:
         self.max_sequences = 16
         self._model = ref(model)
         self._changed = threading.Condition(threading.RLock())
-        """Guards all that follows. What the driver does to a job it does without it."""
+        """Guards the attributes below. The driver works on jobs without it."""
         self._waiting: list[Job] = []
         self._active: list[Job] = []
         self._driver: int | None = None
-        """The thread that drives."""
+        """The current driver thread."""
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
-        """Tasks that wait, by their event loop."""
+        """Waiting tasks, by event loop."""
         self._served: list[asyncio.AbstractEventLoop] = []
-        """Event loops with a worker thread that drives for their tasks."""
+        """Event loops with a worker thread."""
         self._attached = ExitStack()
         self._stepper = Stepper()
         self._step_next = False
         self._stream: Any = None
 
     def submit(self, job: Job) -> None:
-        """Takes a request in. Raises ParameterError where it cannot be run beside those in flight."""
+        """Adds a request. Raises ParameterError if it cannot run together with those in flight."""
         asked = job.asked
-        if asked.model.device.type == "cuda":  # what the thread that asks has launched comes first
+        if asked.model.device.type == "cuda":  # earlier work of the calling thread comes first
             job.ready = torch.cuda.current_stream(asked.model.device).record_event()
         with self._changed:
             others = [*self._waiting, *self._active]
@@ -81,10 +81,10 @@ class Loop:
     # Waiting and driving.
 
     def wait(self, job: Job, until: Callable[[], bool]) -> None:
-        """Returns when `until()` is true, which becomes so by work on `job`; drives where nobody does.
+        """Waits until `until()` is true, which work on `job` will make true; drives if nobody does.
 
-        An exception in this thread, one of the calls that the user gave or KeyboardInterrupt, cancels the request, and is
-        raised when the loop has let go of it.
+        An exception in this thread, from a callback or KeyboardInterrupt, cancels the request, and is raised when the loop has
+        released it.
         """
         try:
             while True:
@@ -104,17 +104,17 @@ class Loop:
         self._go_behind(job)
 
     def _go_behind(self, job: Job) -> None:
-        """What this thread launches on a result comes after the loop's work."""
+        """Makes this thread's later GPU work wait for the loop's work."""
         if self._stream is not None:
             torch.cuda.current_stream(job.asked.model.device).wait_stream(self._stream)
 
     def cancel(self, job: Job) -> None:
-        """The loop lets go of the request: at once where nobody drives, else after the piece of work that runs."""
+        """Releases the request: at once if nobody drives, else after the current piece of work."""
         job.cancelled = True
         self._drive(job, lambda: True)
 
     def abandon(self, job: Job) -> None:
-        """As `cancel`, from a finaliser, which may come at any moment: waits for no lock."""
+        """As `cancel`, from a finaliser, which may run at any moment, so it takes no lock."""
         job.cancelled = True
         if not job.ended and self._changed.acquire(blocking=False):
             try:
@@ -137,9 +137,9 @@ class Loop:
             raise ParameterError("generate", "a call outside the model's steps", "one inside a step of the same model", remedy)
 
     def _drive(self, own: Job | None, until: Callable[[], bool]) -> None:
-        """Lets go of what was cancelled, and works until `until()` is true; unless another thread drives already.
+        """Releases cancelled requests, and works until `until()` is true, unless another thread drives.
 
-        own: the request that this thread waits for.
+        own: this thread's request.
         """
         began = False
         try:
@@ -158,14 +158,14 @@ class Loop:
                 with deferred_interrupt(), self._changed:
                     self._driver = None
                     self._tell()
-        if any(job.cancelled for job in [*self._active, *self._waiting]):  # while this thread was about to stop
+        if any(job.cancelled for job in [*self._active, *self._waiting]):  # cancelled while this thread was about to stop
             self._drive(own, lambda: True)
 
     def _tell(self) -> None:
-        """Wakes all that wait."""
+        """Wakes all waiting threads and tasks."""
         self._changed.notify_all()
         for loop, listener in self._listeners:
-            with suppress(RuntimeError):  # an event loop that was closed wakes nobody
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(listener)
 
     # The same for tasks of asyncio.
@@ -225,7 +225,7 @@ class Loop:
                 self._served.remove(loop)
                 self._tell()
 
-    # The work. Only the driver does it.
+    # The work, by the driver only.
 
     def _work(self, own: Job | None) -> None:
         """One piece: admits, then reads one chunk of a prompt or makes one decode step, in turn."""
@@ -244,21 +244,21 @@ class Loop:
                     self._step_next = True
                     with self._signals(own, reading[:1]):
                         self._read(reading[0])
-        except Exception as error:  # of the loop itself: nobody may wait for it for ever
+        except Exception as error:  # an error of the loop itself must end all waiting
             for job in [*self._active, *self._waiting]:
                 self._end(job, error)
 
     @staticmethod
     def _signals(own: Job | None, jobs: Sequence[Job]) -> AbstractContextManager[None]:
-        """Work for other requests is not torn by a signal that is this thread's; it comes afterwards."""
+        """Defers this thread's signals while it works for other requests."""
         return nullcontext() if all(job is own for job in jobs) else deferred_interrupt()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """The model's device, whichever thread drives, behind what the last driver has launched."""
+        """Context for work on the model's device, after the last driver's launches."""
         model = self._model()
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))  # another thread may go on with what is made here
+            stack.enter_context(torch.inference_mode(False))  # another thread may continue with these tensors
             stack.enter_context(torch.no_grad())
             if model is not None and model.device.type == "cuda":
                 stack.enter_context(torch.cuda.device(model.device))
@@ -274,7 +274,7 @@ class Loop:
                 self._end(job, RequestCancelledError())
 
     def _admit(self) -> None:
-        """Lets requests in, first come, first served, while there is room for them."""
+        """Admits requests, first come, first served, while there is room."""
         while self._waiting:
             job = self._waiting[0]
             try:
@@ -296,7 +296,7 @@ class Loop:
             job.ready = None
         job.prepare()
         if not self._active:
-            return True  # what does not fit alone says so itself
+            return True  # a request that does not fit alone raises its own error
         others = [each.asked for each in self._active]
         refuse_too_large(job.asked, others)
         if sum(each.sequences for each in (job.asked, *others)) > self.max_sequences:
@@ -322,8 +322,8 @@ class Loop:
         self._accept(made)
 
     def _accept(self, made: list[tuple[Job, Tensor]]) -> None:
-        """Chooses the next tokens of each request, waits for the device once, and ends those that are complete. Where nobody
-        else comes in between, the step after these tokens is launched before they are waited for."""
+        """Chooses the next tokens of each request, waits for the device once, and ends complete requests. If no request is
+        waiting, the next step is launched before the tokens are waited for."""
         chosen: list[tuple[Job, Tensor]] = []
         for job, logits in made:
             try:
@@ -346,7 +346,7 @@ class Loop:
                 self._end(job, error)
 
     def _end(self, job: Job, error: BaseException | None) -> None:
-        """Lets go of a request, whatever it was doing."""
+        """Releases a request in any state."""
         with deferred_interrupt():
             self._stepper.forget()
             job.finish(error)
@@ -360,12 +360,12 @@ class Loop:
 
 
 def _alone(model: Any) -> bool:
-    """Whether a model keeps something of the last call for the next one, so that requests must follow one another."""
+    """Whether a model keeps state from one call to the next, so that requests must run one after another."""
     return changing_rotary(model.config) == "dynamic" or any(hasattr(part, "rope_deltas") for part in model.modules())
 
 
 def _of_several_ranks(model: PreTrainedModel) -> bool:
     try:
         return ranks_of(model).size > 1
-    except CaptureError:  # sharded in a way of its own
+    except CaptureError:  # sharded in an unsupported way
         return True

@@ -1,4 +1,4 @@
-"""What a context will need, before anything is allocated."""
+"""Memory plans for a context, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes for a context under a method, beside full attention. `*_per_token` sum over layers and KV heads.
+    """Bytes of a context under a method, and under full attention. `*_per_token` sum over layers and KV heads.
 
-    host_bytes_per_token: of rows, wherever they lie. device_row_bytes: rows that lie on the GPU, those of layers that search
-    nothing while it has room for them; host_bytes are the others, and device_bytes the sum of what the device holds.
-    map_bytes: what all sequences share: the maps of the model's keys (docs/design/statistics.md).
-    session_bytes: of a saved session on disk: whole blocks of rows, window, and summaries.
+    host_bytes_per_token: of rows, on host or device. device_row_bytes: rows of layers without search on the GPU, as far as they
+    fit. host_bytes: the other rows. device_bytes: everything on the device. map_bytes: the maps of the model's keys, shared by
+    all sequences (docs/design/statistics.md). session_bytes: of a saved session on disk: whole blocks of rows, window, and
+    summaries.
     """
 
     method: str
@@ -54,7 +54,7 @@ class Plan:
     full_attention_fits_device: bool | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """As a JSON-able dictionary."""
         return asdict(self)
 
 
@@ -74,7 +74,7 @@ def plan(
     searched = list(filter(method.searches, ours))
     resident = row * sizes.resident_capacity * batch
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-    where = torch.device("cpu" if device_free is None else "cuda")  # which says how large blocks are
+    where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
     shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, where)
     summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
     summaries, maps = summary * batch, method.shared_bytes(shape, len(searched), retrieved)

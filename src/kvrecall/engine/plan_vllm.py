@@ -1,4 +1,4 @@
-"""What vLLM with our backend will need for a context, before anything is loaded: the same numbers as its worker's."""
+"""Memory plan for vLLM with kvrecall, before anything is loaded, with the same numbers as the worker's."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
 
 UTILIZATION = 0.9
-"""Share of a GPU that vLLM takes, unless it is told another one."""
+"""vLLM's default share of a GPU."""
 _PASSES = 2
-"""Passes that vLLM has on their way at once: with asynchronous scheduling, its default."""
+"""Passes in flight with asynchronous scheduling, vLLM's default."""
 
 
 @dataclass(frozen=True)
 class VllmPlan:
     """Bytes and blocks of one rank. `*_per_token` sum over its layers and KV heads.
 
-    page_bytes: device memory for pages, which is what weights and scratch leave; what vLLM's own passes take is not counted.
-    None where there is no GPU to ask and nothing was told. blocks: the lesser of what host and device hold. needed_blocks: for
-    one sequence of the context; an engine with fewer is refused. sequences: of the context, that decode at once. host_bytes,
-    device_bytes: of `batch` such sequences; the former of all ranks.
+    page_bytes: device memory for pages, after weights and scratch; without the memory of vLLM's own passes. None without a GPU
+    and without a given value. blocks: the smaller of what host and device hold. needed_blocks: for one sequence of the context;
+    an engine with fewer does not start. sequences: of this context that can decode together. host_bytes, device_bytes: of
+    `batch` such sequences; host_bytes for all ranks.
     """
 
     method: str
@@ -61,7 +61,7 @@ class VllmPlan:
     fits: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """As a JSON-able dictionary."""
         return asdict(self)
 
 
@@ -69,21 +69,21 @@ def plan_vllm(
     config: PretrainedConfig, given: Mapping[str, Any], *, context_tokens: int, batch: int = 1, ranks: int = 1,
     dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK_TOKENS, page_bytes: int | None = None, passes: int = _PASSES,
 ) -> VllmPlan:  # fmt: skip
-    """For sequences of up to `context_tokens` tokens, `batch` at once, on `ranks` GPUs by tensor parallelism.
+    """The plan for `batch` sequences of up to `context_tokens` tokens on `ranks` GPUs by tensor parallelism.
 
-    given: settings of our backend, as in vLLM's `additional_config`. page_bytes: device memory for pages; None: what weights
-    and scratch leave of 0.9 of a GPU here. passes: that vLLM has on their way at once. Raises errors of
-    `kvrecall.core.errors` for what is not served.
+    given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages; None: 0.9 of
+    this machine's GPU minus weights and scratch. passes: in flight. Raises errors of `kvrecall.core.errors` for unsupported
+    settings.
     """
     for name, value in (("context_tokens", context_tokens), ("batch", batch), ("ranks", ranks)):
         if value < 1:
             raise ParameterError(name, "an integer >= 1", value, "It is a count.")
     settings, model = Settings.of({"kvrecall": dict(given)}), ModelSignature.of(config)
     if settings.residency == "device":
-        raise ParameterError("residency", "host", "device", "Rows on the device are vLLM's own way: plan for full attention.")
+        raise ParameterError("residency", "host", "device", "Rows on the device take what full attention takes: plan for that.")
     layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
     if not layers:
-        raise ParameterError("model", "one with full-attention layers", "none", "Such layers are what is served.")
+        raise ParameterError("model", "one with full-attention layers", "none", "kvrecall serves such layers.")
     if model.query_heads % ranks:
         raise ParameterError("ranks", f"a divisor of the model's {model.query_heads} query heads", ranks, "vLLM needs it.")
     heads = max(1, model.kv_heads // ranks)
@@ -108,6 +108,6 @@ def plan_vllm(
 
 
 def _parameters(config: PretrainedConfig) -> int:
-    """Numbers of the model, which is not made."""
+    """Number of parameters, from the config."""
     with torch.device("meta"):
         return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())

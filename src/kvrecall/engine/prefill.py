@@ -17,8 +17,8 @@ Progress = Callable[[int, int], None]
 
 _LEAST_CHUNK = 1024
 _CHUNK_TOKENS = {"cuda": 8192}
-"""Of all sequences together on a GPU, which reads all that is stored anew for every chunk: so many that attention to a row
-takes longer than its way."""
+"""Chunk tokens of all sequences together on a GPU. Every chunk reads all stored rows again, so it must be large enough that
+attention hides the copies."""
 
 
 def prefill(
@@ -31,12 +31,12 @@ def prefill(
     on_progress: Progress | None = None,
     expect_tokens: int | None = None,
 ) -> None:
-    """Feeds a prompt `[B, T]` into the cache; what the cache holds of it already is not computed again.
+    """Feeds a prompt `[B, T]` into the cache; tokens that the cache already holds are not computed again.
 
-    chunk_tokens: None for what suits the model's device. attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final
+    chunk_tokens: None: depends on the model's device. attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final
     length including the answer, to size memory exactly.
     Checks the context length and the host's memory before anything is stored. After Ctrl-C or an error, every layer holds
-    the same whole chunks, so prefill can be called again with the same arguments and goes on from there.
+    the same whole chunks, so prefill can be called again with the same arguments and continues.
     """
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
@@ -61,8 +61,8 @@ def prefill(
 def read_chunk(
     model: PreTrainedModel, input_ids: Tensor, cache: RetrievalCache, chunk: slice, attention_mask: Tensor | None
 ) -> None:
-    """Feeds a part of a prompt `[B, T]` into the cache, behind what it holds, inside `attach`. After an exception layers may
-    be unequal, until `align`."""
+    """Feeds the next part of a prompt `[B, T]` into the cache, inside `attach`. After an exception layers may have different
+    lengths until `align`."""
     positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     with cache.reading_prompt():
         model.base_model(
@@ -75,19 +75,19 @@ def read_chunk(
 
 
 def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int) -> int:
-    """Tokens per piece of each prompt: what was asked for, or what suits the model's device, less for many at a time."""
+    """Tokens per chunk of each prompt: chunk_tokens, or a default for the device, smaller for many sequences."""
     if chunk_tokens is not None:
         return chunk_tokens
     return max(_LEAST_CHUNK, _CHUNK_TOKENS.get(model.device.type, 0) // max(1, sequences))
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """Tokens that the model's context holds, prompt and answer together; None if its config does not say."""
+    """The model's context in tokens, prompt and answer together; None if its config does not say."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:
-    """Raises for prompts and settings that cannot work, before anything is stored."""
+    """Raises ShapeError, ParameterError or ContextLengthError for impossible prompts and settings."""
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         raise ShapeError("input_ids", "a non-empty [batch, tokens] tensor", list(input_ids.shape), "Tokenise the prompt first.")
     if chunk_tokens < 1:

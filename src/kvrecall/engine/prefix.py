@@ -1,4 +1,4 @@
-"""What a cache holds of a prompt: its longest common beginning with the tokens that were read into it."""
+"""Finds the longest common prefix of a prompt and a cache's tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvrecall.core.errors import ParameterError, ShapeError
 
 
 def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int) -> int:
-    """Cuts the cache back to the tokens that it has in common with the prompt `[B, T]`, at most `most`; returns their number.
+    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens; returns the length.
 
-    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. Compares ids, which waits for the device once.
+    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. Synchronises once.
 
-    Raises ShapeError for another number of sequences, and ParameterError where the cache was given tokens that ids do not tell
-    (embeddings, images) or cannot give tokens back; the cache is unchanged then.
+    Raises ShapeError for another number of sequences, and ParameterError if the cache has tokens without ids (embeddings,
+    images) or cannot remove tokens; the cache is unchanged then.
     """
     held = cache.get_seq_length()
     if not held:
@@ -30,7 +30,7 @@ def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor
     padding = torch.zeros_like(mask)
     if cache.valid is not None:
         padding[:, :width] = ~cache.valid[:, :width].to(padding.device)
-    moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding in one and a token in the other
+    moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding on one side only
     common = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width, most)
     if not common:
         cache.reset()

@@ -1,8 +1,8 @@
 """Prompts as token ids: a document once, then any number of questions about it.
 
-The pieces of a prompt (chat template, document, question) are tokenised one by one and joined. So the document's tokens are
-the same whatever is asked, and a cache that holds them serves every question. And text such as `<|im_end|>` inside a document
-or a question stays text: only the template's own markers become special tokens.
+The pieces of a prompt (chat template, document, question) are tokenised separately and joined. So the document's tokens are the
+same for every question, and one cache serves all. Text such as `<|im_end|>` inside a document or question stays text; only the
+template's own markers become special tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ INSTRUCTION = "Answer with one short sentence, from the text above alone."
 
 @dataclass(frozen=True)
 class DocumentPrompt:
-    """A document, waiting for questions.
+    """A document as the prefix of questions.
 
-    prefix: token ids from the start to the document's end; the same for every question, and what a saved session holds.
+    prefix: token ids from the start to the document's end; the same for every question and in saved sessions.
     middle: ids between document and question, with the instruction. tail: ids that follow the question.
     """
 
@@ -36,8 +36,8 @@ class DocumentPrompt:
     def of(tokenizer: Any, document: str | Sequence[str], instruction: str = INSTRUCTION) -> DocumentPrompt:
         """Tokenises a document for questions; with the tokenizer's chat template if it has one, as plain text otherwise.
 
-        document: one text, or several that follow each other. Each is tokenised by itself, so that one more leaves the ids of
-        those before it as they are. instruction: how to answer; it stands between document and question.
+        document: one text, or several in order. Each is tokenised separately, so that adding one does not change earlier ids.
+        instruction: how to answer, between document and question.
         """
         texts = [document] if isinstance(document, str) else list(document)
         head, middle, tail = _template(tokenizer, _instruction(instruction))
@@ -48,15 +48,15 @@ class DocumentPrompt:
 
     @staticmethod
     def behind(tokenizer: Any, held: list[int], instruction: str = INSTRUCTION) -> DocumentPrompt:
-        """Questions behind tokens that a cache holds: the end of a document, or of an answer.
+        """Questions after tokens that a cache holds: a document, or a conversation.
 
-        It is an answer if the model was asked to begin one before. The question is the conversation's next turn then, without
-        the instruction.
+        After a conversation, that is if the model has begun an answer before, the question is the next turn, without the
+        instruction.
         """
         _, middle, tail = _template(tokenizer, _instruction(instruction))
         if _contains(held, tail):
             middle, tail = _turn(tokenizer)
-            if held[-1:] == middle[:1]:  # the model has ended its turn itself
+            if held[-1:] == middle[:1]:  # the model has ended its turn
                 middle = middle[1:]
         return DocumentPrompt(tokenizer, held, middle, tail, len(held))
 
@@ -68,7 +68,7 @@ class DocumentPrompt:
         return self.prefix + self.question(question, max_new_tokens=max_new_tokens, limit_tokens=limit_tokens)
 
     def question(self, question: str, *, max_new_tokens: int = 0, limit_tokens: int | None = None) -> list[int]:
-        """Ids of the prompt for one question behind `prefix`. Raises as `ask` does."""
+        """Ids after `prefix` for one question. Raises as `ask`."""
         asked = plain_ids(self.tokenizer, question.strip())
         if limit_tokens is not None:
             self._check(len(asked), max_new_tokens, limit_tokens)
@@ -98,7 +98,7 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
 
 
 def next_turn(tokenizer: Any, question: str) -> list[int]:
-    """Ids from the end of an answer to where the next one begins: the chat template's turn with a question, or plain text."""
+    """Ids between the end of an answer and the next answer: the chat template's turn with a question, or plain text."""
     join, tail = _turn(tokenizer)
     return join + plain_ids(tokenizer, question.strip()) + tail
 
@@ -106,13 +106,13 @@ def next_turn(tokenizer: Any, question: str) -> list[int]:
 def next_prompt(tokenizer: Any, said: list[int], question: str) -> list[int]:
     """Ids of a whole conversation with one more question. said: its ids until the end of the last answer."""
     join = next_turn(tokenizer, question)
-    if said[-1] == join[0]:  # the model has ended its turn itself
+    if said[-1] == join[0]:  # the model has ended its turn
         said = said[:-1]
     return said + join
 
 
 def raw_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text to be continued as it is, with the token that the model expects at its start, if any."""
+    """Ids of a text to continue, with the model's start token, if any."""
     return _start_ids(tokenizer) + plain_ids(tokenizer, text)
 
 
@@ -143,7 +143,7 @@ def _turn(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _contains(ids: list[int], part: list[int]) -> bool:
-    """Whether ids follow each other somewhere."""
+    """Whether `part` occurs in `ids`."""
     starts = (i for i, each in enumerate(ids) if part and each == part[0])
     return any(ids[i : i + len(part)] == part for i in starts)
 
@@ -159,7 +159,7 @@ def _rendered(tokenizer: Any, content: str) -> str | None:
 
 
 def _marked_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of the template's own text, whose markers are special tokens."""
+    """Ids of the template's own text, with its markers as special tokens."""
     return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
 
@@ -169,6 +169,6 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _start_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text (never what it puts after one)."""
+    """Ids that the tokenizer puts before a text (not those after it)."""
     start = getattr(tokenizer, "bos_token_id", None)
     return [start] if start is not None and start in tokenizer("a")["input_ids"][:1] else []

@@ -1,4 +1,5 @@
-"""Several users of one model: `Engine.of(model).submit(...)` gives a `Request` to wait for, to read from, to cancel."""
+"""Several users of one model: `Engine.of(model).submit(...)` returns a `Request` that can be waited for, streamed and
+cancelled."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
 class Engine:
     """Runs the requests of several threads and tasks on one model, in one loop.
 
-    Nothing needs to be shut down: the loop has no thread of its own. Threads that wait for a result or a token drive it, so a
-    request that nobody waits for goes on only while others are waited for.
+    Nothing needs to be shut down, because the loop has no thread. Threads that wait for a result or a token drive it, so a
+    request that nobody waits for advances only while somebody waits for another one.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,7 +42,7 @@ class Engine:
     def of(model: PreTrainedModel) -> Engine:
         """The engine of a model, or of a wrapper that holds one (PEFT); the same one as long as the model lives.
 
-        Raises ParameterError for what is no model.
+        Raises ParameterError if it is no model.
         """
         with _lock:
             engine = _engines.get(model) if isinstance(model, nn.Module) else None
@@ -51,7 +52,7 @@ class Engine:
 
     @property
     def max_sequences(self) -> int:
-        """How many sequences may be in flight together; a request of more runs alone. 16, and may be set."""
+        """Most sequences in flight, 16 by default; may be set. A request with more sequences runs alone."""
         return self._loop.max_sequences
 
     @max_sequences.setter
@@ -80,12 +81,11 @@ class Engine:
         capture: bool | None = None,
         compiled: bool = False,
     ) -> Request:
-        """Takes in a request with the parameters of `engine.generate`; computes nothing yet.
+        """Adds a request with the parameters of `engine.generate`; computes nothing yet.
 
-        Requests are admitted first come, first served: one waits until prompt and answer fit into memory beside what the
-        admitted ones have still to use, and until there are no more than `max_sequences` sequences. A request that nobody
-        holds any more is cancelled. Raises what `engine.generate` raises for its arguments, and ParameterError for a cache that
-        another request uses.
+        Requests are admitted first come, first served. A request waits until prompt and answer fit into memory together with
+        the admitted ones, and until there are at most `max_sequences` sequences. Dropping the last reference cancels a request.
+        Raises the errors of `engine.generate` for its arguments, and ParameterError for a cache that another request uses.
         """
         model = self._model()
         assert model is not None, "the engine has outlived its model"
@@ -118,21 +118,21 @@ class Request:
         return self._job.ended
 
     def result(self) -> GenerateResult:
-        """Waits for the whole answer. Raises what failed in this request; RequestCancelledError where it was cancelled.
+        """Waits for the whole answer. Raises the request's error, or RequestCancelledError if it was cancelled.
 
-        An exception in the waiting thread, KeyboardInterrupt or one of the calls that were given, cancels the request.
+        An exception in the waiting thread, from a callback or KeyboardInterrupt, cancels the request.
         """
         try:
             self._loop.wait(self._job, self._told)
             return self._job.result()
         finally:
-            self = None  # an exception keeps this frame, and must not keep the cache through it
+            self = None  # an exception's frame must not keep the cache alive
 
     def cancel(self) -> None:
-        """Ends the request; others are not touched. Does nothing where it has ended.
+        """Cancels the request; does nothing if it has ended.
 
-        Its cache holds whole tokens, those read until then, and may be used again once `result` has raised. A cache that was
-        made for it is given up.
+        Its cache holds the tokens read until then, and may be used again after `result` has raised. A cache that was made for
+        the request is freed.
         """
         if not self._job.ended:
             self._loop.cancel(self._job)
@@ -140,7 +140,7 @@ class Request:
     def __iter__(self) -> Iterator[list[int]]:
         seen = 0
         while not self._read(seen):
-            self._loop.wait(self._job, partial(self._news, seen))  # which tells of steps that others have driven
+            self._loop.wait(self._job, partial(self._news, seen))  # also returns after steps that others have driven
             if seen < len(self._job.steps):
                 seen += 1
                 yield self._job.steps[seen - 1]

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""The result of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrecall.backends.transformers import RetrievalCache
 @dataclass(frozen=True)
 class GenerateResult:
     """sequences: prompt and answer, `[B, T]`. new_tokens: the answer's ids per sequence, without padding after the end. cache:
-    the one that was given, or was made for the method that was given."""
+    the given one, or the one made for the given method."""
 
     sequences: Tensor
     new_tokens: list[list[int]]

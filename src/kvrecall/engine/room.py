@@ -1,4 +1,4 @@
-"""Whether there is room for one more request beside those that run, on the host and on the GPU."""
+"""Whether one more request fits into host and GPU memory together with the running ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrecall.engine.plan import plan
 
 
 def fits(asked: Asked, others: Sequence[Asked]) -> bool:
-    """Whether prompt and answer fit beside what the others, which are admitted, have still to use."""
+    """Whether prompt and answer fit together with what the admitted requests still need."""
     if host_need(asked) + sum(map(host_need, others)) > available_host_bytes():
         return False
     device = asked.model.device
@@ -23,7 +23,7 @@ def fits(asked: Asked, others: Sequence[Asked]) -> bool:
 
 
 def refuse_too_large(asked: Asked, others: Sequence[Asked]) -> None:
-    """Raises HostMemoryError where the host could not hold it even if the others gave back all that they hold."""
+    """Raises HostMemoryError if the request would not fit on the host even alone."""
     need, available = host_need(asked), available_host_bytes()
     held = sum(_host_bytes(each, each.cache.get_seq_length()) for each in others)
     if need > available + held:
@@ -31,7 +31,7 @@ def refuse_too_large(asked: Asked, others: Sequence[Asked]) -> None:
 
 
 def host_need(asked: Asked) -> int:
-    """Bytes of the host's memory that a request has still to use. With a GPU, memory that was reserved is in use."""
+    """Host bytes that a request still needs. With a GPU, reserved memory counts as used."""
     held = asked.cache.get_seq_length()
     if held and asked.model.device.type == "cuda" and asked.cache.reserved_tokens >= asked.total_tokens:
         return 0
@@ -39,7 +39,7 @@ def host_need(asked: Asked) -> int:
 
 
 def device_need(asked: Asked) -> int:
-    """Bytes of the GPU's memory that a request's windows and summaries have still to use."""
+    """GPU bytes that a request's windows and summaries still need."""
     states = [layer.state for layer in asked.cache.retrieval_layers if layer.state is not None]
     if states:
         return bytes_to_grow(states, asked.total_tokens)

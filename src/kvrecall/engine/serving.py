@@ -1,8 +1,7 @@
-"""transformers' own server (`transformers serve`), whose requests retrieve.
+"""transformers' server (`transformers serve`) with retrieval.
 
-1. `retrieving(model, method)` gives every call of `model.generate` a RetrievalCache of its own.
-2. `run` starts the server with one model. The server is told of it where it would load models (`OneModel`), and requests that
-   we refuse are answered with the reason.
+1. `retrieving(model, method)` gives every call of `model.generate` a new RetrievalCache.
+2. `run` starts the server with one loaded model (`OneModel`). Refused requests are answered with the reason.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ _REFUSED = {
     "--dtype": _OWN,
     "--device": _OWN,
 }
-"""Options of `transformers serve`, by how they begin, and why they are refused."""
+"""Refused options of `transformers serve`, by their beginning, and the reason."""
 
 
 @contextmanager
 def retrieving(model: PreTrainedModel, method: Method, context: int | None = None) -> Iterator[None]:
-    """Inside, `model.generate` makes a RetrievalCache for every call that brings no cache; on exit the model is as before.
+    """Inside, `model.generate` makes a RetrievalCache for every call without a cache; the model is restored on exit.
 
-    context: tokens of prompt and answer at most; the model's own limit if None or lower. An answer ends there; a prompt that
-    leaves no room for one raises ContextLengthError.
+    context: most tokens of prompt and answer; at most, and by default, the model's own limit. Answers end there; a prompt
+    without room for an answer raises ContextLengthError.
     """
     limits = [context, context_limit(model)]
     limit = min((tokens for tokens in limits if tokens), default=None)
@@ -54,12 +53,12 @@ def retrieving(model: PreTrainedModel, method: Method, context: int | None = Non
         @wraps(generate)
         def generate_retrieving(*args: Any, **kwargs: Any) -> Any:
             ids, told = kwargs.get("input_ids"), kwargs.get("generation_config")
-            if isinstance(told, GenerationConfig) and ids is not None:  # of this request alone
+            if isinstance(told, GenerationConfig) and ids is not None:  # this request's own config
                 if told.use_cache is False:
-                    raise ParameterError("use_cache", "True", False, "Leave it out: a cache is what is served.")
+                    raise ParameterError("use_cache", "True", False, "Leave it out: every request has a cache.")
                 if limit is not None and ids.shape[-1] >= limit:
                     raise ContextLengthError("prompt", limit - 1, ids.shape[-1])
-                if limit is not None:  # so that the server, too, tells answers that end here by their length
+                if limit is not None:  # so that the server reports finish_reason "length" for answers that end here
                     told.max_new_tokens = min(told.max_new_tokens or limit, limit - ids.shape[-1])
                 told.prefill_chunk_size = told.prefill_chunk_size or chunk_size(model, None, ids.shape[0])
             if kwargs.get("past_key_values") is None:
@@ -76,17 +75,17 @@ def retrieving(model: PreTrainedModel, method: Method, context: int | None = Non
 
 
 class OneModel(model_manager.ModelManager):
-    """A server's models: one, which is loaded already and stays."""
+    """The server's models: one, already loaded."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, **options: Any) -> None:
-        """options: of transformers' class."""
+        """options: of the base class."""
         self._one, self._asked = (model, tokenizer), None
         super().__init__(**options)
 
     def load_model_and_processor(
         self, model_id_and_revision: str, progress_callback: Callable[[dict[str, Any]], None] | None = None, **more: Any
     ) -> tuple[Any, Any]:
-        """The model, for the name that the server begins with; raises ParameterError for any other."""
+        """The model, for the server's own name; raises ParameterError for any other."""
         self._asked = self._asked or model_id_and_revision
         if model_id_and_revision != self._asked:
             raise ParameterError("model", repr(self.force_model), model_id_and_revision, "This server has one model.")
@@ -95,14 +94,14 @@ class OneModel(model_manager.ModelManager):
         return self._one
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What `/v1/models` lists."""
+        """The entries of `/v1/models`."""
         return [{"owned_by": "kvrecall", "id": self.force_model, "object": "model", "created": int(time.time())}]
 
 
 def serve_arguments(name: str, host: str, port: int, given: Sequence[str]) -> list[str]:
-    """Of `transformers serve`. given: what the user hands on, which wins over host and port.
+    """The arguments of `transformers serve`. given: the user's options, which override host and port.
 
-    Raises ParameterError for options that do not go with our cache."""
+    Raises ParameterError for options that do not work with a RetrievalCache."""
     named = [text.split("=", 1)[0] for text in given]
     for text in named:
         for begin, reason in _REFUSED.items():
@@ -113,7 +112,8 @@ def serve_arguments(name: str, host: str, port: int, given: Sequence[str]) -> li
 
 
 def run(arguments: Sequence[str], load: Callable[[], tuple[Any, Any]], method: Method, context: int | None) -> None:
-    """Serves until it is ended. arguments: of `serve_arguments`. load: makes model and tokenizer, once the arguments are read.
+    """Serves until it is stopped. arguments: from `serve_arguments`. load: makes model and tokenizer after the arguments are
+    parsed.
 
     Raises ParameterError for arguments that transformers does not know, and MissingPackageError."""
     require_server()
@@ -137,14 +137,14 @@ def run(arguments: Sequence[str], load: Callable[[], tuple[Any, Any]], method: M
         try:
             command.main(list(arguments[2:]), prog_name="transformers serve", standalone_mode=False)
         except Exception as error:
-            said = getattr(error, "format_message", None)  # of what typer refuses
+            said = getattr(error, "format_message", None)  # typer's own errors
             if said is None:
                 raise
             raise ParameterError("options behind `--`", "those of `transformers serve`", said(), "See its --help.") from error
 
 
 def _built(build: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The server's app, which answers what we refuse with the reason."""
+    """The server's app, with kvrecall's errors as responses."""
     from fastapi.responses import JSONResponse  # pyright: ignore[reportMissingImports]
 
     def refused(_: Any, error: Exception) -> JSONResponse:
@@ -157,7 +157,7 @@ def _built(build: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a module has this in the place of its own."""
+    """Inside, replaces an attribute of a module."""
     own = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -1,13 +1,13 @@
-"""How one decode step is made for all requests that decode: replayed, together, or in turn.
+"""Makes one decode step for all decoding requests: captured, together, or in turn.
 
-1. A request replays a captured step where that is possible; several of one method share it, each in slots of its own.
-2. Requests whose caches consist of retrieval layers share one call of the model, each with its own rows.
+1. Requests use captured steps if possible; requests of one method share a step, each in its own slots.
+2. Requests with retrieval layers only share one call of the model, each with its own rows.
 3. All others are called in turn.
 
-Every way gives a request what it gets alone, and what fails for one request is that request's error.
+The result of a request does not depend on the way, and an error in one request is that request's error.
 
-A captured step may be replayed before the host has read the tokens it feeds, so that the device does not wait for the host. If
-one of them ends the request, its cache forgets that step.
+A captured step may be replayed before the host has read its input tokens, so that the device does not wait for the host. If one
+of them ends the request, its cache forgets the step.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.lookup import say_uncaptured
 
 _ALONE_STEPS = 4
-"""Uncaptured steps of a request that is alone again before its steps are captured again."""
+"""A request that is alone again makes this many uncaptured steps before it is captured again."""
 
 _apart: WeakSet[Any] = WeakSet()
-"""Models that have refused a call with rows of several requests."""
+"""Models that refused a call with rows of several requests."""
 
 Logits = Tensor | Exception
-"""`[B, vocabulary]` of one request, or why it has none; its cache holds what it held before the step then."""
+"""`[B, vocabulary]` of one request, or its error; after an error its cache is as before the step."""
 
 
 class Member:
-    """One request that decodes, as a step sees it."""
+    """One decoding request."""
 
     def __init__(self, asked: Asked, decoding: Decoding) -> None:
-        """Raises CaptureError where capture is required and cannot be."""
+        """Raises CaptureError if capture is required and impossible."""
         self.asked, self.decoding = asked, decoding
         self._capturing = _capturing(asked)
         self._uncaptured = 0
         """Steps to make before the next capture."""
         self.shared: Any = None
-        """The captured steps that the cache has joined with others (`SharedSteps`)."""
+        """The shared captured steps that the cache has joined (`SharedSteps`)."""
         self.ahead: Logits | None = None
-        """What the next step gave, if it was made before the host knew its tokens."""
+        """The result of the next step, if it was launched ahead."""
         self._apart = False
         self._lost: Exception | None = None
-        """Why the cache could not go back to where it was before a step that was torn."""
+        """The error if the cache could not be restored after an interrupted step."""
 
     def first(self) -> Tensor:
-        """Reads what the cache does not hold of the prompt; logits `[B, vocabulary]`."""
+        """Reads the tokens of the prompt that the cache does not hold; logits `[B, vocabulary]`."""
         with self.asked.computing(), torch.no_grad():
             return self.decoding.read()
 
     def replayed(self) -> Tensor | None:
-        """A captured step; None where it must be made in another way."""
+        """A captured step; None if impossible."""
         made, self.ahead = self.ahead, None
         if isinstance(made, Exception):
             raise made
@@ -73,7 +73,7 @@ class Member:
             return self._capturing.step(self._tokens(), self.decoding.room_tokens)
 
     def go_ahead(self, tokens: Tensor) -> None:
-        """Replays the next step of a request that decodes alone, for tokens `[B]` that the host does not know yet."""
+        """Replays the next step of a request that decodes alone, for tokens `[B]` on the device."""
         if self._capturing is not None and not self._uncaptured:
             try:
                 with self.asked.computing(), _decoding_modules(self.decoding.model):
@@ -99,7 +99,7 @@ class Member:
         return self.shared is not None or self._capturing.ready
 
     def stay_apart(self) -> None:
-        """Its steps cannot be captured together with those of others: they are not, while others decode."""
+        """Stops capturing its steps together with others."""
         self._apart = True
 
     @property
@@ -111,7 +111,7 @@ class Member:
         return self.decoding.joinable
 
     def own(self, call: Callable[[], Tensor]) -> Logits:
-        """What a call gives that is this member's alone."""
+        """The result or error of a call for this member only."""
         if self._lost is not None:
             return self._lost
         try:
@@ -120,7 +120,7 @@ class Member:
             return error
 
     def release(self) -> None:
-        """Ends a captured decode; the cache is nobody's but the request's."""
+        """Ends captured decoding and gives the cache back to the request."""
         shared, self.shared = self.shared, None
         if shared is not None:
             shared.leave(self.asked.cache)
@@ -132,7 +132,7 @@ class Member:
             self._cut_back()
 
     def rewind(self) -> None:
-        """After a step that was torn: the cache holds what it held before, or the next step tells why it does not."""
+        """Restores the cache after an interrupted step. If that fails, the next step raises the reason."""
         try:
             self.release()
             self._cut_back()
@@ -140,7 +140,7 @@ class Member:
             self._lost = error
 
     def _cut_back(self) -> None:
-        """The cache holds the tokens that were accepted, but the last one. Raises InterruptedPassError if some are missing."""
+        """Cuts the cache to the accepted tokens without the last one. Raises InterruptedPassError if some are missing."""
         cache = self.decoding.cache
         cache.align()
         more = cache.get_seq_length() - self.decoding.stored
@@ -150,7 +150,7 @@ class Member:
             raise InterruptedPassError(cache.get_seq_length())
 
     def go_on_captured(self) -> None:
-        """Steps that were captured with others are captured alone."""
+        """Moves from shared captured steps to its own."""
         self._uncaptured = 0
 
     def _tokens(self) -> Tensor:
@@ -158,18 +158,18 @@ class Member:
 
 
 class Stepper:
-    """Chooses the way of each step."""
+    """Chooses how each step is made."""
 
     def __init__(self) -> None:
         self._joint: JointCache | None = None
-        self._shared: dict[Any, Any] = {}  # SharedSteps, by what its members have in common
+        self._shared: dict[Any, Any] = {}  # SharedSteps, by the key of its members
 
     def step(self, members: Sequence[Member]) -> list[Logits]:
         """Feeds each member's last tokens. One entry per member, in order.
 
-        After an exception that is no `Exception` no member has made the step, and it can be made again.
+        After KeyboardInterrupt and the like no member has made the step, and it can be repeated.
         """
-        if not all(member.ahead is not None for member in members):  # somebody has come
+        if not all(member.ahead is not None for member in members):  # a new member has come
             for member in members:
                 if member.ahead is not None:
                     member.rewind()
@@ -187,8 +187,7 @@ class Stepper:
             raise
 
     def go_ahead(self, chosen: Sequence[tuple[Member, Tensor]]) -> None:
-        """Replays the next step of all who decode, for tokens `[B]` of each that the host does not know yet, where one replay
-        does it."""
+        """Replays the next step of all members, for tokens `[B]` of each on the device, if one replay suffices."""
         first, shared = chosen[0][0], chosen[0][0].shared
         if not all(member.decoding.goes_on and member.shared is shared for member, _ in chosen):
             return
@@ -200,7 +199,7 @@ class Stepper:
         try:
             with first.asked.computing(), _decoding_modules(first.decoding.model):
                 made = shared.ahead([(member.asked.cache, tokens) for member, tokens in chosen])
-        except (CaptureError, torch.OutOfMemoryError):  # every cache was given back, and the next step sees to it
+        except (CaptureError, torch.OutOfMemoryError):  # every cache was given back; the next step handles it
             made = None
         except Exception as error:
             made = [error] * len(chosen)
@@ -228,7 +227,7 @@ class Stepper:
         return [made[number] for number in range(len(members))]
 
     def _captured(self, key: Any, group: list[Member]) -> list[Logits]:
-        """Captured steps of members of one method; uncaptured ones where that cannot be."""
+        """Captured steps of members of one method; uncaptured if impossible."""
         if len(group) == 1:
             if group[0].shared is not None:
                 group[0].release()
@@ -256,12 +255,12 @@ class Stepper:
             return self._together(group) if all(member.joins for member in group) else _in_turn(group)
 
     def forget(self) -> None:
-        """Holds no cache any more; the next step begins anew."""
+        """Releases all caches."""
         self._joint = None
         self._shared = {}
 
     def _together(self, group: list[Member]) -> list[Logits]:
-        """One call for all; in turn where the call itself fails, so that an error is told to the one whose it is."""
+        """One call for all. If the call fails, one call each, so that each request gets its own error."""
         caches = [member.decoding.cache for member in group]
         if self._joint is None or [id(x) for x in self._joint.members] != [id(x) for x in caches]:
             self._joint = JointCache(caches)
@@ -275,7 +274,7 @@ class Stepper:
             joint.align()
             return _in_turn(group)
         failed = dict(joint.failed)
-        joint.failed.clear()  # an error keeps its frames, and these the joint cache
+        joint.failed.clear()  # errors' frames would keep the joint cache alive
         return [failed.get(number, logits[rows]) for number, rows in enumerate(joint.rows)]
 
 
@@ -294,7 +293,7 @@ def _in_turn(group: list[Member]) -> list[Logits]:
 
 
 def _capturing(asked: Asked) -> Any:
-    """Captured decoding if it is asked for, or neither refused nor impossible."""
+    """Captured decoding, unless it is refused or impossible."""
     if asked.capture is False or asked.model.device.type != "cuda":
         return None
     if asked.looks_up:
@@ -306,5 +305,5 @@ def _capturing(asked: Asked) -> Any:
 
 
 def _decoding_modules(model: Any) -> AbstractContextManager[Any]:
-    """What transformers' own loop exchanges in a model while it decodes: experts that suit single tokens."""
+    """transformers' context for decoding, which replaces experts by ones for single tokens."""
     return getattr(model, "_optimize_model_for_decode", nullcontext)()

@@ -11,15 +11,15 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Method):
-    """Keeps the tokens that received most attention so far, beside the recent ones; what is dropped once never returns.
+    """Keeps the tokens that have received most attention so far, and the recent ones; dropped tokens never return.
 
     1. Every query, of the prompt and of every step, adds its attention to the sums of the tokens that it attends to.
-    2. Of the tokens that left the window the `top_k` with the largest sums stay attended; the others are never again.
+    2. Of the tokens that left the window, the `top_k` with the largest sums stay attended; the others are dropped.
     3. The budget is split evenly between heavy hitters (top_k) and recent tokens (local_tokens).
 
-    Simplified: dropped rows stay on the host; the heads of a group add up their sums (`gqa="per_head"` drops per query head,
-    as the paper, which knows no groups); the prompt is dropped from at its end, where the paper's sums are complete too; the
-    window shrinks in steps of update_interval. A cache that is forked to H2O knows only the queries it was made to observe.
+    Simplified: dropped rows stay on the host; the heads of a group add up their sums (`gqa="per_head"` drops per query head
+    like the paper, which has no groups); tokens of the prompt are dropped at its end; the window shrinks in steps of
+    update_interval. A cache that is forked to H2O knows only the queries that it was told to observe.
     Source: the paper's text (half heavy hitters, half recent tokens).
     """
 

@@ -1,7 +1,7 @@
-"""H2O's rule: the tokens that have received most attention so far are kept, what is dropped once never returns.
+"""H2O's rule: keeps the tokens that have received most attention so far; dropped tokens never return.
 
-The rows stay on the host, yet no later search looks at them. Attention is counted for every token while it is attended,
-resident or not, so a token enters the retrieval zone with what it received in the window.
+Their rows stay on the host, but no later search finds them. Attention is counted for every attended token, resident or not, so
+a token enters the retrieval zone with the attention that it received in the window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARES = 2**24
 
 @dataclass(frozen=True)
 class AccumulatedConfig(IndexConfig):
-    """gqa: "per_head" drops per query head; all others add up what the heads of a group gave, and drop per KV head."""
+    """gqa: "per_head" drops per query head; all others add up the attention of a group's heads, and drop per KV head."""
 
     name: ClassVar[str] = "accumulated"
     watches: ClassVar[bool] = True
@@ -39,8 +39,8 @@ class AccumulatedConfig(IndexConfig):
 
 
 class AccumulatedIndex(TokenIndex):
-    """Attention received, and who is left, of one layer. After a crop the sums keep what the cropped queries gave; an index
-    that is made anew from the rows, by a fork or after an error, knows what the remembered queries give."""
+    """Received attention and kept tokens of one layer. After a crop, sums still include the cropped queries. An index that is
+    rebuilt, by a fork or after an error, knows only the observed queries."""
 
     watches = True
 
@@ -96,7 +96,7 @@ class AccumulatedIndex(TokenIndex):
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        """What each head gave to each token, fp32 `[H_kv, G, n]`; no logits, and no matter what the queries are."""
+        """Attention of each head to each token so far, fp32 `[H_kv, G, n]`; independent of the queries."""
         left = self._left.view(sequence).transpose(1, 2)
         sums = self._sums.view(sequence)[:, self._offset[sequence] :][:, : left.shape[2]].transpose(1, 2)
         known = torch.nn.functional.pad(sums, (0, left.shape[2] - sums.shape[2]))
@@ -107,7 +107,7 @@ class AccumulatedIndex(TokenIndex):
         return scores if self._gqa == "per_head" else scores.double().sum(1, keepdim=True).float()
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        """Also remembers who would be left, for `learn`."""
+        """Also remembers which tokens are kept, for `learn`."""
         for b in sequences:
             ranked, barred = self.rank(queries, b, budget.scaling), self.excluded[b]
             kept = torch.zeros_like(ranked, dtype=torch.bool)
@@ -121,7 +121,7 @@ class AccumulatedIndex(TokenIndex):
         return super().search(queries, budget, sequences)
 
     def learn(self, sequences: list[int]) -> None:
-        """Drops what the last search left out; tokens that came since stay."""
+        """Drops the tokens that the last search left out; tokens that came since stay."""
         for b in sequences:
             found = self._found[b]
             if found is not None:
@@ -140,7 +140,7 @@ class AccumulatedIndex(TokenIndex):
         sums, start = self._sums.writable(sequence), offset
         for keys, at in resident:
             sums[:, at : at + keys.shape[1]] += given(observed, keys, at, scaling)
-        if attended is not None:  # no others need be read, and none of them was given anything
+        if attended is not None:  # other tokens received nothing
             ids = attended.clamp_min(0).long()
             if not ids.shape[1]:
                 return
@@ -155,9 +155,9 @@ class AccumulatedIndex(TokenIndex):
 
 
 def given(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
-    """Attention that queries gave to keys `[H_kv, n, D]`, summed over the queries: fp32 `[H_kv, n, G]`.
+    """Attention of observed queries to keys `[H_kv, n, D]`, summed over the queries: fp32 `[H_kv, n, G]`.
 
-    start: position of the first key; a query gives nothing to later keys. -1: all keys lie before the queries."""
+    start: position of the first key; a query does not attend to later keys. -1: all keys come before the queries."""
     total = torch.zeros(keys.shape[0], keys.shape[1], observed.queries.shape[0] // keys.shape[0], device=keys.device)
     step = max(1, _SHARES // max(1, keys.shape[1] * observed.queries.shape[0]))
     seen_by = torch.arange(observed.queries.shape[1], device=keys.device) + observed.start

@@ -11,16 +11,16 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class MagicPIG(Method):
-    """Samples tokens by hashing instead of taking the best, and corrects for how likely each was to be sampled.
+    """Samples tokens by hashing instead of taking the best, and corrects for each token's sampling probability.
 
-    1. Keys, less their mean over the prompt, are hashed into `tables` (L) tables by the signs of `bits` (K) projections.
+    1. Keys, minus their mean over the prompt, are hashed into `tables` (L) tables by the signs of `bits` (K) projections.
     2. Each query head takes the tokens that share its bucket in at least two tables.
-    3. Attention over them divides each weight by the probability of having been taken, so its expectation is that of full
-       attention; it is merged with sink and window by log-sum-exp.
-    4. Five layers stay dense, as in the paper's code where a model has that many.
+    3. Attention to them divides each weight by its sampling probability, so its expectation is full attention. It is merged
+       with sink and window by log-sum-exp.
+    4. Layers 0, 16, 32, 48 and 64 are dense, as in the paper's code.
 
-    top_k bounds the tokens of a head; a sample is as large as the hashes make it. seed: of the hyperplanes.
-    Never full attention by a budget alone: a sample is not the zone, unless top_k covers it, when nothing is sampled.
+    top_k: upper bound of a head's sample; its size follows from the hashes. seed: of the hyperplanes. If top_k covers the zone,
+    nothing is sampled and everything is attended.
     Simplified: codes and attention are on the device (the paper's tables and attention are on the CPU); generated keys are
     hashed when they leave the window (the paper's code never hashes them). Source: the paper's text and published code.
     """

@@ -1,6 +1,6 @@
-"""MagicPIG's index: tokens are sampled by locality-sensitive hashing, and weighted by how likely each was to be sampled.
+"""MagicPIG's index: samples tokens by locality-sensitive hashing, and weights them by their sampling probability.
 
-Keys are centred by the mean of the prompt's keys, which shifts all logits alike. A query head takes the tokens that share its
+Keys are centred by the mean of the prompt's keys, which shifts all logits equally. A query head takes the tokens that share its
 bucket in at least two tables. With p = 1 - angle / pi and a = p^bits a token is taken with probability
 u = 1 - (1 - a)^tables - tables a (1 - a)^(tables - 1), and log u is subtracted from its logit.
 """
@@ -27,7 +27,7 @@ class SamplingConfig(IndexConfig):
     """bits (K), tables (L): hyperplanes per table, and tables. seed: of the hyperplanes. gqa: each query head samples
     for itself.
 
-    `top_k` bounds what a head takes: of more tokens those of the most common buckets stay, ties to the lower position.
+    `top_k` bounds a head's sample: tokens with the most common buckets stay, ties go to the lower position.
     """
 
     name: ClassVar[str] = "hash-sampling"
@@ -55,7 +55,7 @@ class SamplingConfig(IndexConfig):
 
 
 class SamplingIndex(TrainedIndex):
-    """What is trained is the mean key fp32 `[H_kv, 1, D]`, what is kept the int16 codes of the centred keys."""
+    """Learns the mean key fp32 `[H_kv, 1, D]`, and keeps int16 codes of the centred keys."""
 
     def __init__(self, shape: LayerShape, config: SamplingConfig) -> None:
         super().__init__(shape, config, config.tables, torch.int16)
@@ -86,7 +86,7 @@ class SamplingIndex(TrainedIndex):
         return replace(found, bias=torch.stack(biases))
 
     def _bias(self, queries: Tensor, ids: Tensor, sequence: int) -> Tensor:
-        """-log u fp32 `[H_q, K]` of ids int32 `[H_kv, K]`, -inf where a head has not sampled a token. Reads the keys."""
+        """-log u fp32 `[H_q, K]` of ids int32 `[H_kv, K]`, -inf for tokens that a head has not sampled. Reads the keys."""
         mean = self.trained(sequence)
         if mean is None or not ids.shape[1]:
             return queries.new_empty(queries.shape[0] * queries.shape[1], ids.shape[1])
@@ -100,7 +100,8 @@ class SamplingIndex(TrainedIndex):
 
 
 def collisions(queries: Tensor, keys: Tensor) -> Tensor:
-    """Tables in which codes agree, fp32 `[H_kv, G', n]`; queries: int16 `[H_kv, G', tables]`, keys: `[H_kv, n, tables]`."""
+    """Number of tables in which codes agree, fp32 `[H_kv, G', n]`; queries: int16 `[H_kv, G', tables]`, keys:
+    `[H_kv, n, tables]`."""
     pieces = [torch.zeros(*queries.shape[:2], 0, device=queries.device)]
     for piece in keys.split(_COMPARED_TOKENS, dim=1):
         pieces.append((queries.unsqueeze(2) == piece.unsqueeze(1)).sum(-1).float())

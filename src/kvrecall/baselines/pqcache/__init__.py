@@ -15,12 +15,12 @@ class PQCache(Method):
     """Scores every token from a product-quantised key.
 
     1. After the prompt each KV head's keys are cut into `subspaces` pieces, and k-means finds 2^`bits` centres per piece.
-    2. A key is kept as the numbers of its centres; keys generated later take the nearest of the same centres.
+    2. A key is stored as the numbers of its nearest centres; later keys use the same centres.
     3. Every step adds up table entries per token, ranks by the mean over the group of the softmax, and fetches `top_k` tokens;
        rows that are still on the device are not read again (the paper's block cache).
 
-    iterations: of k-means, at most. Simplified: k-means begins at evenly spaced keys and runs before the first step, not
-    beside prefill; a row is kept between two steps, not in a cache of blocks with LFU replacement; top_k is a number, not a
+    iterations: at most, of k-means. Simplified: k-means starts at evenly spaced keys and runs before the first step, not during
+    prefill; rows are kept from one step to the next, not in a cache of blocks with LFU replacement; top_k is a number, not a
     share of the prompt (0.1 or 0.2 of it, half of that retrieved).
     Source: the paper's text and published code (2 subspaces of 6 bits).
     """

@@ -46,7 +46,7 @@ class ProductConfig(IndexConfig):
 
 
 class ProductIndex(TrainedIndex):
-    """What is trained is a codebook fp32 `[H_kv, subspaces, 2^bits, D / subspaces]`, what is kept the numbers of centres."""
+    """Learns a codebook fp32 `[H_kv, subspaces, 2^bits, D / subspaces]`, and keeps the numbers of centres."""
 
     def __init__(self, shape: LayerShape, config: ProductConfig) -> None:
         super().__init__(shape, config, config.subspaces, torch.uint8)

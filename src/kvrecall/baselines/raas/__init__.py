@@ -11,18 +11,17 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class RaaS(Method):
-    """Drops the page that has not mattered for the longest time; prompts that fit are kept.
+    """Drops the page that was useful longest ago; prompts that fit are kept.
 
     1. A page of `page_tokens` tokens keeps the minimum and the maximum of its keys, which bound its score.
-    2. Every step gives its time to the best `stamp_ratio` of the pages that are left.
-    3. Over budget (`top_k` tokens) the pages of the oldest time are dropped, and never return: a lemma of a chain of thought is
-       used until it no longer is.
-    4. keep_prompt: prompts are never dropped, as they are asked again and again, those of a conversation's turns too. Where
-       their pages are more than the budget together, they compete like all others (the paper lets the budget grow instead).
+    2. Every step stamps the best `stamp_ratio` of the remaining pages with its time.
+    3. Over budget (`top_k` tokens), the pages with the oldest time are dropped and never return. So a lemma of a chain of
+    thought stays as long as it is used. 4. keep_prompt: prompts, also later ones of a conversation, are never dropped. If their
+    pages exceed the budget together, they compete like all others (the paper lets the budget grow instead).
 
-    Simplified: dropped rows stay on the host; among equal times the larger score stays; a group shares its pages, as in
-    LouisKV section 5.1. Source: the paper as LouisKV describes it (tokens without substantial attention over a sustained
-    period are evicted; pages of 16); the half that is stamped is the paper's.
+    Simplified: dropped rows stay on the host; at equal times the page with the larger score stays; a group shares its pages, as
+    in LouisKV section 5.1. Source: the paper as LouisKV describes it (tokens without substantial attention over a sustained
+    period are evicted; pages of 16); stamping half of the pages is the paper's.
     """
 
     name: ClassVar[str] = "raas"

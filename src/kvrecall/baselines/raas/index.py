@@ -1,6 +1,6 @@
-"""RaaS's rule: pages that matter now get the time of now; the page whose time lies back furthest is dropped, for ever.
+"""RaaS's rule: useful pages get the time of the step; the page with the oldest time is dropped and never returns.
 
-The rows stay on the host, yet no later search looks at a dropped page.
+Its rows stay on the host, but no later search finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrecall.select.topk import union_rows
 
 @dataclass(frozen=True)
 class MilestoneConfig(PageConfig):
-    """page_tokens, bounds: as `pages`. stamp_ratio: share of the pages that are left which get the time of a step, in (0, 1].
+    """page_tokens, bounds: as `pages`. stamp_ratio: share of the remaining pages that get the time of a step, in (0, 1].
     keep_prompt: whether prompts whose pages fit the budget together are never dropped."""
 
     name: ClassVar[str] = "milestones"
@@ -57,11 +57,11 @@ class MilestoneIndex(PageIndex):
         super().__init__(shape, config)
         sets = shape.query_heads // shape.kv_heads if config.gqa == "per_head" else 1
         none = torch.zeros(shape.kv_heads, sets, 0, dtype=torch.int64, device=shape.device)
-        self._kernels = False  # they know no times
+        self._kernels = False  # the kernels have no times
         self._rule = config
         self._times = [none] * shape.sequences
         self._step = [1] * shape.sequences
-        self._prompts: list[list[tuple[int, int]]] = [[] for _ in range(shape.sequences)]  # first tokens, and those behind
+        self._prompts: list[list[tuple[int, int]]] = [[] for _ in range(shape.sequences)]  # (first token, end)
         self._known = [0] * shape.sequences  # tokens when the times were last written
         self._next: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # times after the last search, and its tokens
 
@@ -70,7 +70,7 @@ class MilestoneIndex(PageIndex):
         return super().nbytes + sum(times.nbytes for times in self._times)
 
     def mark_prompt(self, sequence: int, begin: int, end: int) -> None:
-        # A crop may lie between two prompts, and may have left nothing of the second.
+        # A crop may have removed a later prompt completely.
         known = [(first, min(last, begin)) for first, last in self._prompts[sequence]] + [(max(0, begin), end)]
         self._prompts[sequence] = [(first, last) for first, last in known if first < last]
 
@@ -101,7 +101,7 @@ class MilestoneIndex(PageIndex):
                 self._next[b] = found, known
 
     def learn(self, sequences: list[int]) -> None:
-        """Time goes on, with the pages that the last search left."""
+        """Takes over the times after the last search."""
         for b in sequences:
             after = self._next[b]
             if after is not None:
@@ -121,7 +121,7 @@ class MilestoneIndex(PageIndex):
         order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
         place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
         times = torch.where(left & (place < marked), now, times)
-        # The latest time first; among equal ones the larger score, then the lower page. Kept prompts come before all.
+        # By time, latest first; then by score; then the lower page. Kept prompts come first.
         key = times.clone()
         kept = self._prompt_pages(sequence)
         if self._rule.keep_prompt and sum(last - first for first, last in kept) * size <= budget.top_k:
@@ -139,14 +139,14 @@ class MilestoneIndex(PageIndex):
         return union_rows(ids)
 
     def _prompt_pages(self, sequence: int) -> list[tuple[int, int]]:
-        """First pages of the prompts, and those behind their last; no page is in two. The last may be in the window still."""
+        """(first page, end) of each prompt, without overlaps. The last one may still be in the window."""
         found, size = [(0, 0)], self._rule.page_tokens
         for begin, end in self._prompts[sequence]:
             found.append((max(begin // size, found[-1][1]), -(-end // size)))
         return found
 
     def _current(self, sequence: int, units: Units) -> Tensor:
-        """The times of all pages; pages that have got tokens since they were last written are new."""
+        """The times of all pages; pages with new tokens count as new."""
         times, first = self._times[sequence], self._known[sequence] // self._rule.page_tokens
         heads, sets, _ = times.shape
         fresh = times.new_full((heads, sets, units.reps.shape[1] - first), self._step[sequence])

@@ -19,10 +19,10 @@ class RetroInfer(Method):
        q · mean key), `top_k` tokens in all, exact. Rows that are still on the device are not read again.
     3. Estimation zone: the next `estimated_ratio` of all clusters. Each counts as its size times exp(q · mean key), with the
        mean of its values, merged by log-sum-exp.
-    4. Tokens that leave the window while decoding wait until update_interval have come and are clustered by themselves.
+    4. Generated tokens leave the window `update_interval` at a time, and are clustered together.
 
-    Simplified: the budget is in tokens and may cut the last cluster, whose rest is then neither attended nor estimated (the
-    paper takes 1.8 % of the clusters, whole); rows are kept between two steps, not in a cache with LRU replacement.
+    Simplified: the budget is in tokens and may cut the last cluster; its other tokens are neither attended nor estimated (the
+    paper takes 1.8 % of the clusters, whole). Rows are kept from one step to the next, not in a cache with LRU replacement.
     Source: the paper's text and published code (clusters of 16, stretches of 8,192, sink 4, window 64, 1.8 % and 23.2 %).
     """
 

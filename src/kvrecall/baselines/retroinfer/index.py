@@ -26,8 +26,8 @@ from kvrecall.select.queries import ObservedQueries
 
 @dataclass(frozen=True)
 class EstimatingConfig(ClusterConfig):
-    """As `clusters`, with `estimated_ratio`: share of all clusters that are estimated, in [0, 1]. What leaves the window while
-    decoding is clustered by itself; max_segment_tokens has no effect."""
+    """As `clusters`, with `estimated_ratio`: share of all clusters that are estimated, in [0, 1]. Tokens that leave the window
+    together are clustered together; max_segment_tokens has no effect."""
 
     name: ClassVar[str] = "estimating-clusters"
     captured: ClassVar[Captured | None] = None
@@ -61,7 +61,7 @@ class EstimatingIndex(ClusterIndex):
     def __init__(self, shape: LayerShape, config: EstimatingConfig) -> None:
         super().__init__(shape, config)
         self._ratio = config.estimated_ratio
-        self._values: list[tuple[Units, Tensor] | None] = [None] * shape.sequences  # of these units; replaced, never written to
+        self._values: list[tuple[Units, Tensor] | None] = [None] * shape.sequences  # (units, mean values); never written to
 
     @property
     def nbytes(self) -> int:
@@ -110,11 +110,11 @@ class EstimatingIndex(ClusterIndex):
         return replace(found, estimated=Rows(kv, torch.stack([count for _, _, count in made]), bias))
 
     def _estimate(self, queries: Tensor, ids: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows `[H_kv, E, 2, D]`, bias `[H_q, E]` and counts `[H_kv]`: the best units of which nothing was selected."""
+        """Rows `[H_kv, E, 2, D]`, bias `[H_q, E]` and counts `[H_kv]`: the best units without selected tokens."""
         units, values = self.units(sequence), self.values(sequence)
         heads, group = queries.shape[:2]
         selected = torch.zeros(heads, units.members.shape[1] + 1, dtype=torch.bool, device=queries.device)
-        selected.scatter_(1, torch.where(ids < 0, selected.shape[1] - 1, ids.long()), True)  # padding goes to the last place
+        selected.scatter_(1, torch.where(ids < 0, selected.shape[1] - 1, ids.long()), True)  # padding goes to the extra column
         before = torch.nn.functional.pad(selected.gather(1, units.members.long()).cumsum(1), (1, 0)).gather(
             1, units.offsets.long()
         )
@@ -129,7 +129,7 @@ class EstimatingIndex(ClusterIndex):
         return kv, sizes, free.sum(-1).clamp_max(wanted).to(torch.int32)
 
     def _mean_values(self, sequence: int, units: Units, first: int) -> Tensor:
-        """Mean values of the units from number `first` on, whose members are all tokens behind those of the units before."""
+        """Mean values of the units from `first` on. Their members must come after those of all earlier units."""
         start, stop = int(units.offsets[0, first]), units.members.shape[1]
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         sizes = units.sizes[:, first:].long()
@@ -143,7 +143,7 @@ class EstimatingIndex(ClusterIndex):
 
 
 def _continues(units: Units, before: Units) -> bool:
-    """Whether these units are those before and more, so that what is known of those stays true."""
+    """Whether `units` begins with the units of `before`, so that their mean values stay valid."""
     tokens = before.members.shape[1]
     return tokens <= units.members.shape[1] and torch.equal(units.members[:, :tokens], before.members) and torch.equal(
         units.offsets[:, : before.offsets.shape[1]], before.offsets

@@ -14,7 +14,7 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Method):
-    """Landmarks of small chunks choose what to fetch; chunks that a landmark represents badly stay attended.
+    """Fetches the chunks with the best landmarks; chunks that their landmark represents badly stay attended.
 
     1. A chunk of `page_tokens` tokens has its mean key as landmark.
     2. After the prompt the `outlier_pages` chunks with the lowest cosine between a key and its landmark become the static set.
@@ -22,8 +22,8 @@ class ShadowKV(Method):
        are still on the device from the step before are not read again.
 
     top_k counts the outliers: top_k - outlier_pages * page_tokens tokens are searched for.
-    Simplified: keys are fetched like values, where the paper rebuilds them on the GPU from a rank-160 SVD of the keys before
-    RoPE: the keys here are exact, and twice the bytes move. Generated tokens form chunks of their own when they leave the
+    Simplified: keys are fetched like values; the paper rebuilds them on the GPU from a rank-160 SVD of the keys before RoPE. So
+    keys are exact here, and twice the bytes move. Generated tokens form chunks of their own when they leave the
     window; the paper's code keeps them dense in a buffer of 128.
     Source: the paper's text and published code (chunks of 8, 48 outliers, 4 local chunks).
     """

@@ -1,4 +1,4 @@
-"""The static set of ShadowKV: pages whose keys their landmark represents worst, kept beside the searched ones."""
+"""The static set of ShadowKV: the pages that their landmark represents worst."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OutlierPages(StaticChoice):
         return 0
 
     def choosing(self, sight: Observation, zone: Tensor, arrivals: Iterable[slice]) -> Work[Tensor]:
-        """Equal pages: the lower one."""
+        """Ties go to the lower page."""
         for part in arrivals:
             yield LOOKED * (part.stop - part.start)
         size = self.page_tokens

@@ -11,7 +11,7 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class SOCKET(Method):
-    """Keys are hashed hard, queries softly, so that a near miss counts for what it is worth.
+    """Each key falls into one bucket per table, a query into every bucket with a probability, so that near misses count.
 
     1. `tables` tables of `bits` random hyperplanes put each key into one bucket per table, by the signs of its projections.
     2. A query falls into every bucket with a probability: the softmax over the buckets of its agreement with their signs,
@@ -19,8 +19,8 @@ class SOCKET(Method):
     3. A token's score is the sum over the tables of its bucket's probability, times the norm of its value; the best `top_k`
        are fetched. A group is ranked by the mean of its heads' shares.
 
-    seed: of the hyperplanes. A reading, not a port: only a summary was at hand (12 planes, 60 tables, temperature 0.3, value
-    norms). Chosen here: the query is normalised, and a bucket's signs are scaled to a unit vector before the temperature.
+    seed: of the hyperplanes. Written from a summary of the paper (12 planes, 60 tables, temperature 0.3, value norms). Chosen
+    here: the query is normalised, and a bucket's signs are scaled to a unit vector before the temperature.
     Source: that summary; parameters as given there.
     """
 

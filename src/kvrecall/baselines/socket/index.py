@@ -80,7 +80,7 @@ class SoftHashIndex(TokenIndex):
         self._norms.reserve(tokens)
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        """The values' norms are read from the rows on the host, which are stored before their keys are appended."""
+        """Reads the values from the host for their norms; rows are stored before their keys are appended."""
         start = self.lengths[sequence]
         if keys.shape[1]:
             values = zone_rows(self._sources[sequence], start, start + keys.shape[1])[:, :, 1]
@@ -102,7 +102,7 @@ class SoftHashIndex(TokenIndex):
         self._norms.archive(archive, "norms", tokens)
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        """The logarithm of the soft collisions, so that a softmax over them gives each head's shares of its total."""
+        """The logarithm of the soft collisions, so that a softmax gives each head's shares of its total."""
         tables = bucket_probabilities(queries, self._planes, self._config.temperature)
         codes, norms = self._codes.pieces(sequence, _SCORED_TOKENS), self._norms.gather(sequence)
         mass = soft_collisions(tables, codes) * norms.transpose(1, 2).double()

@@ -12,11 +12,11 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Twilight(Method):
-    """A generous search, pruned to the fewest tokens that hold a share `p` of the attention.
+    """Searches more tokens than needed, and prunes them to the fewest that hold a share `p` of the attention.
 
     1. Quest's pages of `page_tokens` tokens find `top_k` tokens, more than will be needed.
-    2. Low-bit codes of those keys estimate the attention to each of them; the largest that add up to `p` are fetched. So each
-       step and KV head has a budget of its own, of at most top_k.
+    2. Low-bit codes of those keys estimate the attention to each of them; the largest that add up to `p` are fetched. So the
+       number of tokens differs by step and KV head, up to top_k.
     3. The first two layers stay dense.
 
     `prune="top-p:p=0.9"` gives the same pruning to any other method.

@@ -1,4 +1,4 @@
-"""Any index, followed by Twilight's pruning: low-bit keys estimate the attention to what was found, and the rest is dropped."""
+"""Twilight's pruning after any index: low-bit keys estimate the attention to each found token, and small ones are dropped."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from kvrecall.select.gqa import search_queries
 
 @dataclass(frozen=True)
 class TopP(Pruning):
-    """p: share of the estimated attention to what the search found, in (0, 1]; 1 keeps everything. bits: of the key codes that
-    the estimate reads, 2 to 8 (Twilight: 4; up to 4 take half a byte). `top_k` bounds what the search finds, so it is the most
-    that a step attends to.
+    """p: share of the estimated attention to the found tokens that is kept, in (0, 1]; 1 keeps everything. bits: of the key
+    codes for the estimate, 2 to 8 (Twilight: 4; up to 4 take half a byte). `top_k` is the most that a step attends to.
     """
 
     name: ClassVar[str] = "top-p"
@@ -44,7 +43,7 @@ class TopP(Pruning):
 
 
 class PrunedIndex(IndexWrapper):
-    """Searches in `base` and keeps of each selection what `TopP` leaves, judged as `gqa` says."""
+    """Searches in `base` and prunes each selection by `TopP`; gqa: how the heads of a group are combined."""
 
     def __init__(self, base: Index, shape: LayerShape, config: TopP, gqa: str) -> None:
         self._config, self._gqa, self._kv_heads = config, gqa, shape.kv_heads
@@ -86,6 +85,6 @@ class PrunedIndex(IndexWrapper):
             table.append(sequence, part)
 
     def _keys(self, sequence: int, ids: Tensor) -> Tensor:
-        """Estimated keys fp64 `[H_kv, K, D]` of ids int32 `[H_kv, K]`; anything where an id is -1."""
+        """Estimated keys fp64 `[H_kv, K, D]` of ids int32 `[H_kv, K]`; undefined for ids of -1."""
         at = ids.long().clamp_min(0)
         return restore(Quantised(*(table.take(sequence, at) for table in self.tables)), self._config.bits)

@@ -1,4 +1,4 @@
-"""Keys as small integers with a scale and an offset per token and KV head: what Twilight estimates attention from."""
+"""Keys as small integers with a scale and an offset per token and KV head, for Twilight's estimates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quantise(keys: Tensor, bits: int) -> Quantised:
     """Nearest codes between the smallest and the largest coordinate of each key `[..., D]`, D even."""
     keys = keys.float()
     low = keys.amin(-1, keepdim=True)
-    # Halved first: the range of huge keys may lie beyond fp32.
+    # Halved first, because the range of huge keys may overflow fp32.
     scale = (keys.amax(-1, keepdim=True) / 2 - low / 2) / ((2**bits - 1) / 2)
     codes = ((keys / 2 - low / 2) / torch.where(scale > 0, scale / 2, 1.0)).round().to(torch.uint8)
     if bits <= 4:
