@@ -56,11 +56,11 @@ _MODULES = {
     "parts": "kvrecall.parts",
     "errors": "kvrecall.core.errors",
 }
-"""Modules that are attributes too."""
+"""Submodules that are imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use: torch and transformers take seconds, and `kvrecall --help` needs neither."""
+    """Imports on first use, because torch and transformers take seconds and `kvrecall --help` needs neither."""
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""The parts that a method is composed of: small frozen records, by role and name.
+"""The parts of a method: small frozen records, by role and name.
 
     kvrecall.Method(index="sphere", trigger="semantic-boundary:threshold=0.9", fetch="direct:reuse=true")
 
@@ -54,7 +54,7 @@ class Part:
     name: ClassVar[str]
 
     def __str__(self) -> str:
-        """The text that makes this part: its name and the fields that differ from their defaults."""
+        """The part as text: its name and the fields that differ from their defaults."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
         given = ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in changed)
         return f"{self.name}:{given}" if given else self.name
@@ -66,7 +66,7 @@ def names(role: str) -> list[str]:
 
 
 def get(role: str, given: Any) -> Any:
-    """The part that `given` means: a part of the role itself, its text, or None.
+    """The part for `given`: a part of this role, its text, or None.
 
     Raises UnknownNameError for unknown names and parameters, ParameterError for an object of another role.
     """
@@ -92,7 +92,7 @@ def get(role: str, given: Any) -> Any:
 
 
 def part_class(role: str, name: str) -> type[Any]:
-    """The record class of a part, imported when asked for."""
+    """The record class of a part, imported on first use."""
     module, attribute = _PARTS[role][name]
     return getattr(import_module(module), attribute)
 
@@ -107,7 +107,7 @@ def __getattr__(attribute: str) -> Any:
 
 
 def _split(settings: str) -> list[str]:
-    """At the commas that stand outside brackets."""
+    """Splits at commas outside brackets."""
     found, depth = [""], 0
     for letter in settings:
         depth += {"[": 1, "]": -1}.get(letter, 0)
@@ -135,5 +135,5 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Records inside a field, such as the steps of a schedule, as lists of their fields."""
+    """JSON fallback: records inside a field, such as the steps of a schedule, as lists of their fields."""
     return list(astuple(value)) if is_dataclass(value) and not isinstance(value, type) else str(value)

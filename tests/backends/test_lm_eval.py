@@ -140,7 +140,7 @@ def test_one_method_at_a_time(integration: Any) -> None:
 def test_a_budget_that_would_be_lost_is_refused(integration: Any, tmp_path: Path, method: str) -> None:
     (tmp_path / "m.json").write_text('{"method": "exact", "settings": {"top_k": 9}}')
     spec = str(tmp_path / "m.json") if method == "file" else method
-    with pytest.raises(ParameterError, match=r"budget: expected none beside method="):
+    with pytest.raises(ParameterError, match=r"budget: expected none with method="):
         loaded(integration, method=spec, budget=8)
     assert loaded(integration, method=spec).method.top_k == {"streaming": 0, "full": None, "file": 9}[method]
     if method == "file":

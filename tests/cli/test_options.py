@@ -81,8 +81,7 @@ def test_an_answer_that_is_too_long_is_told_by_its_own_option(cli: Cli, tiny: Pa
 
 def test_a_table_in_two_forms_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert (
-        "--markdown: expected no --json beside it"
-        in cli.json("recall", tmp_path, "--markdown", exit_code=2)["error"]["message"]
+        "--markdown: expected no --json with it" in cli.json("recall", tmp_path, "--markdown", exit_code=2)["error"]["message"]
     )
 
 

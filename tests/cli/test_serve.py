@@ -111,7 +111,7 @@ def test_mistakes(cli: Cli, args: list[str], said: str) -> None:
 
 
 def test_a_running_server_has_no_json(cli: Cli) -> None:
-    assert "--dry-run beside it" in cli.json("serve", "org/model", *VLLM, exit_code=2)["error"]["message"]
+    assert "--dry-run with it" in cli.json("serve", "org/model", *VLLM, exit_code=2)["error"]["message"]
 
 
 def test_missing_maps_are_told_at_once(cli: Cli, tiny: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_session_answers_as_the_file_does(cli: Cli, tiny: Path, text: Path, se
 def test_a_session_under_another_method(cli: Cli, session: Path) -> None:
     told = cli.json("ask", session, "boat", "--method", "full", *SHORT)
     assert told["method"] == "full" and told["answers"][0]["stats"]["total"]["attended_per_step"] > 900
-    assert "--set: expected --method NAME beside it" in cli.error("ask", session, "boat", "--set", "top_k=3")
+    assert "--set: expected --method NAME with it" in cli.error("ask", session, "boat", "--set", "top_k=3")
 
 
 def test_info_and_plan_say_what_a_session_takes(cli: Cli, tiny: Path, session: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, none of which knows how a stage works."""
+"""The command line: one file per verb."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
     opened_streams()
     try:
         app()
-    except OSError as error:  # of help texts: verbs tell theirs
+    except OSError as error:  # from help texts; verbs report their own errors
         discard_stdout()
         print(f"error: {error.strerror or error}", file=sys.stderr)
         sys.exit(EXIT_ERROR)

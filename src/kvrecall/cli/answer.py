@@ -25,7 +25,7 @@ def answer(
 ) -> Any:
     """Runs the engine under two bars, prefill and decode; returns its result.
 
-    With `write` the text is passed on as it comes, and takes the place of the second bar.
+    With `write` the text is passed on as it comes, instead of the second bar.
     """
     from kvrecall import engine
 
@@ -57,24 +57,24 @@ def answer(
 
 
 class InTurn:
-    """Writes the answers to several questions one after another; what comes for a later one waits for those before it."""
+    """Writes the answers to several questions in order; text of a later answer waits for the earlier ones."""
 
     def __init__(self, questions: Sequence[str]) -> None:
-        """Several questions stand above their answers."""
+        """With several questions, each is written above its answer."""
         self._questions, self._turn = questions, 0
         self._pieces: list[list[str]] = [[] for _ in questions]
         self._ended = [False for _ in questions]
         self._head()
 
     def write(self, number: int, text: str) -> None:
-        """A piece of the answer to question `number`."""
+        """Adds a piece of the answer to question `number`."""
         if number == self._turn:
             to_stdout(printable(text))
         else:
             self._pieces[number].append(text)
 
     def end(self, number: int, _: object) -> None:
-        """Question `number` is answered."""
+        """Ends the answer to question `number`."""
         self._ended[number] = True
         while self._turn < len(self._ended) and self._ended[self._turn]:
             to_stdout("\n")
@@ -96,7 +96,7 @@ def to_stdout(text: str) -> None:
 
 
 def summary(session: Session, method: Any, prompt_tokens: int, result: Any, cache: Any) -> dict[str, Any]:
-    """What --json says about an answer. settings: those of the method that differ from its defaults."""
+    """The JSON result of an answer. settings: of the method, as far as they differ from its defaults."""
     from kvrecall.methods.settings import settings_of
 
     return {

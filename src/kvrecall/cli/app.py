@@ -31,7 +31,7 @@ app = typer.Typer(
     help="Long-context decoding over a KV cache that lives in host memory.",
     no_args_is_help=True,
     add_completion=False,
-    # A traceback with the values of all locals in it is of no use to the people who see it.
+    # Users do not need the values of all locals in a traceback.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -1,4 +1,4 @@
-"""`kvrecall bench`: the verbs of the repository's `benchmarks`, which the wheel does not hold."""
+"""`kvrecall bench`: the verbs of the repository's `benchmarks`, which is not in the wheel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvrecall.cli.verb import told
 from kvrecall.core.errors import ParameterError
 
 HERE = ("benchmarks/cli.py", "src/kvrecall/cli/bench.py")
-"""Files by which a clone of the repository is known."""
+"""Files that identify a clone of the repository."""
 
 
 def repository() -> Path:
-    """Folder of the clone that holds the benchmarks: that of an editable install, or the one around the current directory.
+    """The clone of the repository: of an editable install, or around the current directory.
 
-    Raises ParameterError where neither is a clone."""
+    Raises ParameterError if there is none."""
     current = Path.cwd()
     for folder in (Path(kvrecall.__file__).parents[2], current, *current.parents):
         if all((folder / name).is_file() for name in HERE):
@@ -30,7 +30,7 @@ def repository() -> Path:
 
 
 class Benchmarks(TyperGroup):
-    """Finds its commands when it is called, so that no other verb looks for a repository or waits for an import."""
+    """Finds its commands when it is called, so that other verbs do not wait for it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with told(as_json="--json" in args):

@@ -54,7 +54,7 @@ def calibrate(
     check_stride(stride)
     trigger = SemanticBoundary(compare=compare, max_stride=max_stride)  # type: ignore[arg-type]
     if (not files) == (tasks is None):
-        raise ParameterError("calibrate", "texts or --tasks", "both" if files else "neither", "Steps of one kind are counted.")
+        raise ParameterError("calibrate", "texts or --tasks", "both" if files else "neither", "Give one of the two.")
     if out is not None and out.suffix != ".json":
         raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     text = read_texts(files) if files else ""

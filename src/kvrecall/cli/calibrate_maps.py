@@ -33,7 +33,7 @@ def calibrate_maps(
     """Gather the statistics of a model's keys that balanced ParisKV's maps follow from, once for all."""
     wanted = options.token_count(tokens, "--tokens")
     if not 2 <= wanted <= ENOUGH_TOKENS:
-        raise ParameterError("--tokens", f"2 to {ENOUGH_TOKENS:,} tokens", wanted, "More of them change nothing.")
+        raise ParameterError("--tokens", f"2 to {ENOUGH_TOKENS:,} tokens", wanted, "More tokens change nothing.")
     given = None if text is None else read_text(text)
     if out is not None:
         writable(out)
@@ -57,7 +57,7 @@ def calibrate_maps(
 
 
 def _ids(session: Session, given: str | None, wanted: int) -> list[int]:
-    """The text's tokens, of both packaged texts one half each; raises if the model's context cannot hold them."""
+    """The text's tokens, or half of each packaged text. Raises ContextLengthError if they exceed the model's context."""
     from kvrecall.evaluate.key_statistics import packaged_text
 
     if given is not None:

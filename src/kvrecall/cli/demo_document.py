@@ -10,7 +10,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class Question:
-    """answer: words that a right answer contains. depth: where the document says it, 0 at its start and 1 at its end."""
+    """answer: words that a right answer contains. depth: its place in the document, 0 at the start and 1 at the end."""
 
     question: str
     answer: str
@@ -30,9 +30,9 @@ def harbour_log() -> tuple[str, list[Question]]:
 
 
 def excerpt(document: str, questions: list[Question], count: Callable[[str], int], limit_tokens: int) -> str:
-    """At most `limit_tokens` of the document, as whole paragraphs: those that answer the questions and what is around them.
+    """At most `limit_tokens` of the document, as whole paragraphs: those with the answers, and their neighbours.
 
-    count: tokens of a text. The paragraphs with the answers are always part of it, even if they alone exceed the limit.
+    count: returns the tokens of a text. Paragraphs with answers are always included, even beyond the limit.
     """
     paragraphs = document.split("\n\n")
     tokens = [count(paragraph) + 1 for paragraph in paragraphs]
@@ -48,7 +48,7 @@ def excerpt(document: str, questions: list[Question], count: Callable[[str], int
 
 
 def _paragraph_of(question: Question, paragraphs: list[str]) -> int:
-    """The paragraph that contains the answer; of several, the one nearest to where it should be."""
+    """The paragraph that contains the answer; of several, the one nearest to its depth."""
     place = question.depth * sum(len(p) + 2 for p in paragraphs)
     best, best_distance, start = 0, float("inf"), 0
     for number, paragraph in enumerate(paragraphs):

@@ -1,4 +1,4 @@
-"""From a text file or a saved session to a document that can be asked."""
+"""Opens a text file or a saved session as a document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrecall.core.errors import KVRecallError, ParameterError, SessionError
 
 @dataclass(frozen=True)
 class Choices:
-    """What the options of a verb say about a document, checked as far as that is cheap."""
+    """A verb's options about a document, with cheap checks."""
 
     model: str | None
     method: str | None
@@ -36,14 +36,14 @@ class Choices:
 
 @dataclass(frozen=True)
 class Opened:
-    """A document (`engine.Document`) that is read, its model, and what --json says of the session that it lies in, if any."""
+    """A read document (`engine.Document`), its model, and the JSON result about its session, if any."""
 
     session: Session
     document: Any
     saved: Result | None
 
     def told(self) -> Result:
-        """What --json says about a document."""
+        """The JSON result about a document."""
         from kvrecall.methods.settings import settings_of
 
         return {
@@ -59,9 +59,9 @@ class Opened:
 
 @contextmanager
 def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> Iterator[Opened]:
-    """Reads a text file, or loads the session of a folder. check: is called with the document before that, and may raise.
+    """Reads a text file, or loads the session of a folder. check: called with the document before reading; may raise.
 
-    Inside, a session that is kept stays where it is.
+    Inside, a kept session is not removed.
     """
     if source.is_dir():
         session, document = _from_session(source, choices)
@@ -88,21 +88,21 @@ def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> It
 
 
 def read(document: Any, choices: Choices) -> None:
-    """Reads under a bar what the document's cache does not hold yet."""
+    """Reads the rest of the document, with a progress bar."""
     with token_bar("reading", choices.quiet) as on_progress:
         document.read(chunk_tokens=choices.chunk_tokens, on_progress=on_progress)
 
 
 def plain(path: Path) -> str:
-    """A file's name as text, whatever its bytes are."""
+    """A file's name as printable text."""
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 def _from_session(folder: Path, choices: Choices) -> tuple[Session, Any]:
     if choices.keep:
-        raise ParameterError("--keep", "a text file", f"the session {folder}", "It is kept already.")
+        raise ParameterError("--keep", "a text file", f"the session {folder}", "It is a session already.")
     if choices.settings and not choices.method:
-        raise ParameterError("--set", "--method NAME beside it for a session", choices.settings, "Name the method.")
+        raise ParameterError("--set", "--method NAME with it for a session", choices.settings, "Name the method.")
     chosen = options.method_of(choices.method, choices.settings) if choices.method else None
 
     from kvrecall import engine
@@ -117,7 +117,7 @@ def _from_session(folder: Path, choices: Choices) -> tuple[Session, Any]:
 
 
 def _kept(text: str, document: Any, kept: Kept, choices: Choices, stack: ExitStack) -> Result:
-    """Reads a document, or loads it from where it is kept; keeps it if it is not."""
+    """Loads a kept document, or reads and keeps it."""
     name = key_of([text], document)
     place = stack.enter_context(kept.used(name))
     damaged = False
@@ -134,7 +134,7 @@ def _kept(text: str, document: Any, kept: Kept, choices: Choices, stack: ExitSta
     told: Result = {"folder": str(place), "found": False, "kept": False}
     try:
         put = kept.put(name, document.save, replace=damaged)
-    except (KVRecallError, OSError) as error:  # the answers do not need it
+    except (KVRecallError, OSError) as error:  # keeping may fail; answers do not need it
         said = error.problem if isinstance(error, KVRecallError) else error.strerror or str(error)
         notes().print(f"note: not kept: {said}", soft_wrap=True)
         return told

@@ -1,4 +1,4 @@
-"""`kvrecall eval`: methods under budgets on tasks that need no network, beside full attention."""
+"""`kvrecall eval`: methods under budgets and full attention, on tasks that need no network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _METHOD_COLUMNS = 22
-"""Longer names of methods stand below the table."""
+"""Longer names of methods are printed below the table."""
 
 
 @verb
@@ -81,7 +81,7 @@ def evaluate(
     from kvrecall.evaluate.runs import RunFolder, Shard, read_records
     from kvrecall.methods.spec import listed
 
-    # What is cheap to get wrong is checked before the weights are loaded.
+    # Options are checked before weights are loaded.
     plan = Plan(
         tuple(_listed(tasks)), tuple(options.token_count(c) for c in _listed(context)), samples, tuple(_depths(depths)), seed,
         attempts, temperature, top_p, max_new_tokens, steps, window,
@@ -91,7 +91,7 @@ def evaluate(
     if not specs:
         raise ParameterError("--methods", "one or more", methods, "Full attention alone is `full`.")
     conditions(specs, counts)
-    plan.to_dict()  # reads the files that it names
+    plan.to_dict()  # reads and checks its files
     writable_folder(out)
 
     from kvrecall.evaluate.asking import Asker
@@ -111,7 +111,7 @@ def evaluate(
         notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
     with _progress(as_json, suite, folder) as told_of:
         suite.run(folder, **told_of)
-    records = read_records(out)  # other processes' too
+    records = read_records(out)  # also of other processes
     rows = summarise(records)
     counted = suite.counted_notes(rows)
     if not as_json:
@@ -155,7 +155,7 @@ def show(rows: list[Row]) -> None:
 
 
 def _short_names(methods: list[str]) -> tuple[dict[str, str], list[str]]:
-    """What stands for each method in a table, and the lines that explain those whose settings are too long for one."""
+    """Short names of methods for a table, and lines that explain them."""
     short, legend = {}, []
     for method in methods:
         short[method] = method
@@ -173,7 +173,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 @contextmanager
 def _progress(quiet: bool, suite: Suite, folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """What the suite calls while it runs: a bar, or where there is no terminal a line per finished cell."""
+    """Callbacks for the suite: a progress bar, or without a terminal a line per finished cell."""
     console = notes()
     if quiet or not console.is_terminal:
         yield _log(ProgressLog(quiet), suite.missing(folder))
@@ -185,8 +185,8 @@ def _progress(quiet: bool, suite: Suite, folder: RunFolder) -> Iterator[dict[str
 
 
 def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
-    """A line when the last missing sample of a task, context and condition is there, with its mean score, and every half a
-    minute between."""
+    """Prints a line with the mean score when the last sample of a task, context and condition is finished, and every half
+    minute."""
     all_of_them = missing.total()
     scores: defaultdict[Cell, list[float]] = defaultdict(list)
 

@@ -3,4 +3,4 @@
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-"""What a shell says of a program that SIGPIPE ended."""
+"""A shell's exit code for a program ended by SIGPIPE."""

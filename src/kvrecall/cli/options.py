@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what their values mean."""
+"""Options that several verbs share, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 class Engine(StrEnum):
-    """Who runs a model."""
+    """The program that runs a model."""
 
     VLLM = "vllm"
     TRANSFORMERS = "transformers"
@@ -52,7 +52,7 @@ class Engine(StrEnum):
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_METHOD = "recommended"
-"""`kvrecall.methods.recommended()`; not imported, since help texts do not wait for torch."""
+"""`kvrecall.methods.recommended()`; not imported, so that help texts do not wait for torch."""
 DEFAULT_KEEP_LIMIT = "32g"
 
 
@@ -64,18 +64,18 @@ def method_of(text: str, settings: list[str] | None) -> Any:
 
 
 def settings_of(settings: list[str] | None) -> dict[str, Any]:
-    """What `--set` said, by name; raises `ParameterError` for what is no KEY=VALUE."""
+    """The values of `--set` by name; raises `ParameterError` unless each is KEY=VALUE."""
     from kvrecall.methods.spec import setting
 
     return dict(setting(text, "--set", remedy="For example --set top_k=200.") for text in settings or [])
 
 
 _MOST_TOKENS = 1 << 40
-"""Of any count: what is more cannot be meant, and its bytes would not fit an integer of 64 bits."""
+"""Upper bound of token counts, so that bytes fit into 64 bits."""
 
 
 def token_count(text: str, name: str = "--context") -> int:
-    """A number of tokens as people write it: 32768, 32_768, 32k (= 32,768) or 1m (= 1,048,576). name: of the option."""
+    """Parses a number of tokens: 32768, 32_768, 32k (= 32,768) or 1m (= 1,048,576). name: of the option."""
     plain = text.strip().lower().replace("_", "").replace(",", "")
     factor = {"k": 1 << 10, "m": 1 << 20}.get(plain[-1:], 1)
     digits = plain[:-1] if factor > 1 else plain
@@ -88,7 +88,7 @@ def token_count(text: str, name: str = "--context") -> int:
 
 
 def check_sampling(temperature: float, seed: int | None = None) -> None:
-    """Raises ParameterError for a temperature that is no number, or a seed that torch does not take."""
+    """Raises ParameterError for a bad temperature, or a seed that torch does not accept."""
     if not 0 <= temperature < inf:
         raise ParameterError("--temperature", "a finite number >= 0", temperature, "0 takes the likeliest token each time.")
     if seed is not None and not -(1 << 63) <= seed < 1 << 64:

@@ -47,7 +47,7 @@ def plan(
         )  # fmt: skip
     for name, value in (ours | {"--device-memory": device_memory}).items():
         if value is not None:
-            raise ParameterError(name, "--engine vllm beside it", value, "It is a setting of vLLM.")
+            raise ParameterError(name, "--engine vllm with it", value, "It is a setting of vLLM.")
     chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
 
     from kvrecall import engine as running
@@ -65,7 +65,7 @@ def plan(
 
 
 def _limit(model: str, config: Any, context_tokens: int) -> int | None:
-    """Tokens that the model was made for; a note where they are fewer."""
+    """The model's context; prints a note if it is shorter."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and context_tokens > limit:
         said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
@@ -77,7 +77,7 @@ def _vllm(
     model: str, method: str, settings: list[str] | None, context_tokens: int, batch: int, dtype: str, ranks: int,
     block_size: int | None, host_memory: str | None, device_memory: str | None, as_json: bool,
 ) -> Result:  # fmt: skip
-    """The plan of vLLM's workers."""
+    """The plan for vLLM's workers."""
     from kvrecall.backends.vllm.memory import bytes_of
     from kvrecall.backends.vllm.settings import BLOCK_TOKENS
     from kvrecall.engine.plan_vllm import plan_vllm

@@ -42,7 +42,7 @@ def recall(
 ) -> Result:
     """Replay a method over a trace: what it finds, attends and moves, per layer or along the steps."""
     if markdown and as_json:
-        raise ParameterError("--markdown", "no --json beside it", "both", "Either prints the table in its form.")
+        raise ParameterError("--markdown", "no --json with it", "both", "Leave one of them out.")
     chosen = options.method_of(method, settings)
 
     from kvrecall.evaluate.recall import replay, replay_windows

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes, times, and the table under an answer."""
+"""Formats sizes and times, and makes the tables under answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def size(count: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Time with the unit that fits: 0.0031 -> '3.1 ms'."""
+    """Time with a suitable unit: 0.0031 -> '3.1 ms'."""
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
@@ -42,7 +42,7 @@ def _moved(total: dict[str, Any]) -> str:
 
 
 def stats_table(summary: dict[str, Any]) -> PlainTable:
-    """The table under an answer, from what --json would have printed (see `answer.summary` and `ask.answer_told`)."""
+    """The table under an answer, from its JSON result (see `answer.summary` and `ask.answer_told`)."""
     total = summary["stats"]["total"]
     zones, stages = total["tokens"], total["stage_seconds"]
     held = sum(zones.values())
@@ -77,7 +77,7 @@ def _got(told: dict[str, Any]) -> str:
 
 
 def answers_table(told: dict[str, Any]) -> PlainTable:
-    """The table under several answers, from what --json would have printed."""
+    """The table under several answers, from their JSON result."""
     table = plain_table()
     answers = told["answers"]
     table.add_row("model, method", f"{told['model']}, {told['method']}")

@@ -23,7 +23,7 @@ def report(
     from kvrecall.evaluate.report.page import write_page
     from kvrecall.evaluate.runs import read_config
 
-    read_config(folder)  # tells what is no run before a file is made
+    read_config(folder)  # raises before a file is made if it is no run
     target = writable(folder / "report.html" if out is None else out)
     told = write_page(folder, target)
     if not as_json:

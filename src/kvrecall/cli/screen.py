@@ -1,4 +1,4 @@
-"""What reaches a terminal: text without control characters, tables whose cells are no markup, streams that may be closed."""
+"""Safe output to a terminal: no control characters, no markup in tables, closed streams."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SEPARATORS = "\u2028\u2029"
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a model may write escape sequences, a terminal should not obey them.
+    """Text without control characters, because a model may write escape sequences.
 
-    Left out are Unicode's category C but for newline and tab (C0 and C1 controls, formats such as those that turn the direction
-    of text, surrogates, what is private or not assigned) and the separators of lines and paragraphs.
+    Removes Unicode's category C except newline and tab (C0 and C1 controls, formats such as direction marks, surrogates,
+    private and unassigned characters) and the separators of lines and paragraphs.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -31,23 +31,23 @@ def printable(text: str) -> str:
 
 
 class Screen(Console):
-    """A console whose strings are printable and no markup, and which lets errors of writing through."""
+    """A console that prints strings as plain printable text, and raises errors of writing."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich prints, but strings are texts as they are."""
+        """As rich's print, but strings are plain text."""
         super().print(*(Text(printable(o)) if isinstance(o, str) else o for o in objects), **options)
 
     def on_broken_pipe(self) -> None:
-        """Lets the error reach the verb, which ends in one way whoever wrote."""
+        """Raises the error, which the verb handles."""
         raise
 
 
 class PlainTable(Table):
-    """A table whose cells are printable text and no markup: names come from files and command lines.
+    """A table with plain printable text, because names come from files and command lines.
 
-    keys: leading columns that name a row. A table with headings that is wider than what it is printed on is continued below
-    itself: the columns that do not fit follow, behind the same leading ones. So no number is cut or wrapped, also in a log of
-    80 columns. prose: the last column is text, which is wrapped between words if need be.
+    keys: leading columns that name a row. A table with headings that is too wide is split: further columns follow below, with
+    the same leading columns. So no number is cut or wrapped, also in a log of 80 columns. prose: the last column is text, which
+    may be wrapped between words.
     """
 
     def __init__(self, *headings: Any, keys: int = 1, prose: bool = False, **options: Any) -> None:
@@ -55,11 +55,11 @@ class PlainTable(Table):
         self.keys, self.prose = keys, prose
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """As rich does, but strings are texts as they are."""
+        """As rich's, but strings are plain text."""
         super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
 
     def add_pieces(self, name: str, pieces: Iterable[str], width: int = 56) -> None:
-        """A row, name and value, of pieces that stay whole; those that do not fit `width` columns are rows below."""
+        """Adds a row, name and value, of pieces that are not broken; those beyond `width` columns continue in rows below."""
         line = ""
         for piece in pieces:
             if line and len(line) + 3 + len(piece) > width:
@@ -75,14 +75,14 @@ class PlainTable(Table):
             yield from Table.__rich_console__(part, console, options)
 
     def _parts(self, console: Console, options: ConsoleOptions) -> list[PlainTable]:
-        """The tables that are printed one below the other: this one, where it fits or has only one column to each key."""
+        """The tables to print below each other; this table if it fits or has one column besides the keys."""
         gap, unbounded = self.padding[1], options.update(width=1 << 16)
         widths = [
             max(column.min_width or 0, *(Measurement.get(console, unbounded, cell).maximum for cell in cells)) + gap
             for column in self.columns
             for cells in [(column.header, "", *column.cells)]
         ]
-        spare = options.max_width + gap  # behind the last column there is none
+        spare = options.max_width + gap  # the last column has no gap
         if not self.show_header or sum(widths) <= spare:
             return [self]
         if self.prose:
@@ -96,7 +96,7 @@ class PlainTable(Table):
         return [self._columns_only([*range(self.keys), *group], first=group is groups[0]) for group in groups]
 
     def _columns_only(self, places: list[int], first: bool) -> PlainTable:
-        """Some of the columns, with all rows; the title stands above the first part."""
+        """Some of the columns, with all rows; only the first part has the title."""
         part = copy(self)
         part.columns = [replace(self.columns[place], _index=at) for at, place in enumerate(places)]
         part.title = self.title if first else None
@@ -104,7 +104,7 @@ class PlainTable(Table):
 
 
 def notes() -> Screen:
-    """The console for everything that is not the answer itself: standard error, so that answers can be piped."""
+    """The console for everything but answers: standard error, so that answers can be piped."""
     return Screen(stderr=True, highlight=False)
 
 
@@ -114,7 +114,7 @@ def results(width: int | None = None) -> Screen:
 
 
 def opened_streams() -> None:
-    """Gives a process without standard output or error (`>&-`) ones that take all: else the next file took their place."""
+    """Opens missing standard output or error (`>&-`), because the next opened file would get their number."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             taken = os.open(os.devnull, os.O_WRONLY)
@@ -125,7 +125,7 @@ def opened_streams() -> None:
 
 
 def discard_stdout() -> None:
-    """What is left unwritten is dropped: the end of the process would try again, and print a traceback."""
+    """Drops unwritten output, because Python would write it at exit and print a traceback."""
     try:
         sys.stdout.flush()
         return
@@ -135,5 +135,5 @@ def discard_stdout() -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-    except (OSError, ValueError):  # a stream without a file, as tests have
+    except (OSError, ValueError):  # a stream without a file, as in tests
         pass

@@ -1,4 +1,4 @@
-"""`kvrecall serve MODEL`: the server of vLLM, or of transformers, with our cache."""
+"""`kvrecall serve MODEL`: vLLM's or transformers' server with kvrecall's cache."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def serve(
 
 
 def _settings(method: str | None, settings: list[str] | None) -> Result:
-    """The method and its settings as vLLM's backend takes them; vLLM's own default where none is named."""
+    """The method and its settings for the vLLM backend; its default if no method is given."""
     from kvrecall.backends.vllm.settings import METHODS, spelled
 
     return {**spelled(method or METHODS[0]), **options.settings_of(settings)}
 
 
 def _engine(asked: Engine | None) -> Engine:
-    """The engine that runs. Raises errors that name what to install."""
+    """The engine to run. Raises errors that name the missing package."""
     has_vllm = find_spec("vllm") is not None
     if asked is Engine.VLLM and not has_vllm:
         raise MissingPackageError("vLLM", "vllm")
@@ -104,7 +104,7 @@ def _engine(asked: Engine | None) -> Engine:
             raise
         remedy = 'Run `pip install "kvrecall[vllm]"`, or for CPUs and small GPUs `pip install "kvrecall[serve]"`.'
         raise ParameterError(
-            "--engine", "vLLM, or what transformers' server needs, to be installed", "neither", remedy
+            "--engine", "vLLM, or the packages of transformers' server, to be installed", "neither", remedy
         ) from error
     return Engine.TRANSFORMERS
 
@@ -129,12 +129,12 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     leave_environment()
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvp(command.arguments[0], command.arguments)  # so that signals and exit codes are vLLM's own
+    os.execvp(command.arguments[0], command.arguments)  # signals and exit codes become vLLM's own
 
 
 def _without_json(as_json: bool) -> None:
     if as_json:
-        raise ParameterError("--json", "--dry-run beside it", "--json alone", "A server that runs has no result.")
+        raise ParameterError("--json", "--dry-run with it", "--json alone", "A running server has no result.")
 
 
 def _show(command: list[str], as_json: bool, note: str = "") -> None:

@@ -25,27 +25,27 @@ def read_text(path: Path) -> str:
 
 
 def read_texts(paths: list[Path]) -> str:
-    """The files' texts one after the other, a blank line between."""
+    """The files' texts, joined by blank lines."""
     return "\n\n".join(map(read_text, paths))
 
 
 def non_empty(text: str, name: str) -> str:
-    """The text as it is; raises `ParameterError` if there is nothing in it."""
+    """Returns the text; raises `ParameterError` if it is empty."""
     if not text.strip():
         raise ParameterError(name, "some text", text, "Ask something.")
     return text
 
 
 def writable(path: Path) -> Path:
-    """A path for a file of results, as it is; raises `OutputFileError` if none can be written there.
+    """Returns the path of a file of results; raises `OutputFileError` if it cannot be written.
 
-    Opened to see, since permissions alone do not tell; what is there stays as it is, and nothing is left behind.
+    Tests it by opening the file. Existing content stays, and no file is left behind.
     """
     target = os.path.realpath(path)
     try:
         try:
             made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:  # not ours to remove; a pipe that nobody reads must not be waited for
+        except FileExistsError:  # must not be removed; opening a pipe without a reader would block
             os.close(os.open(target, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)))
         else:
             os.close(made)
@@ -56,7 +56,7 @@ def writable(path: Path) -> Path:
 
 
 def writable_folder(path: Path) -> Path:
-    """A path for a folder of results, as it is; raises `OutputFileError` if none can be made there, and makes none yet."""
+    """Returns the path of a folder of results; raises `OutputFileError` if it cannot be made. Does not make it."""
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir():
         raise OutputFileError(path, f"cannot be a folder for results ({there} is a file)")

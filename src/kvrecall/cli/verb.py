@@ -1,4 +1,4 @@
-"""What all verbs share: results as JSON, errors as one line, Ctrl-C as one word."""
+"""Shared behaviour of verbs: results as JSON, errors as one line, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ Result = dict[str, Any]
 def verb(run: Callable[P, Result]) -> Callable[P, None]:
     """Makes a command of a function that returns its result and has a parameter `as_json`.
 
-    With --json the result is the only thing on standard output; whatever a library prints there meanwhile goes to standard
-    error. Errors end it as `told` says.
+    With --json only the result goes to standard output; prints of libraries go to standard error. Errors are handled by `told`.
     """
 
     @functools.wraps(run)
@@ -38,17 +37,17 @@ def verb(run: Callable[P, Result]) -> Callable[P, None]:
                 result = run(*args, **kwargs)
             if as_json:
                 print(json.dumps(result, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode())
-            sys.stdout.flush()  # here, where a full disk can still be told
+            sys.stdout.flush()  # here, so that a full disk is reported
 
     return command
 
 
 @contextlib.contextmanager
 def told(as_json: bool) -> Iterator[None]:
-    """Ends the process as a verb does when its body raises; as_json: errors are told on standard output, as JSON.
+    """Turns exceptions of the body into exit codes. as_json: errors are printed to standard output as JSON.
 
-    A `KVRecallError`, and what the system says about a file, become one line and exit code 2, Ctrl-C exit code 130. Who
-    reads the output and stops (`| head`) ends a verb without a word and with exit code 141, as other programs.
+    A `KVRecallError`, or an OSError about a file, becomes one line and exit code 2; Ctrl-C exit code 130. If the reader of the
+    output stops (`| head`), the verb ends silently with exit code 141, like other programs.
     """
     try:
         yield
@@ -74,15 +73,15 @@ def told(as_json: bool) -> Iterator[None]:
 
 
 def _tell(said: str, style: str = "") -> None:
-    """A line on standard error, if that can be written."""
+    """Prints a line to standard error, if possible."""
     with contextlib.suppress(OSError):
-        # Text, not markup: messages quote what users typed, brackets included.
+        # Plain text, because messages quote user input, brackets included.
         notes().print(Text(printable(said), style=style), soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """Warnings become one line each on standard error, without the place in our code that a program's author would want."""
+    """Prints warnings as one line each to standard error, without the place in the code."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         _tell(f"note: {' '.join(str(message).split())}")
@@ -94,7 +93,7 @@ def _warnings_as_notes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def status(message: str, quiet: bool = False) -> Iterator[None]:
-    """A spinner while something without a measure of progress goes on."""
+    """A spinner for work without a progress measure."""
     console = notes()
     if quiet or not console.is_terminal:
         yield
@@ -104,7 +103,7 @@ def status(message: str, quiet: bool = False) -> Iterator[None]:
 
 
 def _shown(error: Exception) -> str | None:
-    """The line that a user sees, or None for an error that is ours."""
+    """The line for the user, or None for an internal error."""
     if isinstance(error, KVRecallError):
         return " ".join(printable(str(error)).split())
     if isinstance(error, OSError):

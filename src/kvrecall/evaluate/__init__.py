@@ -1,1 +1,1 @@
-"""Measuring methods: traces of real models and what a method finds in them."""
+"""Evaluation: tasks, runs and reports; traces of real models and replays of methods over them."""

@@ -1,4 +1,4 @@
-"""Putting questions to a model: one prefill of the prompts, then a fork of their cache for each condition."""
+"""Asks a model questions: one prefill of the prompts, then a fork of their cache for each condition."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OBSERVED = 2048
-"""Last queries of a prompt that are kept, so that forks under any method can judge keys by them."""
+"""Last queries of a prompt that are kept for forks under any method."""
 
 _LEFT = 2
-"""Tokens of a prompt that every condition reads itself: two are a chunk of a prompt, one would be a decode step."""
+"""Last tokens of a prompt that every condition reads itself. Two, because one would be a decode step."""
 
 
 @dataclass(frozen=True)
 class Asker:
-    """A model that answers. chunk_tokens: tokens per piece of prefill. capture: see `engine.generate`; of answers to generated
-    tasks, since solutions of problems are long enough to be captured wherever they can be."""
+    """A model that answers. chunk_tokens: tokens per piece of prefill. capture: see `engine.generate`; for answers to generated
+    tasks; solutions of problems are always captured if possible, because they are long."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -39,15 +39,15 @@ class Asker:
 
     @property
     def limit_tokens(self) -> int | None:
-        """Tokens that the model's context holds; None if its config does not say."""
+        """The model's context in tokens; None if its config does not say."""
         return context_limit(self.model)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text, none of them special."""
+        """Token ids of a text, without special tokens."""
         return plain_ids(self.tokenizer, text)
 
     def count(self, text: str) -> int:
-        """Tokens of a text, none of them special."""
+        """Tokens of a text, without special tokens."""
         return len(self.ids(text))
 
     def tensor(self, ids: list[int]) -> Tensor:
@@ -55,14 +55,14 @@ class Asker:
         return torch.tensor([ids], device=self.model.device)
 
     def read(self, prompts: list[list[int]], found: list[Condition], expect_tokens: int, *, left: int = _LEFT) -> Readings:
-        """Prefills prompts once, as one batch, but for the last `left` tokens, with every row on the model's device.
+        """Prefills prompts as one batch, without the last `left` tokens, with all rows on the model's device.
 
-        expect_tokens: of the longest prompt with all that follows it.
+        expect_tokens: of the longest prompt with its answers.
         """
         ids, mask = padded(prompts, self.model.device)
         ready = ids.shape[1] - left
         watched = any((config := c.method.index_config()) is not None and config.watches for c in found)
-        # A window as long as the text keeps everything resident: no chunk has to bring back what was sent to the host.
+        # A window as long as the text keeps everything resident, so that no chunk reads rows back from the host.
         method = Full(sink_tokens=0, local_tokens=max(1, expect_tokens), update_interval=1)
         cache = RetrievalCache(self.model.config, method, observe_queries=ready if watched else _OBSERVED)
         engine.prefill(
@@ -72,7 +72,7 @@ class Asker:
         return Readings(ids, mask, cache)
 
     def answer(self, readings: Readings, cache: RetrievalCache, answer_tokens: int) -> list[Conversation]:
-        """The answer to each prompt, on a fork of what was read; their seconds are equal shares of the batch's."""
+        """The answer to each prompt, on a fork of its cache; seconds are equal shares of the batch's."""
         result = self._generate(readings.ids, cache, answer_tokens, readings.mask)
         batch, longest = readings.ids.shape
         lengths = [longest] * batch if readings.mask is None else readings.mask.sum(1).tolist()
@@ -81,7 +81,7 @@ class Asker:
         return [Conversation([text], int(length), len(new), *seconds) for text, length, new in found]
 
     def converse(self, readings: Readings, cache: RetrievalCache, turns: tuple[Turn, ...], answer_tokens: int) -> Conversation:
-        """Asks one turn after another of one prompt, all on one fork of what was read, which ends with the first question."""
+        """Asks one turn after another, all on one fork of the prompt's cache. The prompt ends with the first question."""
         texts: list[str] = []
         ids, new, prefill, decode = readings.ids[0].tolist(), 0, 0.0, 0.0
         for number, turn in enumerate(turns):
@@ -94,7 +94,7 @@ class Asker:
         return Conversation(texts, len(ids) - new, new, prefill, decode)
 
     def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
-        # Answers are short: capturing a graph for each may take longer than they do, so that is asked for.
+        # Answers are short, and capturing may take longer than they do, so it is an option.
         return engine.generate(
             self.model, self.tokenizer, ids, cache, max_new_tokens=answer_tokens, chunk_tokens=self.chunk_tokens,
             attention_mask=mask, capture=self.capture,
@@ -103,25 +103,25 @@ class Asker:
 
 @dataclass(frozen=True)
 class Readings:
-    """What was read: the whole prompts `[B, T]`, padded on the left (mask: 0 for padding; None: none), and their cache."""
+    """The read prompts `[B, T]`, padded on the left (mask: 0 for padding; None: no padding), and their cache."""
 
     ids: Tensor
     mask: Tensor | None
     base: RetrievalCache
     _sorted: list[RetrievalCache] = field(default_factory=list, repr=False)
-    """The same rows in the zones of the last condition, if any; its fork and those of the next with such zones share them."""
+    """The rows in the zones of the last condition, if any, for forks of conditions with the same zones."""
 
     def fork(self, condition: Condition) -> RetrievalCache:
-        """A cache that holds what was read, under a condition's method, with counters at zero.
+        """A cache of the prompts under a condition's method, with counters at zero.
 
-        Full attention keeps every row on the device, where it was read. Conditions that follow each other and have the same
-        zones share one copy on the host: sending and page-locking one takes longer than many an answer.
+        Full attention keeps every row on the device. Consecutive conditions with the same zones share one copy on the host,
+        because copying and page-locking can take longer than an answer.
         """
         if condition.method.top_k is None:
             return self.base.fork()
         zones = condition.method.zone_sizes()
         if not self._sorted or self._sorted[0].method.zone_sizes() != zones:
-            self._sorted.clear()  # its memory may be what the next one needs
+            self._sorted.clear()  # frees memory for the next one
             self._sorted.append(self.base.fork(Full(**asdict(zones)), rows_on_device=False))
         return self._sorted[0].fork(condition.method)
 
@@ -138,7 +138,7 @@ class Conversation:
 
 
 def padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Ids int64 `[B, T]` and their mask (0: padding, on the left), which is None where all prompts are equally long."""
+    """Ids int64 `[B, T]` and their mask (0: padding, on the left), which is None if all prompts are equally long."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
     if all(len(p) == longest for p in prompts):
@@ -148,8 +148,8 @@ def padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tens
 
 
 def costs(cache: RetrievalCache) -> dict[str, float | None]:
-    """What decoding has cost, per KV head and step: attended tokens, and groups of tokens whose attention was estimated beside
-    them; bytes fetched per step, all layers. None without a step."""
+    """Cost of decoding: attended tokens and estimated groups of tokens, per KV head and step; bytes fetched per step, all
+    layers. None without a step."""
     total, layers = cache.stats().total.counters, len(cache.retrieval_layers)
     if not total.steps:
         return {"attended_tokens": None, "estimated_units": None, "bytes_fetched": None}

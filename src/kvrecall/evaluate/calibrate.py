@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibration:
-    """threshold: tau, one for all layers or one per layer by number (0 where a layer does not count).
+    """threshold: tau, one for all layers or one per layer by number (0 for layers that do not count).
 
-    stride: mean decode steps per search over all layers at that tau. layers: the same for each layer.
+    stride: mean decode steps per search over all layers at that tau. layers: stride of each layer.
     """
 
     threshold: float | tuple[float, ...]
@@ -59,7 +59,7 @@ def watch_queries(
 
 @dataclass(frozen=True)
 class _Watching(Asker):
-    """Keeps the queries of the decode steps of its answers: per layer a list per answer, with a list per step."""
+    """Records the queries of its answers' decode steps: per layer a list per answer, with a list per step."""
 
     seen: dict[int, list[list[Tensor]]] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class _Watching(Asker):
             self.seen.setdefault(layer.number, []).append([])
 
         def keep(number: int, queries: Tensor) -> None:
-            # The last tokens of a question come as a chunk, and a search after them has no query before.
+            # The last tokens of a question are a chunk, so the first step has no query before it.
             if not cache.prefilling:
                 self.seen[number][-1].append(queries[0, :, 0].cpu().clone())
 
@@ -83,7 +83,7 @@ def watch_answers(
 
     Per layer a tensor `[steps, H_q, D]` for each answer (each turn of a conversation). on_progress: (samples done, in all).
     """
-    watching = _Watching(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, or it would see nothing
+    watching = _Watching(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, to see queries
     suite = Suite(plan, watching, [Condition(FULL, Full(), None)])
     jobs = list(suite.jobs())
     for done, job in enumerate(jobs):
@@ -105,9 +105,9 @@ def calibrate(
 ) -> Calibration:
     """The smallest tau whose mean stride over the layers is at most `stride`, to 0.001.
 
-    queries: per layer `[T, H_q, D]` of consecutive tokens, or several of these, each from a sequence of its own, whose first
-    step always searches. trigger: its other settings are kept. dense_layers do not count.
-    per_layer: a tau for every layer, each with that stride; one for all lets few layers make most of the searches.
+    queries: per layer `[T, H_q, D]` of consecutive tokens, or several of these from different sequences; the first step of
+    a sequence always searches. trigger: its other settings are kept. dense_layers do not count.
+    per_layer: a tau for every layer, each with that stride; with one tau for all, few layers make most searches.
     """
     trigger = trigger or SemanticBoundary()
     kept = {n: _floats(q) for n, q in queries.items() if n not in dense_layers}
@@ -126,7 +126,7 @@ def calibrate(
 
 
 def check_stride(stride: float, longest: float = math.inf) -> None:
-    """Raises ParameterError for a mean stride that no threshold gives. longest: of the steps that there are, once they are."""
+    """Raises ParameterError for an impossible mean stride. longest: number of steps, if known."""
     if not 1 <= stride <= longest or stride == math.inf:
         expected = "a number of steps >= 1" if longest == math.inf else f"a number of steps in [1, {longest:g}]"
         raise ParameterError("stride", expected, stride, "The paper uses 5 and 16.")
@@ -149,7 +149,7 @@ def _steps(queries: list[Tensor]) -> int:
 
 
 def _smallest(queries: dict[int, list[Tensor]], stride: float, trigger: SemanticBoundary) -> float:
-    low, high = -1000, 1000  # thousandths; more searches the higher tau is
+    low, high = -1000, 1000  # thousandths; a higher tau searches more often
     while low < high:
         middle = (low + high) // 2
         if _mean_stride(queries, replace(trigger, threshold=middle / 1000)) <= stride:

@@ -1,4 +1,4 @@
-"""What is compared: methods under budgets, beside full attention."""
+"""Conditions of a run: methods under budgets, and full attention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FULL = "full"
 ALL = "all"
 """Stands for every method that has a name."""
 _DEFAULTS = {"full_attention_threshold": 0}
-"""Settings under which methods are compared: they retrieve at any length."""
+"""Settings for comparisons: methods retrieve at any length."""
 
 
 @dataclass(frozen=True)
 class Condition:
     """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention, for methods
-    that retrieve nothing, and for methods from files that were given none: their layers may have budgets of their own."""
+    that retrieve nothing, and for method files without a given budget, because their layers may have their own."""
 
     name: str
     method: Method
@@ -45,8 +45,8 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
     """Full attention first, then every method under every budget.
 
     specs: methods as `methods.spec` reads them (`all` stands for every name); files are for a model with `layers` layers.
-    budgets: tokens, for specs without one; if there are none, the method's own; method files have theirs, and what retrieves
-    nothing has none. full_attention_threshold is 0 unless the spec says otherwise. Raises the errors of methods and files.
+    budgets: tokens, for specs without one; without any, the method's own. Method files keep theirs; methods that retrieve
+    nothing have none. full_attention_threshold is 0 unless the spec sets it. Raises the errors of methods and files.
     """
     found = [Condition(FULL, methods.get(FULL), None)]
     for asked, given in ((listed, one) for listed in specs for one in _each(listed)):
@@ -58,7 +58,7 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
             continue  # full attention is there already
         if budgets and method.top_k and "top_k" in spec.settings:
             why = "Give the budget once: as top_k, as @, or as --budgets."
-            raise ParameterError("--methods", "top_k or a budget beside it, not both", given, why)
+            raise ParameterError("--methods", "top_k or a budget, not both", given, why)
         if (spec.budget is None and (method.per_layer or spec.is_file)) or not method.top_k:
             found.append(Condition(spec.text, method, None))
             continue
@@ -77,6 +77,6 @@ def described(found: list[Condition]) -> dict[str, Any]:
 
 
 def _each(given: str) -> list[str]:
-    """What a spec stands for: "all@512" is every registered name with that budget; all others are themselves."""
+    """Expands a spec: "all@512" to every registered name with that budget; other specs stay the same."""
     end = given[len(ALL) :]
     return [name + end for name in methods.names()] if given.startswith(ALL) and end[:1] in ("", ":", "@") else [given]

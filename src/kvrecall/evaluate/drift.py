@@ -1,8 +1,8 @@
 """Long generation: how far a method is from full attention after hundreds or thousands of generated tokens.
 
-Full attention and every method decode the same tokens in step, so their next-token distributions can be compared at every
-step, and what a method attends to can be compared with its true top-k. The tokens are those that full attention chooses
-(`drift`), or the rest of a text (`drift:FILE`): a small model's own text soon goes round in circles, which is easy to retrieve.
+Full attention and every method decode the same tokens in step, so next-token distributions, and attended tokens with the true
+top-k, can be compared at every step. The tokens are those that full attention chooses
+(`drift`), or the rest of a text (`drift:FILE`): a small model's own text soon repeats itself, which is easy to retrieve.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def measure(
     asker: Asker, prompt: list[int], found: list[Condition], *, steps: int, window: int, forced: list[int] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, Drift]:  # fmt: skip
-    """Drift of each condition, by label. forced: ids to decode, `steps` of them. stop: asked before each step; after True there
-    are only the windows that are whole, perhaps none."""
+    """Drift of each condition, by label. forced: ids to decode, `steps` of them. stop: called before each step; after True only
+    complete windows are returned, perhaps none."""
     reference = Condition(FULL, Full(), None)
     readings = asker.read([prompt[:-1]], [reference, *found], len(prompt) + steps, left=0)
     full = readings.fork(reference)
-    # What is full attention itself need not be computed twice.
+    # Conditions that are full attention are not computed again.
     watched = {c.label: _Watched(full if c.method == reference.method else readings.fork(c)) for c in found}
     token = asker.tensor(prompt[-1:])
     with attach(asker.model):
@@ -113,7 +113,7 @@ def _step(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
 
 
 def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Tensor]:
-    """As `_step` for each token under full attention: what is known beforehand is read in pieces, like a prompt."""
+    """As `_step` for each token under full attention; known tokens are read in pieces, like a prompt."""
     for start in range(0, len(tokens), _AHEAD):
         piece = asker.tensor(tokens[start : start + _AHEAD])
         with full.reading_prompt():  # the last piece may be short
@@ -122,14 +122,14 @@ def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Te
 
 
 def _logits(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
-    """Log-probabilities fp64 `[T, vocabulary]` of what follows each token `[1, T]`."""
+    """Log-probabilities fp64 `[T, vocabulary]` of the token after each token `[1, T]`."""
     out = asker.model(input_ids=tokens, past_key_values=cache, use_cache=True)
     return out.logits[0].double().log_softmax(-1)
 
 
 @dataclass
 class _Watched:
-    """A method's cache, and what was measured on it, step by step."""
+    """A method's cache, and its measurements step by step."""
 
     cache: RetrievalCache
     agreed: list[bool] = field(default_factory=list)
@@ -167,14 +167,14 @@ class _Watched:
         numbers = sorted({layer for _, layer, _ in self.recalled})
         layers = {n: _mean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
         spent: dict[str, float | None] = costs(self.cache)
-        if spent["attended_tokens"] is None:  # full attention that was read ahead made no step
+        if spent["attended_tokens"] is None:  # full attention that read ahead made no step
             spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "estimated_units": 0.0, "bytes_fetched": 0.0}
         return Drift(windows, layers, prompt_tokens, spent)
 
 
 @contextmanager
 def _queries(cache: RetrievalCache) -> Iterator[dict[int, tuple[Tensor, int]]]:
-    """Fills in, by position among the retrieval layers, the queries `[H_q, D]` of a step and the zone that they search."""
+    """Collects (queries `[H_q, D]`, searched zone) of a step, by position among the retrieval layers."""
     places = {layer.number: place for place, layer in enumerate(cache.retrieval_layers)}
     seen: dict[int, tuple[Tensor, int]] = {}
 

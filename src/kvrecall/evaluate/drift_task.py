@@ -1,4 +1,4 @@
-"""The name of long generation among the tasks, and its file. Neither torch nor a backend is needed to list and check tasks."""
+"""The name and file of the long-generation task, without torch, so that tasks can be listed and checked quickly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME = "drift"
 
 
 def is_drift(spec: str) -> bool:
-    """Whether a task's spec is this one."""
+    """Whether a task's spec names long generation."""
     return spec.partition(":")[0] == NAME
 
 

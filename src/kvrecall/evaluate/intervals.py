@@ -15,7 +15,7 @@ RESAMPLES = 10_000
 
 
 class Interval(NamedTuple):
-    """A mean in [0, 1] and where it lies with 95% confidence; low and high are None for fewer than two samples.
+    """A mean in [0, 1] with its 95% interval; low and high are None for fewer than two samples.
 
     kind: "wilson" or "bootstrap"; "" without an interval.
     """
@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 def interval(scores: list[float]) -> Interval:
     """Wilson's score interval if every score is 0 or 1; otherwise the percentiles of 10,000 bootstrap means, from a fixed seed.
 
-    The bootstrap says nothing where all scores are equal, so the interval is then the mean itself.
+    If all scores are equal, the bootstrap interval is the mean itself.
     """
     if not scores:
         raise ParameterError("scores", "one score or more", scores, "There is nothing to average.")

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGED = "a harbour log and Python's argparse"
-"""What `packaged_text` is."""
+"""Description of `packaged_text`."""
 
 
 def packaged_text() -> tuple[str, str]:
-    """Prose and code that every installation has, each some ten thousand tokens long."""
+    """Prose and code from the package, each about ten thousand tokens long."""
     return (files("kvrecall") / "data" / "harbour_log.md").read_text(encoding="utf-8"), inspect.getsource(argparse)
 
 
@@ -36,7 +36,7 @@ def gather(
     chunk_tokens: int = 1024,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelCalibration:
-    """Settled statistics of the keys and queries of a text `[1, T]`; at most `index.enough.ENOUGH_TOKENS` tokens count."""
+    """Settled statistics of the keys and queries of a text `[1, T]`; of at most `index.enough.ENOUGH_TOKENS` tokens."""
     cache = RetrievalCache(model.config, Full())
     cache.calibration = fresh(model)
     tokens = input_ids.shape[1]

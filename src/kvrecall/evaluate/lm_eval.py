@@ -3,8 +3,8 @@
     python -m kvrecall.evaluate.lm_eval --model kvrecall \\
         --model_args pretrained=Qwen/Qwen2.5-0.5B-Instruct,method=recommended,budget=512 --tasks gsm8k ...
 
-takes the options of the `lm_eval` command, which by itself knows only the models that it ships. In Python, importing this
-module registers the name for `lm_eval.simple_evaluate(model="kvrecall", model_args=...)`.
+takes the options of the `lm_eval` command, which only knows its own models. In Python, importing this module registers the
+name for `lm_eval.simple_evaluate(model="kvrecall", model_args=...)`.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class KVRecallLM(HFLM):
         if isinstance(pretrained, str):
             pretrained, options = _known_model(pretrained, options)
         super().__init__(pretrained=pretrained, **options)
-        RetrievalCache(self.model.config, self.method)  # what does not fit the model is told now, not after the first prompt
+        RetrievalCache(self.model.config, self.method)  # raises now if the method does not fit
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        """Prompts `[B, T]`, left-padded, and their answers. Prefill goes in chunks; decoding is transformers' own, with every
-        option of the task but a temperature of zero, which is greedy decoding."""
+        """Prompts `[B, T]`, left-padded, and their answers. Prefill is chunked; decoding is transformers' own, with all options
+        of the task, except that temperature 0 means greedy decoding."""
         options = dict(generation_kwargs)
         mask = options.pop("attention_mask", None)
         mask = torch.ones_like(context) if mask is None else mask
@@ -85,7 +85,7 @@ class KVRecallLM(HFLM):
                 expect_tokens=max_length,
             )  # fmt: skip
             if (copies := max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)) > 1:
-                cache.batch_repeat_interleave(copies)  # `generate` repeats the prompts, not what was read of them
+                cache.batch_repeat_interleave(copies)  # `generate` repeats the prompts, but not the cache
         with attach(self.model):
             return self.model.generate(
                 input_ids=context, attention_mask=mask, past_key_values=cache, max_length=max_length,
@@ -102,12 +102,12 @@ def _method(spec: str, budget: int | None) -> Method:
     found = listed[-1]
     if budget not in (None, found.budget):
         why = "A method file, full attention and what retrieves nothing take none; a file may be given one as file@512."
-        raise ParameterError("budget", f"none beside method={spec}", budget, why)
+        raise ParameterError("budget", f"none with method={spec}", budget, why)
     return found.method
 
 
 def _known_model(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The weights that `kvrecall models` keeps under a name, loaded; anything else is left to transformers."""
+    """Loads a model that `kvrecall models` knows by name; other names are left to transformers."""
     from kvrecall import models
 
     if models.resolve(name).kind != "known":
@@ -118,7 +118,7 @@ def _known_model(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 
 def main() -> None:
-    """lm-eval's command line, with this model among those it knows. What kvrecall refuses is one line and exit code 2."""
+    """lm-eval's command line, with this model registered. Errors of kvrecall are one line and exit code 2."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     try:

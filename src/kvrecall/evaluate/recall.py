@@ -1,7 +1,7 @@
-"""Replay a method over a trace: how much of what matters does it find, and what does it move?
+"""Replays a method over a trace: how much it finds, and how much it moves.
 
-The decode steps run through the pipeline itself, so triggers, static sets, held and re-used rows count as they do in decoding.
-Truth is taken per query head: the tokens of the retrieval zone with the largest inner product with that head's query.
+Decode steps run through the pipeline itself, so triggers, static sets, held and reused rows work as in decoding. The truth is
+per query head: the tokens of the retrieval zone with the largest inner product with that head's query.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LayerRecall:
     coarse_recall: share of the true top-k among the candidates of searches (None for one-stage methods).
     recall: share of the true top-k among the attended tokens of the retrieval zone.
     mass: share of the whole attention (softmax over every token) that falls on attended tokens.
-    exact_mass: the same if each head's true top-k were attended instead.
-    zone_mass_ratio: attention caught inside the retrieval zone ÷ what the true top-k would catch there.
+    exact_mass: the same for each head's true top-k.
+    zone_mass_ratio: attention caught inside the retrieval zone ÷ attention that the true top-k catches there.
     output_error: |out - full attention| ÷ |full attention|, Euclidean.
     attended_tokens, fetched_tokens: per KV head and step; fetched: static and selected ones of the retrieval zone.
     searches: per step. bytes_moved: read from the retrieval zone per step; reused: share of selected rows still resident.
@@ -52,7 +52,7 @@ class LayerRecall:
     reused: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, rounded to 4 decimals."""
+        """As a JSON-able dictionary, rounded to 4 decimals."""
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
@@ -64,7 +64,7 @@ def replay(
 ) -> list[LayerRecall]:
     """One report per traced layer, then their mean (layer None). truth_k: size of the true top-k; the method's if None.
 
-    Layers that the method keeps dense attend to everything and are reported so.
+    Dense layers of the method attend to everything and are reported, too.
     """
     tables = _tables(trace, method, layers, truth_k)
     reports = [_report(number, table) for number, table in tables.items()]
@@ -81,7 +81,7 @@ def replay_windows(
 
 
 def prepared(trace: Trace, number: int, method: Method) -> LayerState:
-    """A layer that has read in the prompt of a trace."""
+    """A layer after the prompt of a trace."""
     layer, prompt = trace.layers[number], trace.info.prompt_tokens
     heads, _, dim = layer.keys.shape
     shape = LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device, layer.calibration)
@@ -89,7 +89,7 @@ def prepared(trace: Trace, number: int, method: Method) -> LayerState:
     state.scaling = trace.info.scaling
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))
     watched = layer.prompt_queries
-    if state.index is None or not state.index.watches:  # what nobody looks at need not attend
+    if state.index is None or not state.index.watches:  # only watching indexes need the prompt's attention
         watched = watched[:, -(1 if state.log is None else state.log.window) :]
     if watched.shape[1]:
         lse = _lse(replace(layer, prompt_queries=watched), prompt, trace.info.scaling)
@@ -109,7 +109,7 @@ def _tables(trace: Trace, method: Method, layers: tuple[int, ...] | None, truth_
 
 @torch.inference_mode()
 def _replay_layer(trace: Trace, number: int, method: Method, truth_k: int) -> Tensor:
-    """fp64 `[steps, metrics]`, NaN where a step has no value."""
+    """Metrics fp64 `[steps, metrics]`, NaN for steps without a value."""
     layer = trace.layers[number]
     state = prepared(trace, number, method)
     params = AttentionParams(trace.info.scaling)
@@ -173,7 +173,7 @@ def _measure(
 
 
 def _lse(layer: LayerTrace, prompt: int, scaling: float) -> Tensor:
-    """Log-sum-exp fp32 `[H_q, W]` of the watched prompt queries over what they saw."""
+    """Log-sum-exp fp32 `[H_q, W]` of the recorded prompt queries over the tokens before them."""
     queries, first = layer.prompt_queries, prompt - layer.prompt_queries.shape[1]
     rows = torch.stack([layer.keys[:, :first], layer.values[:, :first]], 2)
     own = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
@@ -193,7 +193,7 @@ def top_k_recall(query: Tensor, keys: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def _member(ids: Tensor, tokens: int) -> Tensor:
-    """bool `[H_kv, tokens]`: which tokens are among the padded ids `[H_kv, K]`."""
+    """bool `[H_kv, tokens]`: whether each token is among the padded ids `[H_kv, K]`."""
     member = torch.zeros(ids.shape[0], tokens + 1, dtype=torch.bool, device=ids.device)
     member.scatter_(1, torch.where(ids < 0, tokens, ids).long(), True)
     return member[:, :tokens]

@@ -1,4 +1,4 @@
-"""What the files of a run must hold, so that whatever reads them need not look again; other fields are let through."""
+"""Checks of a run's files, so that readers need not check again; unknown fields are allowed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Layer = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
 
 
 class _Checked(BaseModel):
-    """Types are exact, and numbers are finite unless the field says otherwise."""
+    """Exact types, and finite numbers by default."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class Seconds(_Checked):
-    """Of a sample: reading the prompt, and decoding the answer."""
+    """Seconds of a sample: for reading the prompt and for decoding the answer."""
 
     prefill: Annotated[float, Field(ge=0)] = 0.0
     decode: Annotated[float, Field(ge=0)]
 
 
 class Window(_Checked):
-    """Of a long generation; see `drift.Window`. Two distributions may be infinitely far apart."""
+    """A window of a long generation; see `drift.Window`. kl may be infinite."""
 
     first_step: Whole
     steps: Whole = 1
@@ -37,7 +37,7 @@ class Window(_Checked):
 
 
 class Sample(_Checked):
-    """A line of samples.jsonl. What tells it from others must be there; older runs lack some of the rest."""
+    """A line of samples.jsonl. Identifying fields are required; older runs lack some of the others."""
 
     task: str
     condition: str
@@ -62,12 +62,12 @@ class Sample(_Checked):
     @model_validator(mode="after")
     def _placed(self) -> Sample:
         if self.context is None and (self.windows or self.depth is not None):
-            raise ValueError("context: expected a number of tokens beside depth or windows")
+            raise ValueError("context: expected a number of tokens with depth or windows")
         return self
 
 
 class Configuration(_Checked):
-    """config.json, as far as it is read and not only compared and shown."""
+    """The fields of config.json that are read."""
 
     tasks: list[str] = []
     contexts: list[Whole | None] = []
@@ -78,7 +78,7 @@ _MODELS: dict[str, type[BaseModel]] = {"sample": Sample, "configuration": Config
 
 
 def first_mistake_of(kind: str, held: Any) -> str | None:
-    """The first mistake of a "sample" or "configuration": where it is, what was expected, what was given; None without one."""
+    """The first mistake of a "sample" or "configuration": place, expected, given; None without one."""
     try:
         _MODELS[kind].model_validate(held)
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""A run's folder: its configuration, and one JSON line per finished sample, so that an interrupted run goes on where it was.
+"""A run's folder: its configuration, and one JSON line per finished sample, so that an interrupted run can continue.
 
-Several processes may share a run, each with a share of the samples and a file of its own; who reads a folder reads all files.
+Several processes may share a run, each with a share of the samples and its own file; readers read all files.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvrecall.evaluate.records import first_mistake_of
 
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
 _KEY = ("task", "context", "sample", "attempt", "condition")
-"""What tells one sample from another."""
+"""Identifies a sample."""
 _GROWS = ("attempts", "conditions", "contexts", "files", "samples", "tasks")
-"""What a later call may ask more of: every sample that is there would be made again as it is."""
+"""Settings that a later call may extend, because they do not change existing samples."""
 
 Record = dict[str, Any]
 Key = tuple[Any, ...]
 
 
 def key_of(record: Record) -> Key:
-    """Task, context in tokens, number, attempt and condition of a sample; what a task has not is None."""
+    """Task, context in tokens, number, attempt and condition of a sample; None for fields that a task does not have."""
     return tuple(record.get(name) for name in _KEY)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of one process in a run: every `count`-th piece of work from the `number`-th on, counted from 1."""
+    """The share of one process in a run: every `count`-th piece of work, starting with number `number`, counted from 1."""
 
     number: int = 1
     count: int = 1
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def suffix(self) -> str:
-        """Of its files: "" for a whole run, "-03-of-14" for a share."""
+        """Suffix of its files: "" for a whole run, "-03-of-14" for a share."""
         return "" if self.count == 1 else f"-{self.number:02}-of-{self.count:02}"
 
     def has(self, place: int) -> bool:
@@ -58,32 +58,32 @@ class Shard:
 
 
 class RunFolder:
-    """The samples of one run. `records` holds those that are finished, by any process."""
+    """The samples of one run. `records`: the finished ones of all processes."""
 
     def __init__(self, path: Path, config: dict[str, Any], shard: Shard | None = None) -> None:
-        """Opens or makes the folder. A run grows if the configuration asks for more of what is there. Raises ParameterError
-        if it is another, FolderInUseError if the run would have to grow while another process writes it, InputFileError for a
-        line that is no sample. A last line without its end was torn by an interruption; it is cut off before the next."""
+        """Opens or makes the folder. A run grows if the configuration extends it. Raises ParameterError for another
+        configuration, FolderInUseError if the run would grow while another process writes it, InputFileError for a bad line. An
+        incomplete last line, from an interruption, is removed."""
         self.path, self.shard = path, shard or Shard()
         self._file = path / f"samples{self.shard.suffix}.jsonl"
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputFileError(path, f"cannot be a folder for results ({error.strerror})", "Give another --out.") from None
-        config = json.loads(json.dumps(config))  # as it will be read back
+        config = json.loads(json.dumps(config))  # normalised as when read back
         if not (path / CONFIG).exists():
             if any(file.stat().st_size for file in _files(path)):
                 raise InputFileError(path, f"holds {SAMPLES} without {CONFIG}", "Give --out a new folder.")
             _write_config(path, config)
-        _check_more(path, read_config(path), config)  # another share may have been first
+        _check_more(path, read_config(path), config)  # another process may have been first
         self._grow(config)
         self._read()
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Inside, nobody else writes this process's share, nor shares the run in another way. Raises FolderInUseError.
+        """Inside, no other process writes this share or divides the run differently. Raises FolderInUseError.
 
-        The system lets go of a claim when its process ends, however it does.
+        The system releases a claim when its process ends.
         """
         from filelock import FileLock
 
@@ -95,15 +95,14 @@ class RunFolder:
                     if not other.name.endswith(f"-of-{self.shard.count:02}"):
                         with FileLock(other, timeout=0):
                             pass
-            self._read()  # what others have finished since
+            self._read()  # samples that others have finished since
             yield
 
     def add(self, record: Record) -> None:
-        """Writes a finished sample; it is on the disk when this returns. Raises OutputFileError if it cannot be written, and
-        then nothing of it is left in the file."""
+        """Writes a finished sample to disk. Raises OutputFileError if that fails; the file is then unchanged."""
         key = key_of(record)
         assert key not in self.done, key
-        # A half of a surrogate pair, which UTF-8 has no bytes for, becomes the JSON escape that means it.
+        # Lone surrogates, which UTF-8 cannot encode, become JSON escapes.
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         new = not self._file.exists()
         with written_to(self._file), self._file.open("ab", buffering=0) as out:
@@ -111,11 +110,11 @@ class RunFolder:
             out.truncate(whole)
             try:
                 left = memoryview(line)
-                while left:  # the system may take less than all of it
+                while left:  # the system may write less than all
                     left = left[out.write(left) or 0 :]
                 os.fsync(out.fileno())
             except BaseException:
-                with suppress(OSError):  # else the next one finds the torn line
+                with suppress(OSError):  # otherwise the next call removes the incomplete line
                     out.truncate(whole)
                 raise
         if new:
@@ -124,7 +123,7 @@ class RunFolder:
         self.done.add(key)
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of the keys that are not finished."""
+        """The keys that are not finished."""
         return [key for key in keys if key not in self.done]
 
     def _read(self) -> None:
@@ -133,7 +132,7 @@ class RunFolder:
 
     @contextmanager
     def _told_who_holds(self) -> Iterator[None]:
-        """Says which share it is whose claim could not be had."""
+        """Raises FolderInUseError with the share that is in use."""
         from filelock import Timeout
 
         try:
@@ -147,7 +146,7 @@ class RunFolder:
             raise unwritable(self.path, error) from error
 
     def _grow(self, config: dict[str, Any]) -> None:
-        """Puts a configuration that asks for more in the place of the folder's, unless somebody writes the run."""
+        """Replaces the folder's configuration by an extended one, unless another process writes the run."""
         if read_config(self.path) == config:
             return
         from filelock import FileLock
@@ -155,7 +154,7 @@ class RunFolder:
         with (
             written_to(self.path),
             FileLock(self.path / ".grow"),
-        ):  # processes that share a run may all find it too small: one after the other
+        ):  # several processes may want to extend the run, one after the other
             begun = read_config(self.path)
             _check_more(self.path, begun, config)
             if begun == config:
@@ -166,7 +165,7 @@ class RunFolder:
                 _write_config(self.path, config)
 
     def _whole_bytes(self, size: int) -> int:
-        """Bytes of the whole lines at the start of the process's file: what follows the last of them is torn."""
+        """Bytes of the complete lines at the start of the process's file."""
         end, step = size, 1
         with self._file.open("rb") as file:
             while end:
@@ -201,8 +200,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The finished samples of a run, each once, in the plan's order, whoever finished them when; a torn last line is passed
-    over. Raises InputFileError with the number of a bad line."""
+    """The finished samples of a run, each once, in the plan's order. Skips an incomplete last line. Raises InputFileError with
+    the number of a bad line."""
     found = {key_of(record): record for file in reversed(_files(path)) for record in _lines(file)}
     config = read_config(path)
     places = [{name: i for i, name in enumerate(config.get(key, ()))} for key in ("tasks", "contexts", "conditions")]
@@ -240,7 +239,7 @@ def _lines(file: Path) -> list[Record]:
 
 
 def _check_more(path: Path, begun: dict[str, Any], config: dict[str, Any]) -> None:
-    """Raises ParameterError unless a configuration is the one that has begun, or asks for more of it."""
+    """Raises ParameterError unless a configuration equals the existing one or extends it."""
     names = sorted(n for n in begun.keys() | config.keys() if not _holds(n, begun.get(n), config.get(n)))
     remedy = f"Give --out a new folder, or the settings of {path / CONFIG}."
     if names:
@@ -254,7 +253,7 @@ def _check_more(path: Path, begun: dict[str, Any], config: dict[str, Any]) -> No
 
 
 def _holds(name: str, begun: Any, given: Any) -> bool:
-    """Whether what is given is what has begun, or more of it."""
+    """Whether `given` equals `begun` or extends it."""
     if begun == given or name not in _GROWS:
         return begun == given
     if isinstance(given, dict) and isinstance(begun, dict | None):
@@ -265,19 +264,19 @@ def _holds(name: str, begun: Any, given: Any) -> bool:
 
 
 def _in_order(begun: Iterable[Any] | None, given: Iterable[Any]) -> bool:
-    """Whether what has begun is in what is given, in its own order: processes share a run by the order of its pieces."""
+    """Whether `begun` is contained in `given` in the same order, because shares depend on the order."""
     had = list(begun or ())
     return [item for item in given if item in had] == had
 
 
 def _write_config(path: Path, config: dict[str, Any]) -> None:
-    """The file is either there in whole or not at all, whoever else writes the same: samples may depend on it."""
+    """Writes the configuration completely or not at all, also if several processes write it."""
     write_text(path / CONFIG, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
     _sync_folder(path)
 
 
 def _sync_folder(path: Path) -> None:
-    """Makes the names of new files last, where the system can: the files themselves are on the disk already."""
+    """Writes the folder's names to disk, if the system supports it; the files are on disk already."""
     with suppress(OSError):
         folder = os.open(path, os.O_RDONLY)
         try:

@@ -24,13 +24,13 @@ from kvrecall.evaluate.tasks.base import Room, Task, Turn
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 
 Cell = tuple[str, int | None, str]
-"""Task, context and label of a condition: what is a row of a run's summary."""
+"""Task, context and label of a condition; one row of a run's summary."""
 _LEAST_TOKENS = 64
-"""Of a document; below this there is no haystack."""
+"""Least tokens of a document."""
 _LEAST_OF_DRIFT = 128
-"""Of a prompt of whole sentences; below this there may be none."""
+"""Least tokens of a prompt of whole sentences."""
 _LONGEST_NEEDED = 1 << 16
-"""Tokens of a context; the largest argument of any task needs fewer."""
+"""Largest context that is tried, in tokens; the largest argument of any task needs fewer."""
 
 
 @dataclass
@@ -78,8 +78,8 @@ class Suite:
         return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in listed] for spec, listed in self.problems.items()}
 
     def counted_notes(self, rows: list[Row]) -> list[str]:
-        """What `notes` could not know: conditions that have attended to everything at a context that is longer than what they
-        cover, since prompts are shorter than contexts. Once each."""
+        """Notes after a run: conditions that attended to everything although the context is longer than they cover, because
+        prompts are shorter than contexts. Once each."""
         most = {c.label: c.covered_tokens for c in self.conditions}
         found: dict[str, list[str]] = {}
         for row in rows:
@@ -91,8 +91,7 @@ class Suite:
         return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in found.items()]
 
     def notes(self) -> list[str]:
-        """What a reader should know before: conditions that are full attention at some context, once each. Prompts are shorter
-        than contexts, which is counted: see `counted_notes`."""
+        """Notes before a run: conditions that are full attention at some context, once each. See also `counted_notes`."""
         found = []
         for condition in self.conditions[1:]:
             covered = " and ".join(self._covered(condition.covered_tokens))
@@ -101,7 +100,7 @@ class Suite:
         return found
 
     def _covered(self, most: int) -> Iterator[str]:
-        """What a condition that attends to texts of `most` tokens whole has of the plan whole."""
+        """Parts of the plan that a condition attends to completely, if it does so up to `most` tokens."""
         plan = self.plan
         drifts = [spec for spec in plan.tasks if drift_task.is_drift(spec)]
         contexts = [f"{c:,}" for c in plan.contexts if c <= most]
@@ -124,14 +123,14 @@ class Suite:
                 for number in range(len(self.problems[spec])):
                     yield from (Job(spec, None, number, attempt) for attempt in range(plan.attempts))
             elif drift_task.is_drift(spec):
-                texts = 1 if ":" in spec else plan.samples  # a given text is one sample
+                texts = 1 if ":" in spec else plan.samples  # a file is one sample
                 yield from (Job(spec, context, number, 0) for context in plan.contexts for number in range(texts))
             else:
                 for context in plan.contexts:
                     yield from self._jobs_of(generated(spec), context)
 
     def _jobs_of(self, task: Task, context: int) -> Iterator[Job]:
-        """Samples of a generated task. All depths again and again: a run of fewer samples is the beginning of one of more."""
+        """Samples of a generated task. Depths repeat, so that a run with fewer samples is the beginning of one with more."""
         depths = self.plan.depths if task.depths else (None,)
         numbered = enumerate(depth for _ in range(self.plan.samples) for depth in depths)
         yield from (Job(task.spec, context, number, 0, depth) for number, depth in numbered)
@@ -143,23 +142,23 @@ class Suite:
         on_error: Callable[[str, Exception], None] | None = None,
         on_record: Callable[[Record], None] | None = None,
     ) -> None:
-        """Runs what the folder does not hold yet of its process's share; every finished sample is stored at once.
+        """Runs the missing samples of this process's share; every finished sample is stored at once.
 
         on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
-        on_error: called with what ran and its error, and the run goes on with the next condition; without it the error ends
-        the run. on_record: called with what was stored. Raises FolderInUseError while another process writes the same share.
+        on_error: called with what ran and its error, then the run continues with the next condition; without it the error ends
+        the run. on_record: called with each stored record. Raises FolderInUseError while another process writes the same share.
         """
         for _ in self.pieces(folder, on_progress, on_error, on_record):
             pass
 
     def missing(self, folder: RunFolder) -> Counter[Cell]:
-        """How many samples of its process's share the folder does not hold yet, by (task, context, label of the condition)."""
+        """Number of missing samples of this process's share, by (task, context, label of the condition)."""
         works = share(self.works(), folder.shard)
         asked = ((job, c) for work in works for c in work.conditions for job in work.jobs)
         return Counter((job.task, job.context, c.label) for job, c in asked if job.key(c) not in folder.done)
 
     def works(self) -> list[Work]:
-        """All pieces of work, whoever does them."""
+        """All pieces of work, of all processes."""
         return list(portions(self.jobs(), self.conditions, self.batch_tokens))
 
     def pieces(
@@ -169,15 +168,15 @@ class Suite:
         on_error: Callable[[str, Exception], None] | None = None,
         on_record: Callable[[Record], None] | None = None,
     ) -> Iterator[float]:
-        """As `run`, piece by piece: before each it gives the share of the pieces that are done, in [0, 1). To close it between
-        two leaves nothing half done."""
+        """As `run`, as a generator: before each piece it yields the share of finished pieces, in [0, 1). It may be closed
+        between two pieces."""
         works = share(self.works(), folder.shard)
         with folder.claimed():
             total = sum(len(work.keys) for work in works)
             done = total - sum(len(folder.missing(work.keys)) for work in works)
             tell = on_progress or (lambda *_: None)
             for number, work in enumerate(works):
-                # A batch is answered in whole if any of it is missing: in another batch, rounding could change an answer.
+                # A batch is answered completely if any sample is missing, because another batch could round differently.
                 missing = [c for c in work.conditions if folder.missing(job.key(c) for job in work.jobs)]
                 if not missing:
                     continue
@@ -211,7 +210,7 @@ class Suite:
                 on_error(f"{jobs[0].task} at {jobs[0].context}, sample {jobs[0].sample}, {label}", error)
 
     def _steps(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
-        """What gives the records, by condition; what they share is done before the first."""
+        """(label, function that returns the records) for each condition; shared work is done before the first."""
         job = jobs[0]
         if drift_task.is_drift(job.task):
             yield "all conditions", partial(self._drift, job, missing)
@@ -225,7 +224,7 @@ class Suite:
         return random.Random(f"{self.plan.seed}/{job.task}/{job.context}/{job.sample}")
 
     def _ask(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Callable[[Condition], list[Record]]:
-        """Reads the samples of one task and context once; what is returned answers them under a condition."""
+        """Reads the samples of one task and context once; returns a function that answers them under a condition."""
         task, context = generated(jobs[0].task), jobs[0].context
         assert context is not None
         asked: list[list[int]] = []
@@ -252,21 +251,21 @@ class Suite:
         return answer
 
     def _made(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
-        """A sample's document, of at most so many tokens, and its questions; raises ParameterError if they do not fit."""
+        """A sample's document, of at most `room_tokens` tokens, and its questions. Raises ParameterError if they do not fit."""
         return task.make(Room(self.asker.count, room_tokens), self._draw(job), 0.5 if job.depth is None else job.depth)
 
     def _room_tokens(self, task: Task, context: int) -> int:
-        """The document gets what the context leaves beside the frame, the questions and the answers."""
+        """Tokens for the document: the context minus template, questions and answers."""
         tokenizer = self.asker.tokenizer
         frame = len(DocumentPrompt.of(tokenizer, "", task.instruction).ask(""))
         frame += (task.turns - 1) * len(next_turn(tokenizer, ""))
         return context - frame - task.turns * (task.question_tokens + task.answer_tokens)
 
     def _check_room(self, task: Task) -> None:
-        """Raises ParameterError with the context that is needed if one of the plan's is too short for a task."""
+        """Raises ParameterError, with the needed context, if one of the plan's contexts is too short for a task."""
         for context in sorted(self.plan.contexts):
             first = next(self._jobs_of(task, context))
-            # Where half the room would do for one sample, the whole will do for all, at this context and at longer ones.
+            # If half the room is enough for one sample, the whole room is enough for all, here and at longer contexts.
             if self._fits(task, [first], self._room_tokens(task, context) // 2):
                 return
             if not self._fits(task, self._jobs_of(task, context), self._room_tokens(task, context)):
@@ -274,11 +273,11 @@ class Suite:
                 raise ParameterError("--context", f"{self._needed(task, context)} tokens for {task.spec}", context, remedy)
 
     def _check_drift(self, spec: str) -> None:
-        """Raises ParameterError for a prompt that is too short, or a given text that is."""
+        """Raises ParameterError if the prompt, or a given text, is too short."""
         given, shortest = ":" in spec, min(self.plan.contexts)
         least = 2 if given else _LEAST_OF_DRIFT
         if shortest < least:
-            raise ParameterError("--context", f"at least {least} tokens for {spec}", shortest, "They are the prompt's.")
+            raise ParameterError("--context", f"at least {least} tokens for {spec}", shortest, "The context is the prompt.")
         if given:
             drift.prompt_of(spec, self.asker.tokenizer, max(self.plan.contexts), self.plan.steps, random.Random())
 
@@ -293,8 +292,8 @@ class Suite:
         return True
 
     def _needed(self, task: Task, context: int) -> str:
-        """The shortest context in which all samples fit, searched for from one in which they do not: which names and numbers
-        are drawn, and so how long they are, depends on the context."""
+        """The shortest context in which all samples fit, by search, because names and numbers, and so lengths, depend on the
+        context."""
 
         def fits(tokens: int, samples: int | None = None) -> bool:
             return self._fits(task, islice(self._jobs_of(task, tokens), samples), self._room_tokens(task, tokens))
@@ -310,18 +309,18 @@ class Suite:
             if high > _LONGEST_NEEDED:
                 return f"more than {high:,}"
             high *= 2
-        # One sample tells roughly, and counting the tokens of all takes as many times as long.
+        # First with one sample, because counting the tokens of all takes long.
         low = high = least(context - 1, high, 1)
         while not fits(high):
             low, high = high, high + max(1, high // 64)
         return f"at least {least(low, high):,}"
 
     def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
-        """What is returned solves the problem under a condition."""
+        """Returns a function that solves the problem under a condition."""
         from kvrecall import engine
 
         ids = chat_prompt(self.asker.tokenizer, problem.prompt)
-        # The same draws under every condition: what differs is the attention.
+        # The same random draws under every condition.
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{job.task}/{job.sample}/{job.attempt}".encode()).digest()[:4])
 
         def solve(condition: Condition) -> list[Record]:

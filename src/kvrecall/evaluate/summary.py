@@ -18,10 +18,9 @@ class Row:
 
     samples: independent ones (problems, not attempts). score: mean in [0, 1]; low, high: 95% interval, of the kind `interval`
     ("wilson", "bootstrap", "" for one sample). difference: score minus full attention's on the same samples, None without it.
-    attended_tokens, estimated_units: per KV head and step; the latter are groups of tokens whose attention was estimated beside
-    them. decode_ms: per generated token. All None where no step was made, counted or timed.
-    pass_at_k: for sets of problems, by k. whole: whether a method has attended to as many tokens as full attention on every
-    sample, so that it was full attention; counted, not planned.
+    attended_tokens, estimated_units (estimated groups of tokens): per KV head and step. decode_ms: per generated token. None if
+    not measured. pass_at_k: for problem sets, by k. whole: whether the method attended to as many tokens as full attention on
+    every sample, by counting.
     """
 
     task: str
@@ -43,23 +42,23 @@ class Row:
 
     @property
     def attended(self) -> str:
-        """See `attended_text`; "393 (all)" where that was everything."""
+        """See `attended_text`; "393 (all)" if that was everything."""
         return attended_text(self.attended_tokens, self.estimated_units) + (" (all)" if self.whole else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, rounded to 4 decimals."""
+        """As a JSON-able dictionary, rounded to 4 decimals."""
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
 def attended_text(tokens: float | None, estimated: float | None) -> str:
-    """What was attended, as tables show it: "847", or "847 + 512" where rows stood for groups of other tokens; "–" for None."""
+    """Attended tokens for tables: "847", or "847 + 512" with estimated groups; "–" for None."""
     if tokens is None:
         return "–"
     return f"{tokens:,.0f}" + (f" + {estimated:,.0f}" if round(estimated or 0) else "")
 
 
 def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Records by the values of some fields, in the order in which they first come."""
+    """Records grouped by the values of some fields, in order of first appearance."""
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         found.setdefault(tuple(record.get(name) for name in names), []).append(record)
@@ -67,7 +66,7 @@ def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list
 
 
 def summarise(records: list[Record]) -> list[Row]:
-    """One row per task, context and condition. Raises InputFileError for a sample that has no score."""
+    """One row per task, context and condition. Raises InputFileError for a sample without a score."""
     for record in records:
         if "score" not in record:
             of = f"{record['task']!r} under {record['condition']!r}"
@@ -101,15 +100,15 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
 
 
 def _whole(members: list[Record], full: dict[tuple[Any, ...], Record]) -> bool:
-    """Whether a method's records count as many attended tokens as full attention's, where those count any."""
+    """Whether a method's records have as many attended tokens as full attention's, if those were counted."""
     if members[0]["condition"] == FULL or not all(_sample(r) in full for r in members):
         return False
     return attended_all((r.get("attended_tokens"), full[_sample(r)].get("attended_tokens")) for r in members)
 
 
 def attended_all(pairs: Iterable[tuple[float | None, float | None]]) -> bool:
-    """Whether a method has attended to as many tokens as full attention, in every sample in which they were counted. pairs: of
-    each sample, its tokens and full attention's."""
+    """Whether a method attended to as many tokens as full attention in every counted sample. pairs: (tokens, full attention's
+    tokens) of each sample."""
     counted = [pair for pair in pairs if pair != (None, None)]
     return bool(counted) and all(own == whole for own, whole in counted)
 
@@ -130,7 +129,7 @@ def rounds(records: list[Record]) -> dict[tuple[str, int, str], list[float]]:
 
 
 def windows(records: list[Record]) -> dict[tuple[str, int, str], list[dict[str, Any]]]:
-    """Means of each window of a long generation over its samples, by (task, context, condition)."""
+    """Means over samples of each window of a long generation, by (task, context, condition)."""
     found = {}
     for key, group in groups([r for r in records if "windows" in r], "task", "context", "condition").items():
         joined = []
@@ -152,7 +151,7 @@ def layer_recall(records: list[Record]) -> dict[str, dict[int, float]]:
 
 
 def _side_by_side(records: list[Record], name: str) -> Iterable[tuple[Any, ...]]:
-    """The lists that records have under a name, side by side; raises InputFileError if they differ in length."""
+    """Zips the records' lists under a name. Raises InputFileError if their lengths differ."""
     lengths = {len(record[name]) for record in records}
     if len(lengths) > 1:
         first = records[0]
@@ -171,7 +170,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _mean_of(records: list[Record], name: str) -> float | None:
-    """Of those that have it: older records lack some."""
+    """Mean over the records that have the field; older ones may lack it."""
     values = [r[name] for r in records if r.get(name) is not None]
     return _mean(values) if values else None
 

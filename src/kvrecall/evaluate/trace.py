@@ -1,4 +1,4 @@
-"""Capture queries, keys and values of a real model, so that any method can be replayed over them without the model."""
+"""Captures queries, keys and values of a real model, so that methods can be replayed without the model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TENSORS = ("keys", "values", "queries", "prompt_queries")
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """One layer of one sequence, post-RoPE. Query s saw the tokens 0 .. prompt_tokens + s, its own included.
+    """One layer of one sequence, post-RoPE. Query s sees the tokens 0 .. prompt_tokens + s, including its own.
 
     keys, values: `[H_kv, prompt_tokens + steps, D]`; queries: `[steps, H_q, D]`, of the decode steps; prompt_queries:
-    `[H_q, W, D]`, of the prompt's last W tokens, for methods that judge keys by them. calibration: what was known of the keys
-    when the prompt had been read, with the rotary embedding of all those positions; None: the trace does not tell.
+    `[H_q, W, D]`, of the prompt's last W tokens, for methods that use them. calibration: key statistics at the end of the
+    prompt, with the rotary embedding of all positions; None if not recorded.
     """
 
     keys: Tensor
@@ -47,7 +47,7 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class TraceInfo:
-    """Where a trace comes from. scaling: factor of the attention logits."""
+    """The origin of a trace. scaling: factor of the attention logits."""
 
     model: str
     prompt_tokens: int
@@ -61,7 +61,7 @@ Whole = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Calibration(BaseModel):
-    """Which layers have statistics and rotary embeddings; see `trace_calibration`."""
+    """Layers with statistics and rotary embeddings; see `trace_calibration`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -71,7 +71,7 @@ class _Calibration(BaseModel):
 
 
 class _Metadata(BaseModel):
-    """`TraceInfo` as a file tells it: anybody may have written it."""
+    """`TraceInfo` in a file; untrusted, so every field is checked."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -92,7 +92,7 @@ class Trace:
     layers: dict[int, LayerTrace]
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file; the origin is in its metadata. Raises OutputFileError, and then there is no file."""
+        """Writes one safetensors file; the origin is in its metadata. After OutputFileError there is no file."""
         tensors = {}
         for number, layer in self.layers.items():
             for name in _TENSORS:
@@ -105,7 +105,7 @@ class Trace:
 
     @staticmethod
     def load(path: Path) -> Trace:
-        """Reads what `save` wrote; raises InputFileError for anything else, before anything is computed from it."""
+        """Reads what `save` wrote; raises InputFileError for anything else."""
         try:
             with safe_open(path, framework="pt") as file:
                 told = (file.metadata() or {}).get("kvrecall")
@@ -127,7 +127,7 @@ class Trace:
 
 
 def _layer(file: Any, number: int, info: TraceInfo) -> LayerTrace:
-    """A layer of an open file; raises ValueError if its tensors are not those that the trace tells of."""
+    """A layer of an open file; raises ValueError if its tensors do not match the metadata."""
     there = set(file.keys())
     for name in _TENSORS:
         if f"layer.{number}.{name}" not in there:
@@ -168,9 +168,9 @@ def capture(
     text: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
-    """Runs a prompt `[1, T]` and `steps` greedy tokens under full attention and keeps what the chosen layers saw.
+    """Runs a prompt `[1, T]` and `steps` greedy tokens under full attention and records the chosen layers.
 
-    forced: tokens that are decoded instead of the greedy ones, as many as there are (a second turn, a given answer).
+    forced: tokens to decode instead of the greedy ones (a second turn, a given answer); fewer than `steps` are allowed.
     observe_queries: how many of the prompt's last queries to keep.
     """
     steps = steps if forced is None else len(forced) + 1
@@ -197,7 +197,7 @@ def capture(
     cache.calibration = calibration_of(model)
     cache.on_queries = remember
     prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
-    # Later tokens come after the index has settled them, so they do not count.
+    # Statistics are final at the end of the prompt, so later tokens do not count.
     known = frozen(*_gathered(cache, chosen), input_ids.shape[1] - 1 + steps)
     cache.on_queries = lambda n, q: queries[n].append(q[0, :, 0].cpu().clone()) if n in queries else None
     token = input_ids[:, -1:]
@@ -217,7 +217,7 @@ def capture(
             captured[layer.number] = LayerTrace(
                 rows[:, :, 0], rows[:, :, 1], decoded, watched, known.get(layer.number)
             )  # fmt: skip
-    # The last prompt token is the first query, so a query's own position is prompt - 1 + step.
+    # The last prompt token is the first query, so the position of a query is prompt - 1 + step.
     scaling = float(getattr(_first_attention(model), "scaling", cache.signature.head_dim**-0.5))
     info = TraceInfo(name or cache.signature.model_type, input_ids.shape[1] - 1, steps, scaling, chosen, text)
     return Trace(info, captured)

@@ -1,7 +1,7 @@
-"""What a trace keeps of its layers' calibrations: settled statistics, and the rotary embedding as a table of its positions.
+"""Calibrations in a trace: settled statistics, and the rotary embedding as a table over positions.
 
-Tensors of a file: `layer.N.key_mean`, `.key_covariance`, `.query_second` fp32 as in files of key statistics. For each of the K
-rotary embeddings that differ `rotary.K.cos` and `.sin` fp32 `[positions, D]` and `.partner` int64 `[D]`.
+Tensors of a file: `layer.N.key_mean`, `.key_covariance`, `.query_second` fp32 as in files of key statistics. For each different
+rotary embedding, number K: `rotary.K.cos` and `.sin` fp32 `[positions, D]` and `.partner` int64 `[D]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics, LayerCalibra
 
 
 class TableRotary(Rotary):
-    """A rotary embedding at the positions of a trace. Beyond its last position it stays what it is there."""
+    """A rotary embedding at the positions of a trace. Later positions get the values of the last one."""
 
     def __init__(self, cos: Tensor, sin: Tensor, partner: Tensor) -> None:
         """cos, sin: fp32 `[positions, D]`; partner: int64 `[D]`."""
@@ -34,9 +34,8 @@ class TableRotary(Rotary):
 def frozen(
     calibrations: Mapping[int, LayerCalibration], heads: Mapping[int, int], positions: int
 ) -> dict[int, LayerCalibration]:
-    """Calibrations that need no model, settled by what they have seen; heads: KV heads by layer.
-
-    positions: how many the tables hold. Layers with one rotary embedding share its table.
+    """Settled calibrations without a model. heads: KV heads by layer. positions: length of the tables. Layers with the same
+    rotary embedding share a table.
     """
     tables: dict[int, TableRotary] = {}
     made = {}
@@ -76,9 +75,9 @@ def to_tensors(calibrations: Mapping[int, LayerCalibration], positions: int) -> 
 def from_file(
     file: Any, told: Mapping[str, list[int]], shapes: Mapping[int, tuple[int, int]], positions: int
 ) -> dict[int, LayerCalibration]:
-    """Calibrations of an open file by layer. told: as `to_tensors` gave it. shapes: (KV heads, D) by layer.
+    """Calibrations of an open file by layer. told: from `to_tensors`. shapes: (KV heads, D) by layer.
 
-    Raises ValueError for tensors that are not those which the rest of the file tells of.
+    Raises ValueError for tensors that do not match the rest of the file.
     """
     if not len(told["layers"]) == len(told["rotaries"]) == len(told["tokens"]):
         raise ValueError("calibration: expected lists of one length")

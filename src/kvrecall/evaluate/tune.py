@@ -1,10 +1,9 @@
-"""Budgets for a wanted attention mass: how few bytes per step catch, say, 95% of the attention on a given text?
+"""Finds budgets per layer that catch a given share of the attention on a text with the fewest bytes per step.
 
-1. Every layer of a trace is replayed under a ladder of budgets (and of candidate ratios, where the method has them), which
-   gives its attention mass and its bytes per step for each; attending to the whole zone is always one of the options.
-2. Of every layer one option is taken, none below the floor, so that their mean reaches the target for the fewest bytes: a
-   knapsack, solved by dynamic programming.
-3. The finished method is replayed as a whole: the mass that is reported is measured, not added up.
+1. Every layer of a trace is replayed under several budgets (and candidate ratios, if the method has them), which gives
+attention mass and bytes per step. Attending to the whole zone is always an option. 2. One option is chosen per layer, none
+below the floor, so that the mean mass reaches the target with the fewest bytes: a knapsack problem, solved by dynamic
+programming. 3. The finished method is replayed as a whole, so the reported mass is measured.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What was chosen for a layer. head_tokens: for each query head, retrieved tokens (its true best) that would do."""
+    """The choice for a layer. head_tokens: for each query head, how many of its true best tokens would reach the mass."""
 
     layer: int
     settings: dict[str, Any] | None
@@ -62,8 +61,8 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A method and what it does on the text: mass and bytes per step, mean and sum over layers. uniform: the cheapest settings
-    of those tried that reach the target when all layers share them (None: none do), and what they cost."""
+    """A method with its mass (mean over layers) and bytes per step (sum over layers) on the text. uniform: the cheapest tried
+    settings that reach the target if all layers share them (None: none do), and their cost."""
 
     method: Method
     mass: float
@@ -74,7 +73,7 @@ class Tuned:
     layers: list[LayerChoice]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, without the method."""
+        """As a JSON-able dictionary, without the method."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "layers")}
         told = {name: round(value, 4) if isinstance(value, float) else value for name, value in told.items()}
         return told | {"layers": [asdict(layer) for layer in self.layers]}
@@ -84,9 +83,9 @@ def tune(
     trace: Trace, method: Method, mass: float = 0.95, *, floor: float | None = None, stride: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Tuned:  # fmt: skip
-    """The method with a budget for each layer that catches `mass` of the attention on a trace, in the mean over its layers.
+    """The method with budgets per layer that catch `mass` of the attention on a trace, as a mean over layers.
 
-    floor: least mass of any single layer, 0.8 x `mass` if None: a mean alone may give up a layer whose attention is wide.
+    floor: least mass of a single layer, by default 0.8 x `mass`, so that no layer with wide attention is given up.
     stride: for methods with a similarity threshold, the wanted mean steps per search; thresholds are found first.
     Layers that the method keeps dense stay dense. Raises ParameterError.
     """
@@ -102,7 +101,7 @@ def tune(
     options = {n: [o for o in each if o.mass >= floor] for n, each in options.items()}
     chosen = choose(options, mass)
     uniform = _uniform(options, mass)
-    # What is dense in the method is dense already; a layer without a replay is left as it was.
+    # Dense layers of the method stay dense; layers without a replay do not change.
     dense = tuple(sorted({*method.dense_layers, *(n for n, o in chosen.items() if o.settings is None)}))
     layers = {n: dict(o.settings) for n, o in chosen.items() if o.settings is not None}
     tuned = replace(method, dense_layers=dense, per_layer={**dict(method.per_layer), **layers})
@@ -118,7 +117,7 @@ def tune(
 
 
 def check(method: Method, mass: float, floor: float | None, stride: float | None) -> None:
-    """Raises ParameterError for what `tune` cannot do on any trace; see there for the parameters."""
+    """Raises ParameterError for impossible parameters of `tune`."""
     if not 0 < mass <= 1:
         raise ParameterError("mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
     if floor is not None and not 0 <= floor <= mass:
@@ -141,7 +140,7 @@ def _settings(option: Option) -> dict[str, Any] | None:
 def choose(options: dict[int, list[Option]], mass: float) -> dict[int, Option]:
     """The options, one per layer, with the least bytes whose mean mass is at least `mass`; one of each layer's has mass 1.
 
-    Exact, but that masses count in units of 1/5000, rounded down; `cost[m]` is the least for m units from the layers so far.
+    Exact up to units of mass of 1/5000, rounded down. `cost[m]`: least bytes for m units from the layers so far.
     """
     units = np.arange(math.ceil(mass * len(options) * _UNITS - 1e-6) + 1)
     cost = np.where(units == 0, 0.0, np.inf)
@@ -162,27 +161,27 @@ def _units(option: Option) -> int:
 
 
 def _options(trace: Trace, number: int, method: Method) -> Iterator[Option]:
-    """What a layer may do: the whole zone, and every budget and ratio that leaves part of it out."""
+    """The options of a layer: the whole zone, and every budget and ratio that leaves out a part."""
     zone = _zone_tokens(trace, method)
     yield Option(None, 1.0, _zone_bytes(trace, number, method))
     if number in method.dense_layers:
         return
     ratios = RATIOS if any(f.name == "candidate_ratio" for f in fields(method)) else (None,)
-    # Where twice the budget covers the zone, a layer attends to all of it, and that is an option already.
+    # If twice the budget covers the zone, the layer attends to all of it, which is an option already.
     for top_k in (k for k in LADDER if 2 * k <= zone):
         for ratio in ratios:
             settings: dict[str, Any] = {"top_k": top_k} | ({} if ratio is None else {"candidate_ratio": ratio})
             try:
                 tried = replace(method, per_layer=(), **{**dict(dict(method.per_layer).get(number, ())), **settings})
             except ParameterError:
-                continue  # a budget that the method cannot have, such as less than a page
+                continue  # a budget that the method does not support, such as less than a page
             report = replay(trace, tried, (number,))[0]
             reranked = _candidates(tried, zone) / zone * tried.summary_bytes(_shape(trace, number), zone)
             yield Option(tuple(sorted(settings.items())), report.mass, report.bytes_moved + reranked)
 
 
 def _candidates(method: Method, zone: int) -> int:
-    """Keys that a search reranks from their summaries; 0 for indexes that rerank none of theirs."""
+    """Keys that a search reranks from their summaries; 0 for indexes without a rerank."""
     config = method.index_config()
     if not isinstance(config, SphereConfig) or method.top_k is None:
         return 0
@@ -198,7 +197,7 @@ def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
 
 
 def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, Any] | None, float | None]:
-    """The cheapest settings that all layers may share, and their cost; a layer that cannot have them attends to everything."""
+    """The cheapest settings for all layers together, and their cost; layers without this option attend to everything."""
     best: tuple[dict[str, Any] | None, float | None] = None, None
     for settings in sorted({o.settings for each in options.values() for o in each if o.settings}):
         picked = [next((o for o in each if o.settings == settings), each[0]) for each in options.values()]
@@ -209,7 +208,7 @@ def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, A
 
 
 def _needs(trace: Trace, number: int, method: Method, mass: float) -> list[float]:
-    """Tokens of the retrieval zone that each query head's attention needs beside the resident ones, mean over steps."""
+    """Tokens of the retrieval zone that each query head needs besides the resident ones, mean over steps."""
     layer, zones, prompt = trace.layers[number], method.zone_sizes(), trace.info.prompt_tokens
     start, end = zones.sink_tokens, prompt - zones.local_tokens
     needed = torch.stack([_tokens_for(layer, q, prompt + s + 1, (start, end), mass, trace.info.scaling)
@@ -218,7 +217,8 @@ def _needs(trace: Trace, number: int, method: Method, mass: float) -> list[float
 
 
 def _tokens_for(layer: LayerTrace, query: Tensor, tokens: int, zone: tuple[int, int], mass: float, scaling: float) -> Tensor:
-    """fp32 `[H_q]`: how many of the zone's best tokens, with all others outside it, hold `mass` of a head's attention."""
+    """fp32 `[H_q]`: how many of the zone's best tokens, together with all tokens outside it, hold `mass` of a head's
+    attention."""
     heads = layer.keys.shape[0]
     logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (heads, -1)), layer.keys[:, :tokens].float()) * scaling
     share = logits.softmax(-1)
@@ -233,7 +233,7 @@ def _zone_tokens(trace: Trace, method: Method) -> int:
 
 
 def _zone_bytes(trace: Trace, number: int, method: Method) -> float:
-    """Bytes of the zone's rows of a layer: what a dense step reads."""
+    """Bytes of a layer's zone, which a dense step reads."""
     keys = trace.layers[number].keys
     return float(2 * keys.shape[0] * keys.shape[2] * keys.element_size() * _zone_tokens(trace, method))
 

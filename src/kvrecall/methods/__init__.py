@@ -1,8 +1,8 @@
-"""The methods: one short file per paper, each a dataclass of documented hyper-parameters. `baselines` has the compared ones.
+"""The methods: one file per paper, each a dataclass of documented hyper-parameters. Other systems are in `baselines`.
 
 `kvrecall.methods.get("quest", top_k=512)` and `kvrecall.methods.Quest(top_k=512)` are the same; classes are imported
-on first use. `kvrecall.methods.recommended()` is the one to take for long contexts; `parse` reads methods as command lines and
-files write them.
+on first use. `kvrecall.methods.recommended()` is the default for long contexts; `parse` reads methods in the command line's
+form.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a method is: parts that can be exchanged, and the hyper-parameters that all methods share."""
+"""The base of all methods: exchangeable parts, and the hyper-parameters that all methods share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
 
 SAME_IN_ALL_LAYERS = ("sink_tokens", "local_tokens", "update_interval", "dense_layers", "per_layer")
-"""What `per_layer` cannot change: zones belong to the whole cache, and the lists of layers name layers themselves."""
+"""Fields that `per_layer` cannot change: zones are the same in all layers, and lists of layers concern all layers."""
 
 AnyTrigger = EveryStep | FixedStride | SemanticBoundary | Speculative
 
@@ -32,11 +32,10 @@ class Method:
     """A composition of parts, given as objects of `kvrecall.parts` or as text such as "pages:page_tokens=16".
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
-    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only part
-    of what a search found, as many tokens as a step needs. rest: the estimate of the tokens that were not found. fetch: how
-    rows reach the device. attend: "device" attends to fetched rows there, "host" lets the CPU attend to them where they lie, at
-    the same time. None takes the method's own part; the published systems have names of their own and may have single parts
-    exchanged.
+    attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only a
+    part of each selection. rest: the estimate of the tokens that were not found. fetch: how rows reach the device. attend:
+    "device" attends to fetched rows there; "host" lets the CPU attend to them in place, at the same time. None: the method's
+    own part.
 
     top_k: retrieved tokens per KV head and step, static ones included; None attends to everything.
     sink_tokens, local_tokens, update_interval: zone sizes in tokens (see `kvrecall.cache.zones`).
@@ -49,7 +48,7 @@ class Method:
     name: ClassVar[str] = "method"
     paper: ClassVar[str] = ""
     least_top_k: ClassVar[int] = 1
-    """The smallest budget that means something; 0 for a method that retrieves nothing."""
+    """The smallest valid budget; 0 for a method that retrieves nothing."""
 
     index: Any = None
     trigger: Any = None
@@ -82,11 +81,11 @@ class Method:
         object.__setattr__(self, "per_layer", self._checked_layers())
 
     def at(self, layer: int) -> Method:
-        """The method as one layer sees it, by the layer's number in the model: with its own values, and no `per_layer`."""
+        """The method of one layer, by the layer's number in the model: with that layer's values and without `per_layer`."""
         return replace(self, per_layer=(), **dict(dict(self.per_layer).get(layer, ()))) if self.per_layer else self
 
     def _checked_layers(self) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
-        """`per_layer` as sorted pairs, which compare by value; raises for what no layer can have."""
+        """`per_layer` as sorted pairs, which compare by value. Raises ParameterError or UnknownNameError."""
         known = sorted({f.name for f in fields(self)} - set(SAME_IN_ALL_LAYERS))
         form = "{layer: {field: value}}, layers counted from 0"
         try:
@@ -104,7 +103,7 @@ class Method:
                 seen = replace(self, per_layer=(), **values)
             except ParameterError as error:
                 raise ParameterError(f"per_layer[{layer}] {error.name}", error.expected, error.got, error.remedy) from None
-            # As the method keeps them: parts given as text have become objects.
+            # Parts given as text have become objects.
             checked.append((layer, tuple((name, getattr(seen, name)) for name in sorted(values))))
         return tuple(checked)
 
@@ -121,7 +120,7 @@ class Method:
         return EveryStep()
 
     def own_prune(self) -> Pruning | None:
-        """What a published system keeps of a selection; None: all of it."""
+        """The pruning of a published system; None: no pruning."""
         return None
 
     def own_rest(self) -> PageMeans | None:
@@ -161,7 +160,7 @@ class Method:
 
     @property
     def attends_on_host(self) -> bool:
-        """Whether the CPU attends to the selected rows where they lie."""
+        """Whether the CPU attends to the selected rows, in place."""
         return (self.own_attend if self.attend is None else self.attend) == "host"
 
     def zone_sizes(self) -> ZoneSizes:
@@ -169,7 +168,7 @@ class Method:
         return ZoneSizes(self.sink_tokens, self.local_tokens, self.update_interval)
 
     def full_attention_below(self) -> int:
-        """Length in tokens under which a sequence is attended whole."""
+        """Sequences shorter than this many tokens are attended whole."""
         return max(self.full_attention_threshold, self.sink_tokens + self.local_tokens + 2 * (self.top_k or 0))
 
     def build_index(self, shape: LayerShape) -> Index | None:
@@ -183,7 +182,7 @@ class Method:
         return index if estimate is None else PageMeansIndex(index, shape, estimate)
 
     def searches(self, layer: int) -> bool:
-        """Whether a layer, by its number in the model, has an index; one without reads its whole retrieval zone in a step."""
+        """Whether a layer, by its number in the model, has an index. A layer without one reads its whole zone in every step."""
         return layer not in self.dense_layers and self.at(layer).index_config() is not None
 
     def build_trigger(self, sequences: int, layer: int) -> Trigger:

@@ -1,4 +1,4 @@
-"""What combines with what. Every refusal has a reason; `scripts/composition_table.py` prints all pairs from these rules."""
+"""The rules for combining parts. Every refusal has a reason; `scripts/composition_table.py` prints all pairs."""
 
 from __future__ import annotations
 

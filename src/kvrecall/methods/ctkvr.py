@@ -12,16 +12,17 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class CTKVR(Method):
-    """Neighbouring queries look at the same keys: find the nearest earlier queries, rerank what they looked at.
+    """Finds the most similar earlier queries and reranks the keys that they attended to.
 
     1. At the end of the prompt its last C = min(`max_centroids`, n / `tokens_per_centroid`) queries become centroids; each
        lists the rho = `list_ratio` x `top_k` keys of the largest softmax score (causal, largest over the group).
     2. A step recalls the lists of the C' = `recalled_centroids` most similar centroids (cosine, largest over the group),
        removes duplicates, and reranks the keys exactly to `top_k` (rho').
-    3. The rerank and the attention to what it kept run on the CPU, where the rows lie, beside the device's dense attention.
-    4. With `dynamic_update` the query then takes the oldest centroid's place.
+    3. The rerank, and the attention to the selected rows, run on the CPU, beside the device's dense attention.
+    4. With `dynamic_update` the query then replaces the oldest centroid.
 
-    The `pool_tokens` newest tokens of the retrieval zone are recalled always, until the lists have absorbed them.
+    The `pool_tokens` newest tokens of the retrieval zone are always recalled; older ones enter lists that rank them high
+    enough.
     """
 
     name: ClassVar[str] = "ctkvr"

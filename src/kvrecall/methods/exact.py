@@ -11,7 +11,7 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Method):
-    """Scores every key, fetches the best `top_k`. Keeps a copy of the keys on the device: a yardstick, not a saving.
+    """Scores every key, fetches the best `top_k`. Keeps a copy of the keys on the device; for comparison.
 
     Its own gqa is "mean_softmax", the best single search per KV head.
     """

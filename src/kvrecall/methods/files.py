@@ -1,4 +1,4 @@
-"""Methods in files: a name, its settings, and what they were found on; JSON or TOML, checked when read.
+"""Method files: a name, settings and their origin; JSON or TOML, checked when read.
 
 {"method": "pariskv", "settings": {"top_k": 128, "per_layer": {"3": {"top_k": 64}}}, "layers": 24, "about": {...}}
 """
@@ -22,10 +22,10 @@ _REMEDY = "docs/guide/evaluate.md shows the form; `kvrecall tune` writes such fi
 
 
 class MethodFile(BaseModel):
-    """What a method file holds.
+    """The content of a method file.
 
-    settings: fields of the method that differ from its defaults, parts as text. layers: how many the model has that it was
-    made for, None for any. about: where it comes from, for people.
+    settings: fields of the method that differ from its defaults, parts as text. layers: number of layers of the model that it
+    is for, None for any. about: its origin, for people.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -76,5 +76,5 @@ def _parsed(path: Path) -> Any:
         raise InputFileError(path, f"is not UTF-8 text (byte {error.start:,})", _REMEDY) from None
     try:
         return parse_toml(text) if path.suffix == ".toml" else parse_json(text)
-    except ValueError as error:  # both parsers name line and column
+    except ValueError as error:  # both parsers' messages have line and column
         raise InputFileError(path, f"is not {path.suffix[1:].upper()} ({error})", _REMEDY) from None

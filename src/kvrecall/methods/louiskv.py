@@ -12,17 +12,17 @@ from kvrecall.trigger import SemanticBoundary
 
 @dataclass(frozen=True, kw_only=True)
 class LouisKV(Method):
-    """Searches only where the meaning turns, over units that fit where attention goes.
+    """Searches only where the query turns, over clusters of the prompt and segments of generated tokens.
 
     1. A step searches if the cosine between its query and the one before, averaged over the heads, is below `threshold`
-       (tau), per layer and sequence; otherwise the retrieved set stays. `kvrecall calibrate` finds tau for a wanted stride.
+       (tau), per layer and sequence; otherwise the selection stays. `kvrecall calibrate` finds tau for a given stride.
     2. The prompt's keys form k-means clusters of `cluster_tokens` in the mean; generated tokens form segments that end at
-       those same turns, or after `max_segment_tokens`. The local window sheds whole oldest segments.
+       the same turns, or after `max_segment_tokens`. Tokens leave the window by whole segments.
     3. Units are ranked by the mean over the group of the softmax of q · mean key; the budget is filled by token.
     4. The first two layers stay dense.
 
     threshold: one number, or one per layer. compare: "previous" or "retrieval" (the query of the last search).
-    max_stride: search at the latest after that many steps. stretch_tokens: prompt tokens clustered together.
+    max_stride: most steps without a search. stretch_tokens: prompt tokens that are clustered together.
     size_correction: adds log(tokens) to a unit's logit.
     """
 

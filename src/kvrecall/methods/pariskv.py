@@ -1,4 +1,4 @@
-"""ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (Qi et al.), https://github.com/amy-77/ParisKV."""
+"""ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (Qi et al.), https://arxiv.org/abs/2602.07721."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class ParisKV(Method):
-    """Codes on the sphere that no drift can make stale, searched in two stages.
+    """Fixed codes that stay valid as keys drift, searched in two stages.
 
     1. Keys are normalised and turned by one fixed random rotation, which makes every block of 8 coordinates look like a
        random direction; the nearest of 2^8 sign patterns is its centroid, known before any key is seen.
@@ -25,13 +25,11 @@ class ParisKV(Method):
     candidate_ratio (beta), collision_ratio (rho): shares in (0, 1]; None takes them from `schedule`, by length of the zone.
     min_candidates_per_k: never rerank fewer than this many candidates per fetched token.
     stage1: "collision" (the paper), or "product": the query's product with a key's signs, which finds more at the same cost and
-    has no use for collision_ratio.
-    Its own gqa is "mean_q", as in the paper's code.
+    does not use collision_ratio. The default gqa is "mean_q", as in the paper's code.
     seed: of the rotation. weight_dtype: of the stored weights, "bfloat16", "float16" or "float32"; "uint8" needs balance.
-    balance: ours, not the paper's. Keys and queries go through a linear transform that makes all coordinates matter equally.
-    Scores stay what they are, and codes say more about them.
-    norms: ours too. Stage I multiplies its products by the keys' norms, a byte per token; needs "product" and balance.
-    center: ours too. The mean key of a position is taken from each key; needs norms.
+    balance, norms, center are not in the paper. balance: keys and queries go through a linear transform after which all
+    coordinates have equal weight; products stay the same. norms: stage I multiplies its products by the keys' norms, a byte per
+    token; needs "product" and balance. center: subtracts the mean key of its position from each key; needs norms.
     Transform and means follow from statistics of the model and its rotary embedding (docs/design/statistics.md).
     """
 
@@ -56,7 +54,7 @@ class ParisKV(Method):
             raise ParameterError("min_candidates_per_k", "an integer >= 1", self.min_candidates_per_k, "The default is 4.")
 
     def own_index(self) -> SphereConfig:
-        """Raises for ratios outside (0, 1] and for unknown modes."""
+        """Raises ParameterError for ratios outside (0, 1], UnknownNameError for unknown modes."""
         steps = tuple(
             RatioStep(
                 s.below_tokens,
@@ -81,9 +79,8 @@ class ParisKV(Method):
 class ParisKVBalanced(ParisKV):
     """ParisKV with codes that are fitted to the model, one-bit products and the mean softmax of a group.
 
-    `ParisKV(stage1="product", center=True, balance=True, norms=True, weight_dtype="uint8", gqa="mean_softmax")` under a name of
-    its own: what we found best, with fewer bytes per token than the paper's and its work per step (docs/methods/pariskv.md).
-    Nothing of that is in the paper.
+    Same as `ParisKV(stage1="product", center=True, balance=True, norms=True, weight_dtype="uint8", gqa="mean_softmax")`. It is
+    not in the paper, and takes fewer bytes per token (docs/methods/balanced.md).
 
     The parameters are those of ParisKV: stage1, center, balance, norms, weight_dtype, gqa (with other defaults),
     candidate_ratio, collision_ratio, schedule, min_candidates_per_k, seed.

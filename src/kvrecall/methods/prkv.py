@@ -1,4 +1,4 @@
-"""PRKV: Page Restricted KV Cache for High Accuracy and Efficiency LLM Generation (anonymous, under review; no public link)."""
+"""PRKV: Page Restricted KV Cache for High Accuracy and Efficiency LLM Generation (anonymous), https://openreview.net/forum?id=7FM0GBFhe5."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ class PRKV(Method):
     """A static set of single tokens beside dynamic pages.
 
     1. At the end of the prompt and every `refresh_interval` (T) steps, the last `window_tokens` queries judge all keys: causal
-       softmax per query head, mean over window and group. The best `static_ratio` (S) of the budget become the static set. They
-       judge `refresh_lead_tokens` steps before the set is due, and these steps share the work (0: the paper, at once; None: 8,
-       or as many as there are between two refreshes).
-    2. The other tokens close up to pages of `page_tokens`, represented by bounding volumes.
-    3. Every step ranks the pages by the largest product their volume allows (mean over the group of softmaxed scores) and
-       fetches pages for the other 1 - S of the budget, in one staged bulk copy.
+       softmax per query head, mean over window and group. The best `static_ratio` (S) of the budget become the static set.
+       Judging starts `refresh_lead_tokens` steps before the set is due, and these steps share the work (0: at once, as in the
+       paper; None: 8, or the steps between two refreshes if fewer). 2. The other tokens form pages of `page_tokens`,
+       represented by bounding volumes. 3. Every step ranks the pages by the largest product that their volume allows (mean over
+       the group of softmaxed scores) and fetches pages for the other 1 - S of the budget, in one staged bulk copy.
 
     static_ratio: a share in [0, 1], or "online" to measure it at the end of the prompt (Appendix G). bounds: "mean-deviation"
-    or "min-max". The paper names no sink; its local window has 64 tokens.
+    or "min-max". The paper has no sink; its local window has 64 tokens.
     """
 
     name: ClassVar[str] = "prkv"
@@ -44,7 +43,7 @@ class PRKV(Method):
     update_interval: int = 128
 
     def __post_init__(self) -> None:
-        check_lead("refresh_lead_tokens", self.refresh_lead_tokens, self.refresh_interval)  # by the name that is given here
+        check_lead("refresh_lead_tokens", self.refresh_lead_tokens, self.refresh_interval)  # by the field's name here
         super().__post_init__()
         if self.top_k is not None and self.top_k < self.page_tokens:
             raise ParameterError(

@@ -1,4 +1,4 @@
-"""Names of methods -> classes, imported only when asked for."""
+"""Names of methods and their classes, imported on first use."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _METHODS = {
 
 
 def register(name: str, module: str, attribute: str) -> None:
-    """Gives a method of one's own a name: the class `attribute` of a module that can be imported, when it is asked for.
+    """Registers a method: the class `attribute` of `module`, imported on first use.
 
-    name: lower case. Raises ParameterError for a name that another class has.
+    name: lower case. Raises ParameterError if another class has the name.
     """
     if name != name.lower() or _METHODS.get(name, (module, attribute)) != (module, attribute):
         expected = "a name in lower case that no other method has"
@@ -52,7 +52,7 @@ def class_names() -> dict[str, str]:
 
 
 def names() -> list[str]:
-    """Registered method names, sorted; without `method`, the free composition, which has no defaults to try."""
+    """Registered method names, sorted; without `method`, the free composition, which has no defaults."""
     return sorted(set(_METHODS) - {"method"})
 
 

@@ -1,4 +1,4 @@
-"""Methods as plain values, such as JSON and command lines have: settings -> method and back."""
+"""Converts methods to plain values, as in JSON and on command lines, and back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvrecall.methods.registry import method_class
 from kvrecall.parts import Part
 
 UNFORESEEN = (TypeError, AttributeError, ArithmeticError, LookupError, ValueError)
-"""What a method's own checks raise for a value of a type that they did not foresee, such as a list in place of a number."""
+"""Exceptions of a method's checks for a value of an unexpected type, such as a list instead of a number."""
 _TYPES = "Types are those of the method's fields."
 
 
 def from_settings(name: str, settings: dict[str, Any]) -> Method:
-    """A method from plain values such as JSON has; types are checked strictly. Raises errors of `kvrecall.core.errors`.
+    """A method from plain values; types are checked strictly. Raises errors of `kvrecall.core.errors`.
 
-    Where pydantic is not installed, the method's own checks are the only ones.
+    Without pydantic, only the method's own checks apply.
     """
     chosen = method_class(name)
     known = [f.name for f in fields(chosen)]
@@ -39,7 +39,7 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(cause, KVRecallError):
-            raise cause from None  # the method's own check, which has a remedy of its own
+            raise cause from None  # the method's own check, with its own remedy
         raise InputFileError(f"settings of {name}", first_mistake(error), _TYPES) from None
     except KVRecallError:
         raise
@@ -48,7 +48,7 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """The fields that differ from their defaults, as values that JSON can hold."""
+    """The fields that differ from their defaults, as JSON-able values."""
     changed = {f.name: getattr(method, f.name) for f in fields(method) if getattr(method, f.name) != f.default}
     layers = changed.pop("per_layer", ())
     plain = {name: _plain(value) for name, value in changed.items()}

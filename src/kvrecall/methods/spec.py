@@ -1,10 +1,10 @@
-"""A method as one text: what every option, setting and list that names a method takes.
+"""Methods as text, for options, settings and lists.
 
     NAME                     louiskv
     NAME:KEY=VALUE;KEY=VALUE pariskv-balanced:rest=page-means;update_interval=64
     FILE                     tuned.json or tuned.toml, such as `kvrecall tune` writes
     …@BUDGET                 louiskv:threshold=0.85@512; BUDGET is the method's top_k
-    recommended              stands for RECOMMENDED and may have settings and a budget, too
+    recommended              stands for RECOMMENDED; may have settings and a budget
 
 Values are JSON; a bare word is a string. A comma belongs to a value (`rest=page-means:page_tokens=32`) or separates the
 methods of a list (`listed`).
@@ -26,10 +26,9 @@ from kvrecall.methods.settings import from_settings, settings_of
 RECOMMENDED_NAME = "recommended"
 RECOMMENDED_SETTINGS: dict[str, Any] = {"rest": "page-means", "update_interval": 64}
 RECOMMENDED = "pariskv-balanced:" + ";".join(f"{key}={value}" for key, value in RECOMMENDED_SETTINGS.items())
-"""What our measurements recommend for long contexts (docs/results.md): the default wherever a method may be left out.
+"""The recommended method for long contexts, by measurements (docs/results): the default if no method is given.
 
-It is a text and no class of its own, so that it is spelled out wherever it is recorded: results say what ran, also after
-measurements have led to another recommendation, and `pariskv-balanced` stays what it is in all results.
+It is a text and not a class, so that results record its settings, also if the recommendation changes later.
 """
 
 FORM = "NAME, NAME:KEY=VALUE;KEY=VALUE or a method file, and @TOKENS behind it for a budget"
@@ -40,9 +39,9 @@ _SETTING = re.compile(r"[\w-]+\s*=")
 
 @dataclass(frozen=True)
 class Spec:
-    """What a text says. text: without the budget, `recommended` spelled out. name: of the method, or the file.
+    """A parsed text. text: without the budget, `recommended` spelled out. name: of the method, or the file.
 
-    settings: from the text. budget: tokens per KV head and step, None where none is given.
+    settings: from the text. budget: tokens per KV head and step, None if not given.
     """
 
     text: str
@@ -60,11 +59,11 @@ class Spec:
         return self.name.endswith(_SUFFIXES)
 
     def method(self, layers: int | None = None, **more: Any) -> Method:
-        """The method. layers: of the model it is for, if known; files are checked against it. more: settings, as plain values,
-        that win over those of the text and the file.
+        """The method. layers: of the model, if known; files are checked against it. more: settings as plain values, which
+        override those of the text and the file.
 
-        Raises UnknownNameError, ParameterError for a budget that the method cannot have, InputFileError for a file or a value
-        of another type, and what the method itself refuses.
+        Raises UnknownNameError, ParameterError for an unsupported budget, InputFileError for a bad file or a value of another
+        type, and the method's own errors.
         """
         method = self.without_budget(layers, **more)
         if self.budget is None:
@@ -78,20 +77,20 @@ class Spec:
         """As `method`, with the method's own budget."""
         if not self.is_file:
             return from_settings(self.name, self.settings | more)
-        from kvrecall.methods.files import load_method  # needs pydantic, which takes a while to import
+        from kvrecall.methods.files import load_method  # pydantic is slow to import
 
         held = load_method(Path(self.name), layers)
         return from_settings(name_of(held), settings_of(held) | more) if more else held
 
 
 def parse(text: str) -> Spec:
-    """What a text says, in the form that the docstring of this file gives. Raises ParameterError for any other form."""
+    """Parses a text in the form above. Raises ParameterError for other forms."""
     spec, at, count = text.strip().rpartition("@")
     budget = None
     if not at:
         spec = count
     elif text.endswith(_SUFFIXES):
-        spec = text.strip()  # a folder whose name has an @ in it
+        spec = text.strip()  # a folder with an @ in its name
     else:
         budget = int(count) if count.isascii() and count.isdigit() and len(count) < 19 else 0
         if not budget:
@@ -115,10 +114,10 @@ def parse(text: str) -> Spec:
 
 
 def recommended(**params: Any) -> Method:
-    """The method that our measurements recommend for long contexts: `ParisKVBalanced(rest="page-means", update_interval=64)`.
+    """The recommended method for long contexts: `ParisKVBalanced(rest="page-means", update_interval=64)`.
 
-    params: other values of its parameters, such as top_k (100 unless given). Balanced keys need statistics of the model's keys:
-    those of a file of `kvrecall calibrate-maps`, else those of the first prompt's first tokens (docs/design/statistics.md).
+    params: other values of its parameters, such as top_k (100 by default). Balanced keys need statistics of the model's keys,
+    from a file of `kvrecall calibrate-maps`, else from the first prompt (docs/design/statistics.md).
     """
     return get("pariskv-balanced", **RECOMMENDED_SETTINGS | params)
 
@@ -136,11 +135,11 @@ def setting(text: str, option: str, form: str = "key=value", remedy: str = "For 
 
 
 def listed(text: str) -> list[str]:
-    """The methods of a list as people write it, separated by commas.
+    """Splits a list of methods at its commas.
 
-    A comma inside brackets or quotes belongs to a value, and so does one before `key=value` in a method's settings:
-    "method:index=pages:page_tokens=8,bounds=min-max@64,quest" are two. No method's name has an equals sign; what ends as a
-    method file does is one.
+    A comma inside brackets or quotes belongs to a value. So does a comma before `key=value` in a method's settings:
+    "method:index=pages:page_tokens=8,bounds=min-max@64,quest" are two methods. A text with the ending of a method file is a
+    file.
     """
     found: list[str] = []
     for part in (part.strip() for part in _between_commas(text)):
@@ -153,7 +152,7 @@ def listed(text: str) -> list[str]:
 
 
 def _between_commas(text: str) -> list[str]:
-    """The parts between commas that stand outside brackets and quotes."""
+    """Splits at commas outside brackets and quotes."""
     found, depth, quoted = [""], 0, False
     for letter in text:
         quoted ^= letter == '"'
@@ -166,7 +165,7 @@ def _between_commas(text: str) -> list[str]:
 
 
 def check_budget(method: Method, text: str) -> None:
-    """Raises ParameterError for a method that a budget behind @ means nothing to."""
+    """Raises ParameterError for a method for which a budget after @ has no meaning."""
     if not method.top_k:
         why = "It attends to everything." if method.top_k is None else "It retrieves nothing."
         raise ParameterError("method", f"no @ behind {text.rpartition('@')[0]}", text, f"{why} Remove it.")
@@ -175,7 +174,7 @@ def check_budget(method: Method, text: str) -> None:
 
 
 def with_budget(method: Method, text: str, budget: int) -> Method:
-    """The method with another top_k; an error names the text, since a list has several."""
+    """The method with another top_k. Errors name the text, because a list has several methods."""
     try:
         return replace(method, top_k=budget)
     except ParameterError as error:

@@ -19,8 +19,8 @@ class SOCKET(Method):
     3. A token's score is the sum over the tables of its bucket's probability, times the norm of its value; the best `top_k`
        are fetched. A group is ranked by the mean of its heads' shares.
 
-    seed: of the hyperplanes. Written from a summary of the paper (12 planes, 60 tables, temperature 0.3, value norms). Chosen
-    here: the query is normalised, and a bucket's signs are scaled to a unit vector before the temperature.
+    seed: of the hyperplanes. Simplified: written from a summary of the paper (12 planes, 60 tables, temperature 0.3, value
+    norms). Chosen here: the query is normalised, and a bucket's signs are scaled to a unit vector before the temperature.
     Source: that summary; parameters as given there.
     """
 

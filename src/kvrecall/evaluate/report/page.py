@@ -1,4 +1,4 @@
-"""The page of a run: what was run, the summary, and a section per task."""
+"""The page of a run: its configuration, the summary, and a section per task."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def write_page(folder: Path, out: Path) -> dict[str, Any]:
     matrix = {c: {(r.task, r.context): r for r in rows if r.condition == c} for c in dict.fromkeys(r.condition for r in rows)}
     sections = [_section(task, [r for r in rows if r.task == task], records) for task in dict.fromkeys(r.task for r in rows)]
     template = (files("kvrecall") / "data" / "report.html.jinja").read_text(encoding="utf-8")
-    # Answers are a model's own text, so everything but the plots is escaped.
+    # Answers are untrusted text, so everything but the plots is escaped.
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(template).render(
         config=config, columns=columns, matrix=matrix, sections=sections, samples=len(records), resamples=RESAMPLES,
         kinds={row.interval for row in rows}, estimated=any(row.estimated_units for row in rows),
     )  # fmt: skip
-    page = page.encode("utf-8", "replace").decode()  # half a surrogate pair has no bytes
+    page = page.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
     write_text(out, page)
     return {"rows": len(rows), "plots": page.count("<svg"), "samples": len(records), "bytes": len(page.encode())}
 

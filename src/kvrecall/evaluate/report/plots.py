@@ -15,7 +15,7 @@ from kvrecall.evaluate.summary import Row, heat_map
 
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "kvrecall", "font.family": "sans-serif", "font.size": 9}
 _LEGEND_WIDTH, _TITLE_WIDTH = 84, 40
-"""Letters in a line below the axes, which has the figure's width, and in one beside or above them."""
+"""Most letters of a line below the axes, and of a line beside or above them."""
 _WINDOW_AXES = {
     "recall": "recall@100",
     "agreement": "agreement of the likeliest token",
@@ -35,9 +35,9 @@ def accuracy_by_budget(rows: list[Row]) -> str:
             continue
         spread = [[r.score - (r.low if r.low is not None else r.score) for r in own],
                   [(r.high if r.high is not None else r.score) - r.score for r in own]]  # fmt: skip
-        # Side by side around the budget: methods that score the same would hide one another.
+        # Spread around the budget, so that equal scores do not hide one another.
         budgets = [(r.budget or 0) * 2 ** (0.06 * (place - len(names) / 2)) for r in own]
-        # Rounding may leave a bound on the wrong side of its mean by one unit in the last place.
+        # Rounding may put a bound on the wrong side of its mean by one unit in the last place.
         errors = [[max(0.0, e) for e in side] for side in spread]
         axes.errorbar(budgets, [r.score for r in own], errors, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
     axes.set_xscale("log", base=2)
@@ -52,20 +52,20 @@ def accuracy_by_budget(rows: list[Row]) -> str:
 
 
 def heat(records: list[Record], task: str, condition: str) -> str:
-    """Mean score by depth and context, both of which stand in the cells' axes; the score stands in the cell."""
+    """Mean score by depth and context, with the score in each cell."""
     cells = heat_map(records, task, condition)
     depths, contexts = sorted({d for d, _ in cells}), sorted({c for _, c in cells})
     grid = [[cells.get((depth, context), float("nan")) for context in contexts] for depth in depths]
     title = wrapped(condition, _TITLE_WIDTH)
     longest = max(len(line) for line in title.split("\n"))
     figure, axes = _figure(max(1.2 + 0.75 * len(contexts), 0.09 * longest), 0.9 + 0.32 * len(depths) + 0.17 * title.count("\n"))
-    # Cells as shapes: an image would put a bitmap into the page.
+    # Cells are shapes, because an image would be a bitmap.
     edges = ([i - 0.5 for i in range(count + 1)] for count in (len(contexts), len(depths)))
     axes.pcolormesh(*edges, grid, vmin=0, vmax=1, cmap="RdYlGn")
     axes.invert_yaxis()
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
-            color = "white" if value < 0.15 or value > 0.85 else "black"  # both ends of the colours are dark
+            color = "white" if value < 0.15 or value > 0.85 else "black"  # both ends of the colour scale are dark
             axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(contexts)), [f"{c:,}" for c in contexts])
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}%" for d in depths])
@@ -122,7 +122,7 @@ def _figure(width: float = 5.6, height: float = 3.2) -> tuple[Figure, Any]:
 
 
 def _legend(axes: Any) -> None:
-    """Below the axes, for which the figure grows: names of methods with their parameters are as long as a figure is wide."""
+    """A legend below the axes, because names of methods with parameters can be as long as a figure is wide."""
     lines, names = axes.get_legend_handles_labels()
     if lines:
         names, figure = [wrapped(name, _LEGEND_WIDTH) for name in names], axes.figure
@@ -131,8 +131,8 @@ def _legend(axes: Any) -> None:
 
 
 def wrapped(name: str, width: int) -> str:
-    """A condition's name in lines of at most so many letters, broken behind its separators, unless a part is longer."""
-    lines, name = [""], name.replace("$", "\\$")  # else matplotlib reads a formula
+    """A condition's name in lines of at most `width` letters, broken after separators; longer parts stay whole."""
+    lines, name = [""], name.replace("$", "\\$")  # otherwise matplotlib reads a formula
     for part in re.findall(r"[^;:,@]*[;:,]?|@.*", name):
         if part and lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
@@ -144,5 +144,5 @@ def _svg(figure: Figure) -> str:
     out = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(out, format="svg", metadata={"Date": None})
-    # Inside a page, only the element itself: no XML declaration, no document type.
+    # Without XML declaration and document type, for use inside a page.
     return re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.DOTALL)
