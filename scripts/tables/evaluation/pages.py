@@ -198,8 +198,8 @@ def generated_lines(rows: Rows) -> dict[Place, dict[str, list[dict[str, Any]]]]:
 
 
 def targets(rows: Rows) -> str:
-    """Is the average as close to full attention as wanted? On all samples that a method shares with full attention; decided
-    only where the whole interval lies on one side. Methods that attended to everything there have shown nothing."""
+    """Whether averages are within a limit of full attention, on all samples that a method shares with it; decided only if the
+    whole interval lies on one side. Methods that attended to everything are left out."""
     lines = []
     for place in places(rows):
         for column in columns_of(rows.plan, "systems"):
@@ -209,11 +209,11 @@ def targets(rows: Rows) -> str:
                 d = line.difference
                 if line.whole:
                     continue
-                sure = "" if d.low >= -wanted or d.high < -wanted else ", the interval has both"
+                sure = "" if d.low >= -wanted or d.high < -wanted else ", interval on both sides"
                 sure = ", of which none differs" if d.low == d.high == 0 else sure
                 verdict = ("yes" if round(d.value, 1) >= -wanted else "no") + sure
                 lines.append((place[0], _length(place[1]), *_name(column), count, _change(d), f"−{wanted}", verdict))
-    headings = ("model", "context", "method", "budget", "samples", "− full", "wanted", "met")
+    headings = ("model", "context", "method", "budget", "samples", "− full", "limit", "within")
     return markdown(headings, lines) if lines else "Nothing yet."
 
 
