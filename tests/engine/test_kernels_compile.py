@@ -84,9 +84,10 @@ def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = 
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SIZES = [(32, 80), (64, 90), (80, 100), (96, 80), (128, 90), (192, 100), (256, 80), (256, 90), (256, 100)]
+SIZES = [(32, 80), (64, 90), (80, 100), (128, 90), (256, 80), (256, 90), (256, 100)]
 """Head sizes and generations of GPUs. Each size is compiled once, the largest for every generation: what fails on one of them
-(shared memory, instructions) fails for the largest first, and compiling takes most of the suite's time."""
+(shared memory, instructions) fails for the largest first, and compiling takes most of the suite's time. In these kernels 80 is
+padded to 128 by a mask, as 96 is, and as 192 is to 256: those two are compiled in captured layers and searches over units."""
 
 
 def paired(names: Iterable[str], every: str) -> list[tuple[str, int]]:
@@ -201,9 +202,9 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize(("dim", "capability"), [(32, 80), (80, 100), (192, 100), (256, 80), (256, 90)])
+@pytest.mark.parametrize(("dim", "group", "capability"), [(32, 2, 80), (80, 4, 100), (256, 4, 80), (256, 2, 90)])
 def test_searches_over_centred_keys(
-    dim: int, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dim: int, group: int, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes and generations that the layers above do not have: theirs launch the same kernels at 64, 96, 128 and 256 (100)."""
     from kvrecall.index.sphere import SphereConfig
@@ -213,14 +214,14 @@ def test_searches_over_centred_keys(
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     config = SphereConfig(gqa="max" if capability == 90 else "mean_softmax", **OWN)
-    layer = Model(1, 2, 4, dim).layer(2, tokens=20)
+    layer = Model(1, 2, group, dim).layer(2, tokens=20)
     made, size = config.build(layer).maps, {80: 1024, 90: 64, 100: 256}[capability]
-    search = GpuSearch(2, 2, 4, dim, config.gqa, "product", 100, 1000, 400, made, norms=True)
+    search = GpuSearch(2, 2, group, dim, config.gqa, "product", 100, 1000, 400, made, norms=True)
     pages, blocks = CodePages(config.layout(layer, size), torch.device("cpu")), torch.zeros(2, 1024 // size, dtype=torch.int32)
     none, fire = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     plan = torch.tensor([plan_row(1000, stage_sizes(config.steps, 1000, 100, 4), 0)] * 2, dtype=torch.int32)
     tables = Tables(pages.codes, blocks, none, none)
-    search.launch(torch.zeros(2, 8, dim, dtype=torch.bfloat16), tables, plan, fire, 0.1)
+    search.launch(torch.zeros(2, 2 * group, dim, dtype=torch.bfloat16), tables, plan, fire, 0.1)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     scan = "binary_kernel" if capability < 100 else "product_kernel"
     assert names == {"rotate_kernel", scan, "compact_kernel", "rerank_kernel", "top_kernel"}
