@@ -16,7 +16,7 @@ pytestmark = pytest.mark.model
 
 ZONES: dict[str, Any] = {"sink_tokens": 8, "local_tokens": 24, "update_interval": 12, "full_attention_threshold": 0}
 SUBJECTS = ("the lighthouse", "the survey ship Petrel and what its crew found", "a goat")
-LENGTHS = (230, 75, 150)
+LENGTHS = {"smollm2-135m": (230, 75, 150), "qwen2.5-coder-0.5b": (160, 75, 120)}
 NEW_TOKENS = {"smollm2-135m": (32, 12), "qwen2.5-coder-0.5b": (16, 12)}
 """Of the first and of the second answer; in each the buffer goes over, and the larger model takes longer for a token."""
 
@@ -34,15 +34,15 @@ def loaded(name: str, request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def prompts(loaded: tuple[Any, Any]) -> Any:
-    """Three left-padded prompts of 230, 75 and 150 tokens of real prose."""
+def prompts(name: str, loaded: tuple[Any, Any]) -> Any:
+    """Three left-padded prompts of `LENGTHS` tokens of real prose."""
     from importlib.resources import files
 
     _, tokenizer = loaded
     text = (files("kvrecall") / "data" / "harbour_log.md").read_text()
     ids = tokenizer(text).input_ids
     rows = []
-    for i, (subject, length) in enumerate(zip(SUBJECTS, LENGTHS, strict=True)):
+    for i, (subject, length) in enumerate(zip(SUBJECTS, LENGTHS[name], strict=True)):
         tail = tokenizer(f"\n\nWhat the reader should know about {subject}:").input_ids
         rows.append(ids[1000 * i : 1000 * i + length - len(tail)] + tail)
     tokenizer.padding_side = "left"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvrecall.cli.app import app
 from tests.tiny import save_tiny_model
+
+
+made = cache(get_command)
+"""typer's command of an app, which it would build again for every call: twice the time that most calls take."""
 
 
 class Cli:
@@ -40,6 +46,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """With an empty folder of models and hub's cache, so that nothing here can load or fetch a real one unnoticed."""
     monkeypatch.setenv("KVRECALL_MODELS", str(tmp_path / "models"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("typer.testing._get_command", made, raising=False)
     return Cli()
 
 

@@ -85,12 +85,12 @@ def test_excerpt_holds_the_facts_within_its_limit(limit: int) -> None:
 
 @pytest.mark.model
 def test_qwen_answers_from_far_back(qwen05b: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    """In a third of the document, since reading takes most of the time: every fact is still far outside the window."""
+    """In a quarter of the document, since reading takes most of the time: every fact is still far outside the window."""
     monkeypatch.setattr(models, "find", lambda name: Path())
     monkeypatch.setattr(models, "load", lambda spec, **options: qwen05b)
     document, questions = harbour_log()
-    third = excerpt(document, questions[:3], lambda text: len(qwen05b[1](text).input_ids), 2900)
-    monkeypatch.setattr(demo, "harbour_log", lambda: (third, questions))
+    part = excerpt(document, questions[:3], lambda text: len(qwen05b[1](text).input_ids), 2300)
+    monkeypatch.setattr(demo, "harbour_log", lambda: (part, questions))
     told = cli.json("demo", "-m", "qwen2.5-coder-0.5b")
     assert all(row["retrieval"]["stats"]["total"]["searches"] > 0 for row in told["questions"])
     assert [row["retrieval"]["right"] for row in told["questions"]] == [True] * 3
