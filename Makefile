@@ -93,7 +93,7 @@ $(VLLM_ENV)/.installed: pyproject.toml scripts/install_vllm.sh
 test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; write docs/design/families.md (minutes)
 	@rm -rf build/zoo
 	-$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) -m zoo --tb=line tests/zoo/test_every_family.py $(ARGS)
-	$(BIN)/python scripts/families_page.py
+	$(BIN)/python -m scripts.families_page
 
 clean: ## Remove caches and build output (keeps .venv and model weights)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks htmlcov .coverage

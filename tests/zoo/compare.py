@@ -130,10 +130,12 @@ def turns(model: Any, ids: Tensor, mask: Tensor) -> list[Turn]:
         return [first, answer(model, None, ids, mask)]
 
 
-def answer(model: Any, cache: Any, ids: Tensor, mask: Tensor, wanted: Turn | None = None) -> Turn:
-    """A greedy answer. wanted: another whose tokens are taken, whatever the logits say, so that all steps can be compared."""
+def answer(model: Any, cache: Any, ids: Tensor, mask: Tensor, wanted: Turn | None = None, **given: Any) -> Turn:
+    """A greedy answer. wanted: another whose tokens are taken, whatever the logits say, so that all steps can be compared.
+
+    given: more arguments of `generate`, such as images."""
     torch.manual_seed(5)  # some families draw numbers in their forward pass
-    given = {} if cache is None else {"past_key_values": cache}
+    given |= {} if cache is None else {"past_key_values": cache}
     if model.config.is_encoder_decoder:
         given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     out = model.generate(

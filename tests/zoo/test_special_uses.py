@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvrecall
-from kvrecall.core.errors import KVRecallError
-from tests.zoo.compare import TOLERANCE, ZONES, Turn, answer, difference, holdings, implementations, prompts
-from tests.zoo.tiny import AUTO, family, tiny_model
-
-IMAGE_TEXT = list(AUTO)[2]
+from kvrecall.core.errors import KVRecallError, UnsupportedModelError
+from tests.zoo.compare import PROMPT_TOKENS, TOLERANCE, ZONES, Turn, answer, difference, holdings, implementations, prompts
+from tests.zoo.sample import ADAPTERS, IMAGE_TEXT, IMAGES, IMAGES_REFUSED
+from tests.zoo.tiny import family, tiny_model
 
 
 @pytest.fixture
@@ -49,21 +49,68 @@ def same_answer(attached: Any, speaking: Any, config: Any) -> None:
             assert cache.stats().total.tokens["retrieval"] > 0
 
 
-def with_adapters(llama: Any) -> Any:
+def with_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    return get_peft_model(llama, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False)).eval()
 
 
-def test_peft_model(llama: Any) -> None:
-    wrapped = with_adapters(llama)
-    same_answer(wrapped, wrapped, wrapped.config)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_model(name: str) -> None:
+    plain = tiny_model(family(name))
+    wrapped = with_adapters(deepcopy(plain))
+    ids, mask = prompts()
+    with torch.no_grad():
+        wanted = answer(deepcopy(wrapped), None, ids, mask)
+        assert difference(answer(plain, None, ids, mask, wanted).logits, wanted.logits) > 100 * TOLERANCE  # adapters count
+        cache = cache_for(wrapped.config)
+        with kvrecall.attach(wrapped):
+            got = answer(wrapped, cache, ids, mask, wanted)
+    assert difference(got.logits, wanted.logits) < TOLERANCE
+    assert cache.stats().total.tokens["retrieval"] > 0
 
 
 def test_base_of_a_peft_model_is_attached_and_the_wrapper_speaks(llama: Any) -> None:
     wrapped = with_adapters(llama)
     same_answer(wrapped.get_base_model(), wrapped, llama.config)
+
+
+def with_images(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts and mask `[B, T]` with the tokens of an image behind the first ones, and the images `[B, 3, 32, 32]`."""
+    ids, mask = prompts()
+    pixels = torch.randn(len(ids), 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        features = model.get_image_features(pixels).pooler_output
+    tokens = features[0].numel() // model.config.get_text_config().hidden_size
+    image = torch.full((len(ids), tokens), model.config.image_token_id)
+    before = ids.shape[1] - min(PROMPT_TOKENS)  # where the shortest prompt begins
+    return torch.cat([ids[:, :before], image, ids[:, before:]], 1), torch.cat([mask, torch.ones_like(image)], 1), pixels
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_vision_model_with_images(name: str) -> None:
+    model = tiny_model(family(name, IMAGE_TEXT))
+    ids, mask, pixels = with_images(model)
+    with torch.no_grad():
+        wanted = answer(deepcopy(model), None, ids, mask, pixel_values=pixels)
+        blank = answer(deepcopy(model), None, ids, mask, wanted, pixel_values=torch.zeros_like(pixels))
+        assert difference(blank.logits, wanted.logits) > 100 * TOLERANCE  # the image counts
+        cache = cache_for(model.config)
+        with kvrecall.attach(model):
+            got = answer(model, cache, ids, mask, wanted, pixel_values=pixels)
+    assert difference(got.logits, wanted.logits) < TOLERANCE
+    assert cache.stats().total.tokens["retrieval"] > 0
+
+
+@pytest.mark.parametrize("name", IMAGES_REFUSED)
+def test_vision_model_whose_images_are_refused(name: str) -> None:
+    model = tiny_model(family(name, IMAGE_TEXT))
+    ids, mask, pixels = with_images(model)
+    with pytest.raises(UnsupportedModelError, match="attention in both directions"), torch.no_grad():
+        cache = cache_for(model.config)
+        with kvrecall.attach(model):
+            answer(model, cache, ids, mask, pixel_values=pixels, token_type_ids=torch.zeros_like(ids))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava"])
