@@ -99,6 +99,18 @@ def test_forks_share_memory_and_appends_do_not_meet() -> None:
     assert torch.equal(contents(second), torch.cat([rows(0, 5), rows(200, 2)], 1))
 
 
+def test_a_fork_copies_the_rows_that_are_held_and_no_others() -> None:
+    first = zone_of(HEADS, DIM, block_size=16)
+    first.append(rows(0, 9))
+    first.truncate(5)
+    second = fork(first)
+    second.append(rows(200, 1))
+    assert first.held_blocks != second.held_blocks
+    assert torch.equal(contents(second), torch.cat([rows(0, 5), rows(200, 1)], 1))
+    memory: Any = second.blocks_of_all_layers.pool.memories[0]
+    assert memory.tensor[second.held_blocks[0], :, 6:].isnan().all()
+
+
 def test_truncated_fork_does_not_overwrite_what_the_other_reads() -> None:
     for who in (0, 1):
         pair = [zone()]

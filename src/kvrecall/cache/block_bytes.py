@@ -106,8 +106,9 @@ class BlockBytes:
         """Its memory if it is host memory, else None."""
         return self._region if isinstance(self._region, Region) else None
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies the bytes of a block; does nothing for blocks that this layer has never used."""
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copies all bytes of a block, over whose parts its tokens are spread; does nothing for blocks that this layer has
+        never used."""
         if source < self._blocks:
             self.give(target + 1)
             self.tensor[target].copy_(self.tensor[source])

@@ -165,8 +165,9 @@ class BlockRows:
         """Its memory if it is host memory, else None."""
         return self._place.region if isinstance(self._place.region, Region) and not self.on_device else None
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies the rows of a block after they have arrived; does nothing for blocks that this layer has never used."""
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first `tokens` rows of a block after they have arrived; does nothing for blocks that this layer has never
+        used."""
         if source >= self._place.blocks:
             return
         with self._lock:
@@ -175,7 +176,7 @@ class BlockRows:
             # Kernels may still read the target's old content. On the device the stream's order is enough.
             if not self.on_device and self.device.type == "cuda" and torch.cuda.is_initialized():
                 torch.cuda.current_stream(self.device).synchronize()
-            self.tensor[target].copy_(self.tensor[source])
+            self.tensor[target][:, :tokens].copy_(self.tensor[source][:, :tokens])
 
     def arrive(self, on_device: bool = False) -> None:
         """Waits for copies, so that the CPU, or the GPU's current stream, may read rows."""

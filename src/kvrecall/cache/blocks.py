@@ -31,8 +31,8 @@ _LEAST, _MOST = 16, 4096
 class BlockMemory(Protocol):
     """Memory of one layer in blocks."""
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies the content of block `source` to block `target`."""
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copies at least the first `tokens` tokens of block `source` to block `target`."""
         ...
 
 
@@ -122,12 +122,12 @@ class BlockPool:
             self._collect()
             return self._users[block] > 1
 
-    def copied(self, block: int) -> int:
-        """A new block with one user and a copy of `block`'s content in every layer."""
+    def copied(self, block: int, tokens: int) -> int:
+        """A new block with one user and a copy of `block`'s first `tokens` tokens in every layer."""
         target = self.take()
         try:
             for memory in list(self.memories.values()):
-                memory.copy_block(block, target)
+                memory.copy_block(block, target, tokens)
         except BaseException:
             self.release([target])
             raise
@@ -175,7 +175,7 @@ class BlockTable:
         for place in range(start // size, cdiv(stop, size)):
             block = self.blocks[place]
             if self.pool.shared(block):
-                own = self.pool.copied(block)
+                own = self.pool.copied(block, min(size, max(0, max(self.lengths.values(), default=0) - place * size)))
                 self._near = {}
                 self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
                 self.blocks[place] = own  # before the release, so that a table never names a released block
