@@ -45,6 +45,7 @@ def take(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], No
     def put(model: Any, tokenizer: Any) -> None:
         monkeypatch.setattr(models, "load", lambda *names, **options: (model, tokenizer))
         monkeypatch.setattr(models, "find", lambda name: here)
+        monkeypatch.setattr(models, "pull", lambda *names, **options: here)
         monkeypatch.setattr(models, "load_config", lambda *names, **options: model.config)
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *names, **options: model)
         monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *names, **options: tokenizer)

@@ -22,7 +22,7 @@ _DRAFT = re.compile(r"\.\d+-[0-9a-f]{8}\.draft")
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Path]:
-    """The folder, which is made if need be; nobody else saves to it meanwhile. Raises SessionError where other files are in it,
+    """The folder, made if it is missing and locked against other savers. Raises SessionError where other files are in it,
     and where another process saves."""
     path = Path(os.path.realpath(folder))
     path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run consists of: its plan, and the samples that follow from it."""
+"""The plan of an evaluation, and the samples that it consists of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrecall.evaluate.tasks.registry import KNOWN, generated
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. contexts: tokens of prompt and answers together, for generated tasks; of the prompt, for drift.
+    """What to run. contexts: tokens of prompt and answers together for generated tasks, of the prompt alone for drift.
 
     samples: per task and context, and per depth for tasks with depths. depths: shares in [0, 1].
     attempts, temperature, top_p, max_new_tokens: for sets of problems. steps, window: of drift.
@@ -40,7 +40,7 @@ class Plan:
         for name in ("samples", "attempts", "max_new_tokens", "steps", "window"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, "an integer >= 1", getattr(self, name), "It is a count.")
-        if not 0 <= self.temperature < float("inf"):  # NaN is none
+        if not 0 <= self.temperature < float("inf"):  # refuses NaN, too
             raise ParameterError("temperature", "a finite number >= 0", self.temperature, "0 decodes greedily.")
         if not 0 < self.top_p <= 1:
             raise ParameterError("top_p", "a number in (0, 1]", self.top_p, "1 samples from all tokens.")
@@ -59,13 +59,13 @@ class Plan:
                 raise ParameterError(what, "one or more, each once", list(given), "Remove the repetition, or name one.")
 
     def to_dict(self) -> dict[str, Any]:
-        """For a run's configuration: the fields, and the hashes of the files that are read."""
+        """The fields, and the SHA-256 of each file of problems or text, as a run's configuration keeps them."""
         files = {spec: _digest(spec) for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN}
         return asdict(self) | ({"files": files} if files else {})
 
 
 def _digest(spec: str) -> str:
-    """SHA-256 of the file of a spec: a run must not go on with another file of the same name."""
+    """SHA-256 of a task's file. A run is not resumed with another file of the same name."""
     text = drift_task.given_text(spec) if drift_task.is_drift(spec) else problem_text(spec)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -74,7 +74,7 @@ def configuration(
     plan: Plan, model: str, dtype: str, device: str, conditions: list[Condition], chunk_tokens: int, batch_tokens: int,
     captured: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything that decides the answers of a run, for its folder; captured steps round in another order."""
+    """Everything that decides the answers of a run, as its folder keeps it. Captured steps round in another order."""
     from kvrecall import __version__
 
     own = {"kvrecall": __version__, "model": model, "dtype": dtype.removeprefix("torch."), "device": device}
@@ -93,34 +93,34 @@ class Job:
     depth: float | None = None
 
     def record(self, condition: Condition) -> Record:
-        """The start of a sample's record."""
+        """The fields that identify a sample in its record."""
         own = {"task": self.task, "context": self.context, "sample": self.sample, "attempt": self.attempt}
         own |= {} if self.depth is None else {"depth": self.depth}
         return own | {"condition": condition.label, "method": condition.name, "budget": condition.budget}
 
     def key(self, condition: Condition) -> Key:
-        """Tells this sample under a condition from all others."""
+        """Identifies the sample under a condition."""
         return key_of(self.record(condition))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Samples that are answered together, one after another or as a batch, and the conditions that they are answered under."""
+    """Samples that are answered together, one after another or as a batch, and their conditions."""
 
     jobs: tuple[Job, ...]
     conditions: tuple[Condition, ...]
 
     @property
     def keys(self) -> list[Key]:
-        """Of all its samples."""
+        """The keys of all samples under all conditions."""
         return [job.key(condition) for condition in self.conditions for job in self.jobs]
 
 
 def portions(jobs: Iterator[Job], conditions: list[Condition], batch_tokens: int) -> Iterator[Work]:
-    """The jobs as pieces of work that depend on nothing else, so that any process may do any of them.
+    """The jobs as independent pieces of work: any process may do any of them.
 
-    batch_tokens: samples of one task and context are answered together while their contexts add up to no more than that;
-    conversations are not, and below two contexts nothing is. Under a given text (`drift:FILE`) every condition is a piece.
+    batch_tokens: samples of one task and context form a batch while their contexts add up to at most this many tokens.
+    Conversations, problems and drift are not batched. For `drift:FILE`, each condition is a piece of its own.
     """
     batch: list[Job] = []
     for job in jobs:
@@ -140,10 +140,10 @@ def portions(jobs: Iterator[Job], conditions: list[Condition], batch_tokens: int
 
 
 def share(works: Iterable[Work], shard: Shard) -> list[Work]:
-    """The works of one process, in the order in which it does them.
+    """The works of one process, in its order.
 
-    Where several share a run, the tasks take turns, so that a run that is cut short has some samples of each; every round
-    begins with the next task, so that no process has the same task all the time: some take much longer than others.
+    Where several processes share a run, the tasks take turns: a run that is cut short has some samples of each. Every round
+    begins with the next task, because tasks take unequally long and no process should have the same one all the time.
     """
     listed = list(works)
     if shard.count > 1:

@@ -1,4 +1,4 @@
-"""Reasoning sets as local files, one JSON object per line: AIME, MATH-500 and GPQA in the forms in which they are published."""
+"""Sets of reasoning problems (AIME, MATH-500, GPQA) from local files, one JSON object per line as they are published."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem as it is put to the model, and its answer: a number, an expression, or a letter (choice)."""
+    """A problem's prompt and its answer: a number, an expression, or a letter (`choice`)."""
 
     prompt: str
     answer: str
     choice: bool = False
 
     def extract(self, text: str) -> str | None:
-        """The answer that a text gives: what is in its last box, or else what it states."""
+        """The answer that a text gives: the content of its last box, or else what it states. None if it gives none."""
         return final_choice(text) if self.choice else boxed(text) or stated(text)
 
     def right(self, text: str) -> bool:
@@ -68,7 +68,7 @@ FORMATS: dict[str, Callable[[dict[str, Any], random.Random], Problem]] = {"aime"
 
 
 def read_problems(spec: str, seed: int) -> list[Problem]:
-    """The problems of `format:file`; raises UnknownNameError, ParameterError, InputFileError with the number of a bad line."""
+    """The problems of `format:file`. Raises UnknownNameError, ParameterError, InputFileError (with the line)."""
     name, colon, file = spec.partition(":")
     if name not in FORMATS:
         raise UnknownNameError("format", name, FORMATS)
@@ -84,7 +84,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
                 raise ValueError(f"expected a JSON object, got {line[:40]!r}")
             found.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))
         except ValueError as error:
-            # A parser of one line counts lines, too, and always says 1.
+            # The message without the parser's own line number: it sees one line, and always says 1.
             said = f"{error.msg} (column {error.colno:,})" if isinstance(error, json.JSONDecodeError) else error
             remedy = f"docs/guide/evaluate.md shows a line of {name}."
             raise InputFileError(file, f"line {number:,}: {said}", remedy) from None
@@ -94,14 +94,14 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
 
 
 def require_scorer(spec: str) -> None:
-    """Raises MissingPackageError if answers to a task cannot be scored for want of a package."""
+    """Raises MissingPackageError if the package that scores a task's answers is missing."""
     name = spec.partition(":")[0]
     if name in FORMATS and name != CHOICES:
         require_math_verify()
 
 
 def problem_text(spec: str) -> str:
-    """The file of a spec; raises InputFileError."""
+    """The text of a task's file. Raises InputFileError."""
     path = Path(spec.partition(":")[2])
     try:
         return path.read_text(encoding="utf-8")

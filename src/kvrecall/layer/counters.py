@@ -1,4 +1,4 @@
-"""Counters of a layer's steps. Numbers that only the GPU knows are summed there until somebody reads them."""
+"""Counters of a layer's steps. Numbers that only the GPU knows are summed on it until they are read."""
 
 from __future__ import annotations
 

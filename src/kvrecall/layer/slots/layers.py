@@ -128,7 +128,7 @@ class Layers:
             raise errors[0]
 
     def prepare(self, trial: bool = False) -> None:
-        """Before a step: its plans, and what is due once in many steps; nothing where `prepare_ahead` has done it."""
+        """Before a step: writes its plans and does what is due only every few steps. Does nothing after `prepare_ahead`."""
         prepared, self._prepared = self._prepared, False
         if prepared and not trial:
             return
@@ -139,17 +139,17 @@ class Layers:
                 layer.renew()
         if self.plans:
             rows = torch.cat([plan.rows(quiet=trial).view(-1) for plan in self.plans])
-            if self._rows.is_cuda:  # for which the host does not wait, though the step before still runs
+            if self._rows.is_cuda:  # from pinned memory the copy is asynchronous; the step before may still run
                 rows = staging(tuple(rows.shape), rows.dtype).copy_(rows)
             self._rows.copy_(rows, non_blocking=True)
 
     def prepare_ahead(self) -> None:
-        """Prepares the next step while the last one runs, where no layer must see the end of it first."""
+        """Prepares the next step while the last one runs, if no layer has to wait for its end."""
         if all(layer.ahead for layer in self.all):
             try:
                 self.prepare()
                 self._prepared = True
-            except Exception:  # `prepare` tries again, and tells whoever makes the next step
+            except Exception:  # `prepare` tries again at the next step and raises there
                 self._prepared = False
 
     def advance(self) -> None:
