@@ -1,4 +1,4 @@
-"""What the layers of a device step have in common: slots at fixed addresses, which sequences join and leave."""
+"""Base class of the layers of a device step: slots at fixed addresses that sequences join and leave."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvrecall.layer.state import LayerState
 class Group:
     """The sequences of one layer state, each in a slot; they join and leave together.
 
-    first: tokens of each retrieval zone when they joined. steps: made since then. begun: for how many of them the static set
-    of the coming step is there.
+    first: tokens of each retrieval zone when they joined. steps: made since then. begun: how many of
+    the sequences have the static set of the coming step.
     """
 
     state: LayerState
@@ -28,13 +28,13 @@ class Group:
     begun: int = 0
 
     def begin_static(self) -> None:
-        """What `LayerState.begin_step` does about static sets for the coming step, for the sequences that still lack it."""
+        """Prepares the coming step's static sets, as `LayerState.begin_step` does, for sequences that lack them."""
         while self.begun < len(self.slots):
             self.state.begin_static(self.begun)
             self.begun += 1
 
     def end_static(self) -> None:
-        """The static sets of the coming step are not used in one."""
+        """Takes back the static sets that were prepared for a step that will not be made."""
         for b in range(self.begun):
             self.state.statics.grow_older(b, -1)
         self.begun = 0
@@ -54,7 +54,7 @@ class SlotLayer(ABC):
         """like: a state of the kind that is to join, of any number of sequences."""
         self.shape, self.method, self.layer = replace(like.shape, sequences=slots), like.method, like.layer
         self.kind, self.memory = kind_of(like), like.store.memory
-        """memory: of the rows, held so that their address stays what it is."""
+        """memory: of the rows, held so that it is not freed and its address stays."""
         self.groups: list[Group] = []
 
     @abstractmethod
@@ -62,7 +62,7 @@ class SlotLayer(ABC):
         """Whether the sequences of a state can join for `room` steps: they have this layer's kind, size and memory."""
 
     def join(self, group: Group, room: int) -> None:
-        """Takes over the sequences of a state, which fits, into slots that are free. room: steps that they may make.
+        """Takes over the sequences of a state that fits, into free slots. room: steps that they may make.
 
         After an error the state is as it was and the slots are free.
         """
@@ -87,14 +87,14 @@ class SlotLayer(ABC):
 
     @abstractmethod
     def _join(self, group: Group, room: int) -> None:
-        """Fills the slots. Until the first step it changes nothing of the state that matters, and may be called again."""
+        """Fills the slots. It may be called again until the first step: the state is still valid."""
 
     @abstractmethod
     def _give_back(self, group: Group) -> None:
-        """Leaves the state as the steps would have."""
+        """Brings the state up to date, as if the steps had been made uncaptured."""
 
     def _forget(self, group: Group) -> None:  # noqa: B027 - optional
-        """The slots have no sequence any more."""
+        """Called when the group's slots have been freed."""
 
     @abstractmethod
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
@@ -104,7 +104,7 @@ class SlotLayer(ABC):
         """
 
     def search_early(self) -> None:  # noqa: B027 - optional: only a speculative trigger searches twice
-        """Searches with the queries of the step before; what `step` does on another stream comes after it."""
+        """Searches with the queries of the step before; work that `step` launches on another stream comes after it."""
 
     @property
     def early(self) -> bool:
@@ -117,7 +117,7 @@ class SlotLayer(ABC):
         return True
 
     def begin_trial(self) -> None:  # noqa: B027 - optional: a trial of most layers leaves nothing that matters
-        """The next step is a trial: it must change nothing that `forget_trial` cannot bring back."""
+        """The next step is a trial: `forget_trial` must be able to undo all that it changes."""
 
     def forget_trial(self) -> None:
         """Undoes a step that was a trial."""
@@ -125,9 +125,10 @@ class SlotLayer(ABC):
             self._join(group, 0)
 
     def renew(self) -> None:  # noqa: B027 - optional: most have nothing to do between steps
-        """Called before steps, while nothing runs that was captured: does what happens once in many steps.
+        """Does what is due only every few steps. Called before a step, while no captured step runs.
 
-        After an error it can be called again."""
+        After an error it can be called again.
+        """
 
     def moved_on(self) -> None:
         """A step was made."""
@@ -136,20 +137,20 @@ class SlotLayer(ABC):
 
 
 def kind_of(state: LayerState) -> tuple[object, ...]:
-    """What decides about the launches of a layer's step, beside its sequences: states of one kind can be in one step."""
+    """What a layer's launches depend on, apart from its sequences. States of one kind can share a step."""
     shape = state.shape
     sizes = shape.query_heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.zone_start
     return state.layer, state.method, *sizes
 
 
 def require_pinned(state: LayerState) -> None:
-    """Raises CaptureError where a GPU cannot read the host's rows where they lie, as every captured step does."""
+    """Raises CaptureError if the GPU cannot read the rows in host memory directly, as captured steps do."""
     if state.shape.device.type == "cuda" and not state.store.pinned:
         raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 
 _KEPT_SHARE = 16
-"""Rows are kept unasked where those of a layer take no more than this part of the memory that is free."""
+"""By default, rows are kept if those of a layer take at most 1 / this of the free memory."""
 
 
 def keeps_rows(state: LayerState, slots: int) -> bool:

@@ -1,4 +1,4 @@
-"""A layer of a device step that never searches: its rows are attended where they lie, in blocks on the device."""
+"""A layer of a device step that never searches: attends to all rows in their blocks on the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from kvrecall.layer.state import LayerState
 
 
 class DenseSlots(SlotLayer):
-    """Everything behind the sink is attended in the blocks of the sequences, where each new token is stored, too. The window is
-    copied there before the first step, and back behind the last one."""
+    """Attends to everything after the sink in the blocks of the sequences, and stores new tokens there.
+
+    The window is copied into the blocks before the first step, and back after the last one.
+    """
 
     def __init__(self, like: LayerState, slots: int, tokens: int, table: Tensor) -> None:
-        """tokens: most tokens behind the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence.
+        """tokens: most tokens after the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence.
 
-        Raises CaptureError where rows are not on the device, or it has no memory for more."""
+        Raises CaptureError if rows are not on the device, or the device has no memory for more.
+        """
         super().__init__(like, slots)
         require_near(like)
         store = like.store
@@ -59,7 +62,7 @@ class DenseSlots(SlotLayer):
                 zones = store.sizes.lengths(after.total, after.retrieval + store.sizes.evicted(after, settle=False))
                 resident += after.total  # the whole zone too
             zone, at = store.host[b], before.retrieval
-            if moved_away:  # a copy of the sequence found no room on the device: the layer's rows lie on the host since then
+            if moved_away:  # the device had no room for a copy of the sequence, which moved the layer's rows to the host
                 for part in zone.blocks(at, zones.retrieval, of=own):
                     zone.write(at, part)
                     at += part.shape[1]
@@ -75,7 +78,7 @@ class DenseSlots(SlotLayer):
 
 
 def require_near(state: LayerState) -> None:
-    """Raises CaptureError where the rows of a layer that searches nothing are not on its device."""
+    """Raises CaptureError if the rows of a layer that never searches are not on its device."""
     if has_own_memory(state.shape.device) and not state.store.on_device:
         raise CaptureError(
             f"layer {state.layer} searches nothing and its keys and values are in host memory, which no graph reads whole",

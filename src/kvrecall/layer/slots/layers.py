@@ -1,4 +1,4 @@
-"""The layers of a device step, each of the kind that its state asks for, and what the host tells them before a step."""
+"""All layers of a device step, each of the kind that its state needs, and the plans that the host gives them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 
 _SPARE = 8
-"""Room is asked for in steps of an eighth, so that the next sequence, if it is little longer, still fits."""
+"""Room is rounded up by up to an eighth, so that a sequence that is slightly longer still fits."""
 
 
 def roomy(tokens: int) -> int:
@@ -28,8 +28,10 @@ class Joined:
     """The sequences of one cache in their slots, layer by layer, and how many steps they may still make."""
 
     def __init__(self, states: list[LayerState], slots: list[int], room: int) -> None:
-        """Ends the prompts of the states and begins their static sets, as the next step does; `Layers.leave` takes back what is
-        not used."""
+        """Ends the prompts of the states and begins their static sets, as the next step would.
+
+        `Layers.leave` takes back what was not used.
+        """
         self.states, self.slots, self.room = states, slots, room
         self.groups = [Group(state, slots) for state in states]
         for group in self.groups:
@@ -40,12 +42,12 @@ class Joined:
 
     @property
     def behind_sink(self) -> int:
-        """Most tokens behind the sink that a sequence may get to."""
+        """The most tokens after the sink that a sequence may reach."""
         zones = [state.store.zones(b) for state in self.states for b in range(len(self.slots))]
         return max(z.total - z.sink for z in zones) + self.room + 1
 
     def undo(self) -> None:
-        """The sequences have not joined: what was begun for their first step is taken back."""
+        """Takes back what was begun for the first step of sequences that did not join."""
         for group in self.groups:
             if not group.steps:
                 group.end_static()
@@ -55,18 +57,20 @@ class Layers:
     """All layers, in order. Layers of one method share a plan; those whose zones live on the device need none."""
 
     def __init__(self, like: list[LayerState], slots: int, tokens: int) -> None:
-        """like: states of the kind that is to join, whose static sets are there. tokens: most tokens behind the sink. Raises
-        CaptureError, with the states as they were, where a layer refuses."""
+        """like: states of the kind that is to join, with their static sets chosen. tokens: most tokens after the sink.
+
+        Raises CaptureError if a layer refuses; the states are then unchanged.
+        """
         self.slots, self.tokens, self._pool = slots, tokens, like[0].store.pool
         device = like[0].shape.device
         self.table = torch.zeros(slots, cdiv(tokens, self._pool.block_size), dtype=torch.int32, device=device)
         """int32 `[slots, W]`: the blocks of each slot's sequence, the same in all layers."""
         self.plans: list[ZonePlan] = []
         self._numbers = [self._plan_of(state) for state in like]
-        """Of the plan of each layer, None where it has none."""
+        """The number of each layer's plan; None if it has none."""
         sizes = [slots * plan.row for plan in self.plans]
         self._rows = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        """The rows of all plans, as the next step reads them."""
+        """The rows of all plans for the next step."""
         rows = [part.view(slots, -1) for part in self._rows.split(sizes)]
         self.all: list[SlotLayer] = []
         for state, number in zip(like, self._numbers, strict=True):
@@ -90,7 +94,7 @@ class Layers:
         )
 
     def join(self, joined: Joined) -> None:
-        """Sequences that fit take free slots. After an error the states are as they were, and `joined` may be used again."""
+        """Puts sequences that fit into free slots. After an error the states are unchanged; `joined` may be used again."""
         self._prepared = False
         # Layers share the blocks of a sequence: all are final before the table is filled.
         for state in joined.states:
@@ -98,7 +102,7 @@ class Layers:
                 zones = state.store.zones(b)
                 rows.reach(zones.total - zones.sink + joined.room + 1, every_layer=True)
             if state.index is not None:
-                require_pinned(state)  # the room that was asked for now, too
+                require_pinned(state)  # also the room that was reserved just now
         for b, slot in enumerate(joined.slots):
             blocks = joined.states[0].store.host[b].blocks_of_all_layers.on(self.table.device)
             self.table[slot, : len(blocks)] = blocks[: self.table.shape[1]]
@@ -113,7 +117,7 @@ class Layers:
             raise
 
     def leave(self, joined: Joined) -> None:
-        """Gives the states back, all of them though one may fail, and frees the slots."""
+        """Gives all states back, even if one fails, and frees the slots. Raises the first error."""
         errors: list[BaseException] = []
         for layer, group in zip(self.all, joined.groups, strict=True):
             try:
@@ -172,7 +176,7 @@ class Layers:
     def _free(self, joined: Joined) -> None:
         self._prepared = False
         for layer, group in zip(self.all, joined.groups, strict=True):
-            layer.leave(group)  # of a join that has failed behind it
+            layer.leave(group)  # does nothing where the group has left or never joined
         for plan in self.plans:
             for slot in joined.slots:
                 plan.zones.pop(slot, None)
@@ -184,7 +188,7 @@ class Layers:
         return [(plan, joined.states[self._numbers.index(number)]) for number, plan in enumerate(self.plans)]
 
     def _plan_of(self, state: LayerState) -> int | None:
-        """Number of the plan of a layer, which is made if no layer before it has one; None where the device plans."""
+        """The number of a layer's plan, made here if no earlier layer shares it; None if the device plans."""
         made = None if state.index is None else state.index.slot_plan(state.method.zone_sizes(), state.top_k, self.slots)
         if made is None:
             return None

@@ -1,4 +1,4 @@
-"""A layer of a device step that searches: what every index needs of it, around the index's own part."""
+"""A layer of a device step that searches: the part that all indexes share. Each index adds its own (`IndexStep`)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class SearchSlots(SlotLayer):
     def __init__(
         self, like: LayerState, slots: int, tokens: int, table: Tensor, plan: ZonePlan | None = None, rows: Tensor | None = None
     ) -> None:
-        """tokens: most tokens behind the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence. plan, rows: of
-        the zones, and the device's copy of its rows; None where the device counts.
+        """tokens: most tokens after the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence. plan, rows: of
+        the zones, and the device's copy of its rows; None if the device counts.
 
-        like: a state whose static sets are chosen, as `begin` does. Raises CaptureError if they leave nothing to search."""
+        like: a state whose static sets are chosen (`begin`). Raises CaptureError if they leave nothing to search.
+        """
         super().__init__(like, slots)
         shape, sizes, index = self.shape, like.store.sizes, like.index
         assert index is not None
@@ -74,7 +75,7 @@ class SearchSlots(SlotLayer):
         self._lse = torch.zeros(slots, shape.query_heads, dtype=torch.float32, device=device)
         self._log = QueryRing(slots, heads, like.decode_window, group, dim, none) if like.decode_window else None
         self._estimated: dict[int, int] = {}  # groups of tokens whose attention was estimated, by slot
-        self._away: set[Group] = set()  # given back for a new static set, and not taken over again
+        self._away: set[Group] = set()  # given back for a new static set, not yet taken over again
 
     def fits(self, state: LayerState, room: int) -> bool:
         host, index = self.attention.table, state.index
@@ -93,7 +94,7 @@ class SearchSlots(SlotLayer):
         return self.trigger.early
 
     def search_early(self) -> None:
-        """The zones are those that this step's search sees: only the end of a step changes them."""
+        """Sees the same zones as this step's search: only the end of a step changes them."""
         self.part.search_early(self.trigger.before, self.trigger.always, self.zones, self._scaling)
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
@@ -102,20 +103,21 @@ class SearchSlots(SlotLayer):
         return self.part.step(asked)
 
     def asked(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> SlotStep:
-        """What the index's part is told of a step; all contiguous."""
+        """A step's inputs for the index's part; all contiguous."""
         return SlotStep(
             queries, keys, values, params, parity, self.trigger.fire, self.zones, self.attention, self._log, self._lse
         )
 
     @property
     def ahead(self) -> bool:
-        """A share of the work for static sets belongs to a step that is made."""
+        """False with static sets: `renew` does a share of their work, which must be followed by a step."""
         return self.method.static_config() is None
 
     def renew(self) -> None:
-        """What is due between steps: static sets, and what the index's part takes in when a zone has grown.
+        """Renews static sets, and lets the index's part take in the tokens by which a zone has grown.
 
-        What is long is done before a state is given back; after an error behind that, the next call goes on from there."""
+        The long work comes before a state is given back. After an error later than that, the next call continues there.
+        """
         for group in self.groups:
             if group.state.static_config is not None:
                 self._renew_static(group)
@@ -146,14 +148,14 @@ class SearchSlots(SlotLayer):
 
     @contextmanager
     def _stored(self, state: LayerState, b: int, tokens: int) -> Iterator[None]:
-        """Inside, the host rows of a sequence count the tokens that steps have stored there."""
+        """Within the context, the host rows of a sequence include the tokens that captured steps stored."""
         pool = state.store.host[b]
         before = pool.length
         pool.extend(tokens)
         try:
             yield
         finally:
-            pool.extend(before)  # the store is as it was until the sequence leaves
+            pool.extend(before)  # the store is restored; it is updated when the sequence leaves
 
     def begin_trial(self) -> None:
         for group in self.groups:
@@ -176,7 +178,7 @@ class SearchSlots(SlotLayer):
             zones, rows = state.store.zones(b), state.store.resident.view(b)
             front, window = self._fill(slot, state, b, zones), rows[:, zones.sink :]
             on_host = self.zones.on_host(zones)
-            state.store.host[b].write(zones.retrieval, window[:, :on_host].cpu())  # graphs wait for no copy
+            state.store.host[b].write(zones.retrieval, window[:, :on_host].cpu())  # synchronous: graphs wait for no copy
             static = state.static[b]
             budget = state.top_k - (0 if static is None else static.ids.shape[1])
             self.part.join(slot, index, b, zones, window, budget, room)
@@ -195,8 +197,10 @@ class SearchSlots(SlotLayer):
         self.trigger.join(state.trigger, group.slots, state.held)
 
     def _fill(self, slot: int, state: LayerState, b: int, zones: ZoneLengths) -> int:
-        """Copies the rows of a sequence that are attended in every step, those of the window to the places that their numbers
-        give them; how many lie in front of the window."""
+        """Copies the rows of a sequence that every step attends to; a window token's row follows from its number.
+
+        Returns how many rows lie in front of the window.
+        """
         kept, rows, static, front = self.attention.rows[slot], state.store.resident.view(b), state.static[b], zones.sink
         kept[:, :front] = rows[:, :front]
         kept[:, self._window(zones)] = rows[:, front:]
@@ -250,7 +254,7 @@ class SearchSlots(SlotLayer):
             self._estimated.pop(slot, None)
 
     def _look(self, group: Group, b: int) -> StaticRefresh | None:
-        """As `LayerState.begin_static` would see sequence b before the coming step; synchronises."""
+        """A new static set of sequence b, begun as `LayerState.begin_static` would before the coming step; synchronises."""
         state, slot = group.state, group.slots[b]
         zones = self.zones.lengths([slot])[0]
         sink, keys = self._sizes.sink_tokens, self.attention.rows[slot, :, :, 0]
