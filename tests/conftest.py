@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 NO_GPU = "needs a CUDA GPU; torch sees none"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end, so the garbage collector never looks at them: that took a twentieth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
