@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from kvrecall.cli.app import app
 from tests.tiny import save_tiny_model
 
-
 made = cache(get_command)
 """typer's command of an app, which it would build again for every call: twice the time that most calls take."""
 

@@ -114,6 +114,15 @@ def _after(calls: int, fails: object) -> object:
     return saved
 
 
+def test_rows_in_eight_bits_take_less_of_the_disk(cli: Cli, tiny: Path, text: Path, session: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fp8"
+    told = cli.json("read", text, "--out", out, "-m", tiny, *METHOD, "--rows", "fp8")
+    assert told["bytes"] < cli.json("info", session)["bytes"] and told["tokens_read"] == told["tokens"]
+    assert cli.json("ask", out, "what boat", *SHORT)["answers"][0]["answer"]
+    assert cli.json("read", text, "--out", out, "-m", tiny, *METHOD, "--rows", "fp8")["tokens_read"] == 0
+    assert cli("read", text, "--out", out, "-m", tiny, "--rows", "fp4").exit_code == 2
+
+
 def test_another_document_or_method_is_not_read_into_a_session(cli: Cli, tiny: Path, tmp_path: Path, session: Path) -> None:
     other = tmp_path / "o.txt"
     other.write_text("harbour text", encoding="utf-8")

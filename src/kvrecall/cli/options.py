@@ -43,6 +43,13 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+class Rows(StrEnum):
+    """How a session stores keys and values."""
+
+    PLAIN = "plain"
+    FP8 = "fp8"
+
+
 class Engine(StrEnum):
     """The program that runs a model."""
 

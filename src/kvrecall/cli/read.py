@@ -32,6 +32,9 @@ def read(
     dtype: options.Dtype = None,
     device: options.Device = None,
     chunk_tokens: options.SuitedChunkTokens = None,
+    rows: Annotated[
+        options.Rows, typer.Option(help="fp8 takes eight bits per number on the disk, at a loss.")
+    ] = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
     """Read text files into a saved session, for `ask` and `chat`. Interrupted, or with more files, the same call goes on."""
@@ -51,7 +54,7 @@ def read(
             held = document.resume(out)
         if not as_json and 0 < held < document.tokens:
             notes().print(f"going on behind the {held:,} tokens that {out} holds", soft_wrap=True)
-    info = _read_and_save(document, out, chunk_tokens, as_json)
+    info = _read_and_save(document, out, rows.value, chunk_tokens, as_json)
     told = {
         "folder": str(out),
         "model": session.name,
@@ -81,7 +84,7 @@ def _begun(out: Path) -> bool:
     return (out / "session.json").is_file()
 
 
-def _read_and_save(document: Any, out: Path, chunk_tokens: int | None, quiet: bool) -> Any:
+def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None, quiet: bool) -> Any:
     """Reads, and saves from time to time, so that little is lost whatever ends this process."""
     start = last = time.monotonic()
     pause = _SAVE_SECONDS
@@ -89,7 +92,7 @@ def _read_and_save(document: Any, out: Path, chunk_tokens: int | None, quiet: bo
     def save() -> Any:
         nonlocal last, pause
         start = time.monotonic()
-        info = document.save(out)
+        info = document.save(out, rows)
         last = time.monotonic()
         pause = max(_SAVE_SECONDS, 10 * (last - start))
         return info

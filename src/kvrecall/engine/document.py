@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -177,15 +177,15 @@ class Document:
                 request.cancel()
         return [answers[number] for number in range(len(questions))]
 
-    def save(self, folder: str | PathLike[str], **about: Any) -> SessionInfo:
+    def save(self, folder: str | PathLike[str], rows: Literal["plain", "fp8"] = "plain", **about: Any) -> SessionInfo:
         """Saves the cache as a session, also for a partly read document; `resume` continues it.
 
-        about: more entries for the session's `about`. Raises the errors of `RetrievalCache.save`.
+        rows: see `RetrievalCache.save`, whose errors are raised. about: more entries for the session's `about`.
         """
         from kvrecall.backends.transformers.session import save
 
         self.about |= about
-        return save(self.cache, os.fspath(folder), about=self.about)
+        return save(self.cache, os.fspath(folder), rows, self.about)
 
     def resume(self, folder: str | PathLike[str]) -> int:
         """Loads a session of this document, or of a first part of it; returns the number of tokens.
