@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import csv
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import leaks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_again() -> Iterator[None]:
+    """The search for leaks ends with `gc.unfreeze()`; the suite's own objects are frozen (`tests/conftest.py`)."""
+    yield
+    gc.collect()
+    gc.freeze()
+
 
 SMALL = ["--methods", "exact", "--steps", "100", "--calls", "10"]
 
