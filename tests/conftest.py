@@ -25,6 +25,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Python then takes everything apart at its end; Triton's bindings would tell of all that is left as leaks."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, with the reason, where there is none, and those marked `gpu2` where there are not two.
 
