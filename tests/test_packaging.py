@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from scripts import lowest
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "kvrecall").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -47,6 +49,10 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_what_is_declared_is_imported() -> None:
     assert declared() - set(imported()) == BY_TRANSFORMERS
+
+
+def test_every_requirement_has_a_lower_bound() -> None:
+    assert [each for each in lowest.requirements(PROJECT) if lowest.lowest(each) is None] == []
 
 
 def test_extras_name_extras_that_exist() -> None:
