@@ -42,6 +42,7 @@ from benchmarks.checks import require
 from benchmarks.gpu_time import percentiles
 from benchmarks.models import attention_of, method_of, model_of
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.layer import LayerStore
 from kvrecall.engine.prefill import prefill
 from kvrecall.layer.state import LayerState
@@ -123,7 +124,7 @@ def plain_prefill(model: LlamaForCausalLM, ids: Tensor, chunk_tokens: int, atten
 
     with attention_of(model, attention):
         for chunk in ids.split(chunk_tokens, 1):
-            hidden = model.base_model(input_ids=chunk, past_key_values=cache, use_cache=True).last_hidden_state
+            hidden = model.base_model(input_ids=chunk, **cache_argument(cache), use_cache=True).last_hidden_state
     return hidden
 
 

@@ -179,15 +179,16 @@ def runs(
 ) -> Iterator[tuple[str, int, Callable[[int], object]]]:
     """(name of the run, repeats, what one repeat does), one after the other; each is done with when the next is asked for."""
     from kvrecall import RetrievalCache, attach
+    from kvrecall.backends.transformers.cache_name import cache_argument
     from kvrecall.engine import generate
 
     prompt = torch.randint(3, 320, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)).to(model.device)
     with attach(model), torch.no_grad():
         cache = RetrievalCache(model.config, method)
-        model(prompt, past_key_values=cache)
+        model(prompt, **cache_argument(cache))
 
         def step(i: int) -> None:
-            model(prompt[:, i % PROMPT_TOKENS, None], past_key_values=cache)
+            model(prompt[:, i % PROMPT_TOKENS, None], **cache_argument(cache))
             if i % KEPT_STEPS == KEPT_STEPS - 1:
                 cache.crop(-KEPT_STEPS)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import RetrievalCache, attach, engine, models
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cli.demo_document import excerpt, harbour_log
 
 
@@ -30,7 +31,7 @@ def _log_probabilities(document: engine.Document, cache: RetrievalCache, questio
     engine.prefill(document.model, ids[:, :behind], cache)
     with torch.no_grad(), attach(document.model):
         steps = [
-            document.model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits[0, -1]
+            document.model(input_ids=token[:, None], **cache_argument(cache), use_cache=True).logits[0, -1]
             for token in ids[:, behind:-1].T
         ]
     return torch.stack(steps).float().log_softmax(-1)

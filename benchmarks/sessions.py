@@ -24,6 +24,7 @@ from torch import Tensor
 import kvrecall
 from benchmarks.models import let_go, model_of
 from kvrecall import RetrievalCache, attach, engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 
 
 def _timed(work: Callable[[], Any], cuda: bool) -> tuple[Any, float]:
@@ -51,7 +52,7 @@ def _dd(folder: Path) -> None:
 
 def _step(model: Any, cache: RetrievalCache, token: Tensor) -> Tensor:
     with torch.no_grad(), attach(model):
-        return model(input_ids=token, past_key_values=cache, use_cache=True).logits
+        return model(input_ids=token, **cache_argument(cache), use_cache=True).logits
 
 
 def main() -> None:

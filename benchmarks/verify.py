@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from benchmarks.checks import require
 from benchmarks.models import attention_of, let_go
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.compiled import compiled_modules
 from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.backends.transformers.capture.graphs import release
@@ -103,7 +104,7 @@ def check_step(
 
     call: Any = model
     with _forgotten(cache, input_ids.shape[0]), _attending(cache, attend), attach(model), torch.no_grad():
-        call(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        call(input_ids=input_ids, **cache_argument(cache), use_cache=True, logits_to_keep=1)
     let_go()
     return errors
 

@@ -160,6 +160,7 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
 
     import kvrecall
     from kvrecall import engine
+    from kvrecall.backends.transformers.cache_name import cache_argument
     from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
     from kvrecall.backends.transformers.capture.verify import difference
 
@@ -180,7 +181,7 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
             decoder.input_ids.copy_(token)
             made = decoder.step().float().clone()
             with kvrecall.attach(model):
-                out = model(input_ids=token, past_key_values=caches[1], use_cache=True, logits_to_keep=1)
+                out = model(input_ids=token, **cache_argument(caches[1]), use_cache=True, logits_to_keep=1)
             expected = out.logits[:, -1].float()
             found.append(difference(made, expected))
             if number + 1 < len(answer) and found[-1] < NEAR_TIE:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.blocks import BlockPool, block_size_on
 from kvrecall.cache.host_memory import Region
 from kvrecall.core import errors
@@ -106,7 +107,7 @@ class Course:
         self.parts = [*feeds, self.fork, *feeds[1:], self.crop, feeds[1], self.reorder, feeds[1]]
 
     def feed(self, tokens: torch.Tensor) -> None:
-        made = self.model(tokens, past_key_values=self.cache).logits
+        made = self.model(tokens, **cache_argument(self.cache)).logits
         self.logits.append(made)
 
     def fork(self) -> None:

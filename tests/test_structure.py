@@ -203,14 +203,14 @@ for use in {uses!r}:
 
 @pytest.mark.parametrize("version, works", [
     ("4.57.6", False), ("5.16.0", False), ("5.16.1", True), ("5.17.0.dev0", True),
-    ("5.23.9", True), ("5.24.0", False), ("6.0.0", False),
+    ("5.23.9", True), ("5.24.9", True), ("5.25.0", False), ("6.0.0", False),
 ])  # fmt: skip
 def test_other_releases_of_transformers_are_refused(version: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.metadata, "version", lambda _: version)
     if works:
         extras.require_transformers()
         return
-    expected = f"transformers: expected 5.16.1 or newer, but before 5.24, got {version}. Run"
+    expected = f"transformers: expected 5.16.1 or newer, but before 5.25, got {version}. Run"
     with pytest.raises(MissingPackageError, match=re.escape(expected)):
         extras.require_transformers()
 

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core import errors
 from tests.backends.models import SMALL, tiny
 from tests.one_layer import ZONES
@@ -38,7 +39,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 
 
 def answer(model: Any, prompt: torch.Tensor, cache: Any = None, new_tokens: int = 6, **call: Any) -> torch.Tensor:
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {} if cache is None else cache_argument(cache)
     mask = torch.ones_like(prompt)
     return model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **given, **call)
 
@@ -98,7 +99,7 @@ class TestOfAModel:
         model, cache = llama(), None
         with kvrecall.attach(model), torch.no_grad():
             cache = new_cache(model)
-            got = model.model(ids(), past_key_values=cache).last_hidden_state
+            got = model.model(ids(), **cache_argument(cache)).last_hidden_state
         torch.testing.assert_close(got, model.model(ids()).last_hidden_state, atol=1e-4, rtol=1e-4)
         assert cache.get_seq_length() == 60
 
@@ -165,9 +166,9 @@ class TestOrder:
         with kvrecall.attach(model), torch.no_grad():
             hook = model.lm_head.register_forward_pre_hook(stop)
             with pytest.raises(KeyboardInterrupt):
-                model(ids(), past_key_values=cache)
+                model(ids(), **cache_argument(cache))
             hook.remove()
-            got = model.model(ids(3, 2), past_key_values=cache).last_hidden_state
+            got = model.model(ids(3, 2), **cache_argument(cache)).last_hidden_state
         assert cache.get_seq_length() == 63
         want = model.model(torch.cat([ids(), ids(3, 2)], 1)).last_hidden_state[:, -3:]
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -236,13 +237,13 @@ class TestThreads:
             inside.wait(10)
             try:
                 with pytest.raises(errors.ParameterError, match="one forward pass at a time"), torch.no_grad():
-                    model(ids(), past_key_values=cache)
+                    model(ids(), **cache_argument(cache))
             finally:
                 go_on.set()
 
         cache.on_queries = wait
         with kvrecall.attach(model):
-            self.run([lambda: model(ids(), past_key_values=cache), second])
+            self.run([lambda: model(ids(), **cache_argument(cache)), second])
         assert cache.get_seq_length() == 60
 
     def test_the_context_ends_while_another_thread_is_in_a_pass(self) -> None:
@@ -261,7 +262,7 @@ class TestThreads:
         def calling() -> None:
             while not model._forward_pre_hooks:
                 pass
-            model(ids(), past_key_values=cache)
+            model(ids(), **cache_argument(cache))
 
         cache.on_queries = wait
         self.run([attaching, calling])

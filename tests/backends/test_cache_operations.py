@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core import errors
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
@@ -29,7 +30,7 @@ OPERATIONS = {
 def after_operation(model: Any, cache: Any, inputs: dict[str, torch.Tensor], operation: tuple[str, Any]) -> torch.Tensor:
     """Prompt, operation, then 20 tokens one by one; returns their logits."""
     name, argument = operation
-    model(**inputs, past_key_values=cache)
+    model(**inputs, **cache_argument(cache))
     getattr(cache, name)(argument)
     mask = inputs["attention_mask"]
     mask = mask.repeat_interleave(argument, 0) if name == "batch_repeat_interleave" else mask[argument]
@@ -38,7 +39,7 @@ def after_operation(model: Any, cache: Any, inputs: dict[str, torch.Tensor], ope
         mask = torch.cat([mask, torch.ones(mask.shape[0], 1, dtype=torch.int64)], 1)
         ids = torch.arange(mask.shape[0]).unsqueeze(1) * 7 + number + 3
         positions = mask.sum(-1, keepdim=True) - 1
-        outs.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+        outs.append(model(ids, attention_mask=mask, position_ids=positions, **cache_argument(cache)).logits)
     return torch.cat(outs, 1)
 
 
@@ -75,7 +76,7 @@ def test_forks_answer_different_questions(family: str, other: kvrecall.Method) -
     turns = [{name: torch.cat([x, x[:, i : i + 9]], 1) for name, x in inputs.items()} for i in (0, 30)]
     expected = [run(model, DynamicCache(config=model.config), turn) for turn in turns]
     with kvrecall.attach(model), torch.no_grad():
-        model(**inputs, past_key_values=base)
+        model(**inputs, **cache_argument(base))
         forks = [base.fork(other), base.fork()]
         for cache, turn, answer in zip(forks, turns, expected, strict=True):
             assert torch.equal(run(model, cache, turn), answer)
@@ -89,7 +90,7 @@ def test_several_answers_from_forks_of_forks_under_a_small_budget(family: str) -
     method = kvrecall.ParisKV(top_k=5, **ZONES)
     base = kvrecall.RetrievalCache(model.config, method)
     with kvrecall.attach(model), torch.no_grad():
-        model(**inputs, past_key_values=base)
+        model(**inputs, **cache_argument(base))
         turn = {name: torch.cat([x, x[:, -7:]], 1) for name, x in inputs.items()}
         fresh = run(model, base.fork(), turn)
         again = run(model, base.fork().fork(), turn)
@@ -116,7 +117,7 @@ def test_crop_of_more_than_there_is_is_refused_and_changes_nothing(family: str) 
     model = tiny(family)
     cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
     with kvrecall.attach(model), torch.no_grad():
-        model(**prompt(1, 20), past_key_values=cache)
+        model(**prompt(1, 20), **cache_argument(cache))
         with pytest.raises(errors.ParameterError, match="crop"):
             cache.crop(-21)
         assert {layer.get_seq_length() for layer in cache.layers} == {20}
@@ -157,7 +158,7 @@ def test_blocks_are_the_same_in_all_layers_and_shared_by_copies(monkeypatch: pyt
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
     with kvrecall.attach(model), torch.no_grad():
-        model(**prompt(1), past_key_values=cache)
+        model(**prompt(1), **cache_argument(cache))
         assert cache.tables is not None
         pool, held = cache.tables[0].pool, list(cache.tables[0].blocks)
         assert len(held) == pool.used == 6  # of 91 tokens
@@ -170,7 +171,7 @@ def test_blocks_are_the_same_in_all_layers_and_shared_by_copies(monkeypatch: pyt
                 own = [rows.blocks_of_all_layers for rows in layer.state.store.host]
                 assert all(a is b for a, b in zip(own, each.tables, strict=True))
         for _ in range(3):  # the buffer of one update interval fills, and moves to the host
-            model(torch.ones(3, 4, dtype=torch.long), past_key_values=fork)
+            model(torch.ones(3, 4, dtype=torch.long), **cache_argument(fork))
         lasts = [table.blocks[len(held) - 1] for table in fork.tables]
         assert len({*lasts, held[-1]}) == 4 and all(table.blocks[:-1][: len(held) - 1] == held[:-1] for table in fork.tables)
         del fork, layer, own, each
@@ -182,12 +183,12 @@ def test_blocks_that_a_crop_leaves_empty_are_used_again(monkeypatch: pytest.Monk
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
     with kvrecall.attach(model), torch.no_grad():
-        model(**prompt(1), past_key_values=cache)
+        model(**prompt(1), **cache_argument(cache))
         assert cache.tables is not None
         table, before = cache.tables[0], list(cache.tables[0].blocks)
         cache.crop(-90)
         assert len(table.blocks) == table.pool.used == 1 < len(before)
-        model(torch.ones(1, 90, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, 90, dtype=torch.long), **cache_argument(cache))
         assert sorted(table.blocks) == sorted(before)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers import calibration as module
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.calibration import LEAST_TOKENS, calibration_of, fresh
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.engine.prefill import prefill
@@ -65,7 +66,7 @@ def settle(cache: RetrievalCache) -> dict[int, KeyStatistics]:
 
 def step(model: Any, cache: RetrievalCache, sequences: int = 1) -> None:
     with attach(model), torch.inference_mode():
-        model(input_ids=torch.full((sequences, 1), 7), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.full((sequences, 1), 7), **cache_argument(cache), use_cache=True)
 
 
 def same(one: KeyStatistics, other: KeyStatistics, rtol: float = 0.0) -> None:
@@ -216,7 +217,7 @@ def test_a_pass_that_is_undone_is_not_gathered(model: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(model.model.layers[2], "forward", broken)
     with attach(model), torch.inference_mode(), pytest.raises(RuntimeError, match="no"):
-        model(input_ids=ids_of(20), past_key_values=cache, use_cache=True)
+        model(input_ids=ids_of(20), **cache_argument(cache), use_cache=True)
     assert cache.calibration.layers[0].mark() == before and cache.get_seq_length() == 100
 
 
@@ -228,7 +229,7 @@ def test_an_error_while_the_model_is_asked_changes_nothing(model: Any, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(model.model.layers[2], "forward", full)
         with attach(model), torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
-            model(input_ids=ids_of(20), past_key_values=cache, use_cache=True)
+            model(input_ids=ids_of(20), **cache_argument(cache), use_cache=True)
     assert cache.calibration is None and cache.running is None and cache.get_seq_length() == 0
     assert model.config._attn_implementation != "kvrecall"
     with pytest.warns(UserWarning, match="no statistics"):

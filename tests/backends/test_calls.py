@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvrecall import attach, errors
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.backends.test_attach import answer, ids, llama, new_cache
 
@@ -36,7 +37,7 @@ def test_masks_longer_than_the_tokens(filling: int) -> None:
     with torch.no_grad(), attach(model):
         caches = new_cache(model), DynamicCache(config=model.config)
         for tokens in (ids(40), ids(20, 2)):
-            got, want = (model(tokens, attention_mask=mask, past_key_values=cache).logits for cache in caches)
+            got, want = (model(tokens, attention_mask=mask, **cache_argument(cache)).logits for cache in caches)
             torch.testing.assert_close(got[:, 5:], want[:, 5:], atol=1e-3, rtol=1e-3)
     assert caches[0].retrieval_layers[0].state.store.zones(0).total == 55
 
@@ -44,7 +45,7 @@ def test_masks_longer_than_the_tokens(filling: int) -> None:
 def test_masks_that_are_too_short() -> None:
     model = llama()
     with refused(model, errors.ShapeError, r"attention_mask: expected a 2-D padding mask \[1, 60\]") as cache:
-        model(ids(), attention_mask=torch.ones(1, 59), past_key_values=cache)
+        model(ids(), attention_mask=torch.ones(1, 59), **cache_argument(cache))
 
 
 def test_only_the_new_tokens() -> None:
@@ -73,20 +74,20 @@ def test_attention_weights() -> None:
     model = llama()
     with refused(model, errors.ParameterError, "output_attentions: expected False") as cache, torch.no_grad():
         model.model.layers[0].self_attn.config._output_attentions = False
-        model(ids(), past_key_values=cache, output_attentions=True)
+        model(ids(), **cache_argument(cache), output_attentions=True)
 
 
 def test_unknown_arguments_are_refused_by_name() -> None:
     model = llama()
     with refused(model, errors.UnsupportedModelError, "attention with the argument position_bias, tilt") as cache:
-        model(ids(), past_key_values=cache, position_bias=torch.zeros(1), tilt=3)
+        model(ids(), **cache_argument(cache), position_bias=torch.zeros(1), tilt=3)
 
 
 def test_gradients() -> None:
     model = llama()
     cache = new_cache(model)
     with attach(model):
-        loss = model(ids(), past_key_values=cache, labels=ids()).loss
+        loss = model(ids(), **cache_argument(cache), labels=ids()).loss
         with pytest.raises(errors.ParameterError, match="Retrieval has no gradient"):
             loss.backward()
 
@@ -98,8 +99,8 @@ def test_autocast(family: str) -> None:
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         want = model(ids()).logits
         with attach(model):
-            got = model(ids(), past_key_values=cache).logits
-            model(ids(1, 2), past_key_values=cache)
+            got = model(ids(), **cache_argument(cache)).logits
+            model(ids(1, 2), **cache_argument(cache))
     assert cache.retrieval_layers[0].state.shape.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, atol=0.05, rtol=0.05)
 

@@ -11,6 +11,8 @@ import torch
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers import generating
+from kvrecall.backends.transformers.cache_name import CACHE, cache_argument
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
@@ -152,7 +154,7 @@ class Borrowing:
         Borrowing.steps += 1
         owner = self.cache.retrieval_layers[0].captured
         self._own(None)
-        logits = self.call(input_ids=self.input_ids, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        logits = self.call(input_ids=self.input_ids, **cache_argument(self.cache), use_cache=True).logits[:, -1]
         self._own(owner)
         return logits
 
@@ -160,24 +162,50 @@ class Borrowing:
         self._own(None)
 
 
-def test_guessed_tokens_get_the_cache_back_from_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` with prompt look-up feeds one token where it finds nothing, and several where it does."""
-    model, calls = tiny("llama"), []
+@pytest.fixture
+def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "check_capture", lambda *_: None)
     monkeypatch.setattr(captured, "CapturedDecoder", Borrowing)
     monkeypatch.setattr(Borrowing, "borrowed", 0)
     monkeypatch.setattr(Borrowing, "steps", 0)
+
+
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_steps_are_captured_under_either_name_of_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generating, "_may_capture", lambda: True)
+    model = tiny("llama")
+    prompt = torch.randint(5, 300, (1, 150), generator=torch.Generator().manual_seed(3))
+    token = torch.full((1, 1), 7)
+    cache, plain = (kvrecall.RetrievalCache(model.config, RETRIEVES) for _ in range(2))
+    with kvrecall.attach(model, capture=False), torch.no_grad():
+        expected = model.generate(prompt, **cache_argument(plain), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        last = model(token, **cache_argument(plain)).logits
+    with kvrecall.attach(model), torch.no_grad():
+        made = model.generate(prompt, **{name: cache}, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        with captured_decoding(model, cache, 4, required=True):
+            out = model(input_ids=token, **{name: cache})
+    assert torch.equal(made, expected) and torch.equal(out.logits, last)
+    assert out[CACHE] is cache and cache.get_seq_length() == plain.get_seq_length()
+    assert (Borrowing.steps, Borrowing.borrowed) == (6, 2)
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_guessed_tokens_get_the_cache_back_from_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` with prompt look-up feeds one token where it finds nothing, and several where it does."""
+    model, calls = tiny("llama"), []
     prompt = torch.randint(5, 300, (1, 150), generator=torch.Generator().manual_seed(3))
     how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "prompt_lookup_num_tokens": 3}
     caches = [kvrecall.RetrievalCache(model.config, RETRIEVES) for _ in range(2)]
     with kvrecall.attach(model):
         torch.manual_seed(1)
-        expected = model.generate(prompt, past_key_values=caches[0], **how)
+        expected = model.generate(prompt, **cache_argument(caches[0]), **how)
         torch.manual_seed(1)
         forward = model.forward
         monkeypatch.setattr(model, "forward", lambda *a, **k: (calls.append(k["input_ids"].shape[1]), forward(*a, **k))[1])
         with captured_decoding(model, caches[1], 40, required=True):
-            made = model.generate(prompt, past_key_values=caches[1], **how)
+            made = model.generate(prompt, **cache_argument(caches[1]), **how)
     assert torch.equal(made, expected)
     several = [count for count in calls[1:] if count > 1]
     assert several and Borrowing.steps == calls.count(1) > Borrowing.borrowed > 1

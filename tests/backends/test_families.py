@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument, given_cache
 from kvrecall.core import errors
 from tests.backends.models import SMALL, tiny
 from tests.backends.test_attach import COVERING, answer, ids
@@ -34,23 +36,42 @@ def test_refused_when_the_cache_is_made(name: str) -> None:
 
 
 OWN_ATTENTION = {
-    "GPT-J": (
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        {"n_embd": 128, "n_layer": 1, "n_head": 2, "rotary_dim": 32, "n_positions": 512},
-    ),
-    "CodeGen": ("CodeGenForCausalLM", "CodeGenConfig", {"n_embd": 256, "n_layer": 1, "n_head": 4, "rotary_dim": 32}),
     "Falcon": ("FalconForCausalLM", "FalconConfig", {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}),
     "Bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 128, "n_layer": 1, "n_head": 2}),
 }
+INTERLEAVED = {
+    "GPT-J": (
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {"n_embd": 128, "n_layer": 2, "n_head": 2, "rotary_dim": 32, "n_positions": 512},
+    ),
+    "CodeGen": ("CodeGenForCausalLM", "CodeGenConfig", {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 32}),
+}
+"""Their attention goes through transformers' interface from 5.24 on."""
+
+
+def made(name: str) -> Any:
+    kind, config, given = (OWN_ATTENTION | INTERLEAVED)[name]
+    return getattr(transformers, kind)(getattr(transformers, config)(**{**OTHER, **given})).eval()
 
 
 @pytest.mark.parametrize("name", OWN_ATTENTION)
 def test_attention_without_the_interface_is_refused_at_attach(name: str) -> None:
-    kind, config, given = OWN_ATTENTION[name]
-    model = getattr(transformers, kind)(getattr(transformers, config)(**{**OTHER, **given})).eval()
-    with pytest.raises(errors.UnsupportedModelError, match="attention of its own"), kvrecall.attach(model):
+    with pytest.raises(errors.UnsupportedModelError, match="attention of its own"), kvrecall.attach(made(name)):
         pass
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_interleaved_rotary_attention_is_served_where_it_goes_through_the_interface(name: str) -> None:
+    model = made(name)
+    if Version(transformers.__version__) < Version("5.24.0.dev0"):
+        with pytest.raises(errors.UnsupportedModelError, match="attention of its own"), kvrecall.attach(model):
+            pass
+        return
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    with kvrecall.attach(model):
+        assert torch.equal(answer(model, ids(), cache), answer(model, ids()))
+    assert [layer.get_seq_length() > 60 for layer in cache.retrieval_layers] == [True, True]
 
 
 @pytest.mark.parametrize(("name", "says"), [("Doge", "computes with its mask"), ("MiniMax", "a cache class of its own")])
@@ -104,17 +125,17 @@ def test_a_layer_that_goes_past_its_attention() -> None:
         def forward(self, hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
             shape = (*hidden_states.shape[:2], 2, 64)
             keys = self.attention.k_proj(hidden_states).view(shape).transpose(1, 2)
-            given["past_key_values"].update(keys, keys, self.attention.layer_idx)
+            given_cache(given).update(keys, keys, self.attention.layer_idx)
             return hidden_states, None
 
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     attention = model.model.layers[2].self_attn
     with kvrecall.attach(model), torch.no_grad():
-        model(ids(), past_key_values=cache)
+        model(ids(), **cache_argument(cache))
         model.model.layers[2].self_attn = Skips(attention)
         with pytest.raises(errors.UnsupportedModelError, match="the attention of layers 2 did not go through"):
-            model(ids(5), past_key_values=cache)
+            model(ids(5), **cache_argument(cache))
         assert {layer.get_seq_length() for layer in cache.retrieval_layers} == {60}
         model.model.layers[2].self_attn = attention
         whole = torch.cat([ids(), ids(5)], 1)
@@ -127,5 +148,5 @@ def test_tokens_that_see_each_other_in_both_directions() -> None:
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     model.config.use_bidirectional_attention = True
     with kvrecall.attach(model), pytest.raises(errors.KVRecallError, match=r"both directions|not causal"), torch.no_grad():
-        model(ids(), past_key_values=cache)
+        model(ids(), **cache_argument(cache))
     assert cache.get_seq_length() == 0

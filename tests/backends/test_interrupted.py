@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core import errors
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, prompt, ragged, run
@@ -122,7 +123,7 @@ def test_ragged_batch_interrupted_in_decoding(family: str) -> None:
     with kvrecall.attach(model), torch.no_grad():
         run(model, cache, inputs, new_tokens=12)
         with failing(model, 1, "after"), pytest.raises(KeyboardInterrupt):
-            model(first[:, -1:], attention_mask=turn["attention_mask"][:, : first.shape[1]], past_key_values=cache)
+            model(first[:, -1:], attention_mask=turn["attention_mask"][:, : first.shape[1]], **cache_argument(cache))
         cache.align()
         assert torch.equal(run(model, cache, turn, new_tokens=12), second)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError
 from tests.backends.models import tiny
@@ -41,7 +42,7 @@ def tokens(step: int) -> list[Tensor]:
 
 def call(model: Any, cache: Any, ids: Tensor, places: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits[:, -1]
+        return model(input_ids=ids, position_ids=places, **cache_argument(cache), use_cache=True).logits[:, -1]
 
 
 def test_logits_and_counters_are_those_of_separate_calls() -> None:
@@ -143,9 +144,9 @@ def test_inputs_that_do_not_fit_are_refused_before_anything_is_stored() -> None:
             with pytest.raises(ShapeError, match="input_ids"):
                 call(model, joint, wrong, places[: len(wrong)].expand_as(wrong))
         with pytest.raises(ShapeError, match="attention_mask"), torch.no_grad():
-            model(input_ids=ids, position_ids=places, past_key_values=joint, attention_mask=torch.ones(rows, 99))
+            model(input_ids=ids, position_ids=places, **cache_argument(joint), attention_mask=torch.ones(rows, 99))
         with pytest.raises(NotTogetherError), torch.no_grad():
-            model(input_ids=ids, past_key_values=joint)  # positions would follow from a length
+            model(input_ids=ids, **cache_argument(joint))  # positions would follow from a length
     assert all(cache.get_seq_length() == max(user.lengths) for cache, user in zip(caches, USERS, strict=True))
 
 

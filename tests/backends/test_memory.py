@@ -14,6 +14,7 @@ import torch
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.exact import ExactIndex
@@ -90,11 +91,11 @@ def test_a_decode_step_without_device_memory() -> None:
     caches = [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
     with kvrecall.attach(model), torch.no_grad():
         for cache in caches:
-            model(ids, past_key_values=cache)
+            model(ids, **cache_argument(cache))
         with failing(SphereIndex, "search", 2, full()), pytest.raises(DeviceMemoryError, match="151 tokens"):
-            model(ids[:, :1], past_key_values=caches[0])
+            model(ids[:, :1], **cache_argument(caches[0]))
         assert caches[0].get_seq_length() == 150
-        logits = [model(ids[:, :1], past_key_values=cache).logits for cache in caches]
+        logits = [model(ids[:, :1], **cache_argument(cache)).logits for cache in caches]
     torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
 
 
@@ -102,7 +103,7 @@ def test_reserving_without_device_memory_names_the_layer() -> None:
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, METHODS["sphere"][0])
     with kvrecall.attach(model), torch.no_grad():
-        model(prompt(), past_key_values=cache)
+        model(prompt(), **cache_argument(cache))
     with (
         failing(SphereIndex, "reserve", 2, full()),
         pytest.raises(DeviceMemoryError, match=r"layer 1 needs .* for 5,000 tokens"),
@@ -119,9 +120,9 @@ def test_the_first_pass_without_device_memory() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvrecall.layer.state.LayerStore", lambda *_: (_ for _ in ()).throw(full()))
             with pytest.raises(DeviceMemoryError, match="layer 0 needs"):
-                model(prompt(), past_key_values=cache)
+                model(prompt(), **cache_argument(cache))
         assert cache.get_seq_length() == 0
-        model(prompt(), past_key_values=cache)
+        model(prompt(), **cache_argument(cache))
     assert cache.get_seq_length() == 150
 
 

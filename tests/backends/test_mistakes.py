@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall import engine, errors, methods
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.one_layer import ZONES
 
@@ -25,7 +26,7 @@ def ids(tokens: int = 111, batch: int = 1) -> torch.Tensor:
 def greedy(model: Any, cache: Any, prompt: torch.Tensor, new_tokens: int = 20) -> torch.Tensor:
     mask = torch.ones_like(prompt)
     return model.generate(
-        prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+        prompt, attention_mask=mask, **cache_argument(cache), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
     )
 
 
@@ -125,9 +126,9 @@ def test_another_batch_size() -> None:
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     with kvrecall.attach(model), torch.no_grad():
-        model(ids(), past_key_values=cache)
+        model(ids(), **cache_argument(cache))
         with pytest.raises(errors.ShapeError, match="batch: expected 1 sequences, got 2"):
-            model(ids(5, 2), past_key_values=cache)
+            model(ids(5, 2), **cache_argument(cache))
     assert cache.get_seq_length() == 111
     still_right(model, cache, torch.cat([ids(), ids(5)], 1))
 
@@ -137,16 +138,16 @@ def test_a_prompt_that_is_fed_again_from_its_beginning() -> None:
     model, prompt = tiny("llama"), ids()
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     with kvrecall.attach(model):
-        model(prompt[:, :60], past_key_values=cache)
+        model(prompt[:, :60], **cache_argument(cache))
         with pytest.raises(errors.ShapeError, match=r"behind the 60 that the cache holds, got these 60 again and 5\d more"):
-            model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
+            model.generate(prompt, **cache_argument(cache), max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
     still_right(model, cache, prompt)
     twice = torch.cat([prompt, prompt, prompt[:, :5]], 1)
     own = kvrecall.RetrievalCache(model.config, COVERING)
     with kvrecall.attach(model):
-        model(prompt, past_key_values=own)
+        model(prompt, **cache_argument(own))
         with own.reading_prompt():
-            logits = model(twice[:, 111:], past_key_values=own).logits  # a text that says it twice
+            logits = model(twice[:, 111:], **cache_argument(own)).logits  # a text that says it twice
     torch.testing.assert_close(logits[:, -1], model(twice).logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
@@ -155,7 +156,7 @@ def test_four_dimensional_mask() -> None:
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     mask = torch.ones(1, 1, 111, 111, dtype=torch.bool).tril()
     with kvrecall.attach(model), torch.no_grad(), pytest.raises(errors.ShapeError, match="2-D padding mask"):
-        model(ids(), attention_mask=mask, past_key_values=cache)
+        model(ids(), attention_mask=mask, **cache_argument(cache))
     assert cache.get_seq_length() == 0
 
 
@@ -163,12 +164,12 @@ def test_non_finite_keys_store_nothing() -> None:
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     with kvrecall.attach(model), torch.no_grad():
-        model(ids(), past_key_values=cache)
+        model(ids(), **cache_argument(cache))
         weight = model.model.layers[1].self_attn.k_proj.weight
         kept = weight.detach().clone()
         weight.fill_(float("nan"))
         with pytest.raises(errors.NonFiniteError, match="layer 1, sequence 0"):
-            model(ids(5), past_key_values=cache)
+            model(ids(5), **cache_argument(cache))
         weight.copy_(kept)
     assert cache.retrieval_layers[1].get_seq_length() == 111
     cache.align()
@@ -233,12 +234,12 @@ def test_ctrl_c_without_the_engine_is_mended_at_the_next_call() -> None:
 
     cache.on_queries = interrupt
     with kvrecall.attach(model), torch.no_grad():
-        model(ids(), past_key_values=cache)
+        model(ids(), **cache_argument(cache))
         with pytest.raises(KeyboardInterrupt):
-            model(ids(5), past_key_values=cache)
+            model(ids(5), **cache_argument(cache))
         cache.on_queries = None
         with pytest.raises(errors.KVRecallError, match="interrupted"):
-            model(ids(5), past_key_values=cache)
+            model(ids(5), **cache_argument(cache))
     assert cache.get_seq_length() == 111
     still_right(model, cache, torch.cat([ids(), ids(5)], 1))
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.backends.test_transformers import prompt, ragged, run
 
@@ -22,7 +23,7 @@ def logits_of_two_chunks(model: Any, inputs: dict[str, torch.Tensor], first: int
     cache, outs = DynamicCache(config=model.config), []
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for start, end in ((0, first), (first, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
-        outs.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        outs.append(model(ids[:, start:end], attention_mask=mask[:, :end], **cache_argument(cache)).logits)
     # What padding tokens compute is nobody's business.
     return torch.where(mask.bool().unsqueeze(-1), torch.cat(outs, 1), 0.0)
 

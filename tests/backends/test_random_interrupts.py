@@ -22,6 +22,7 @@ from transformers import DynamicCache
 import kvrecall
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core import errors
 from tests.backends.models import tiny
 from tests.blocks import small_blocks
@@ -107,12 +108,12 @@ def test_at_a_random_moment(how: str, model: Any, monkeypatch: pytest.MonkeyPatc
             name = draw.choice(list(OWN))
             method = kvrecall.methods.get(name, top_k=10_000, **{**ZONES, **OWN[name]})
             cache, first = kvrecall.RetrievalCache(model.config, method), ids(draw.choice([15, 30, 60]), moment)
-            model(first, past_key_values=cache)
+            model(first, **cache_argument(cache))
             more, last = ids(draw.choice([1, 1, 9, 40]), moment + 1), ids(1, moment + 2)
 
             def work(cache: Any = cache, more: torch.Tensor = more) -> None:
                 for _ in range(20):
-                    model(more, past_key_values=cache)
+                    model(more, **cache_argument(cache))
 
             delay = draw.uniform(0.0005, 0.03)
             if how == "thread":
@@ -125,10 +126,10 @@ def test_at_a_random_moment(how: str, model: Any, monkeypatch: pytest.MonkeyPatc
             assert held % more.shape[1] == 0 and len({layer.get_seq_length() for layer in cache.layers}) == 1
             plain = DynamicCache(config=model.config)
             for each in [first, *[more] * (held // more.shape[1])]:
-                model(each, past_key_values=plain)
+                model(each, **cache_argument(plain))
             caches = [plain, cache.fork(), cache]
             for _ in range(10):  # some of which move tokens to the host
-                logits = [model(last, past_key_values=each).logits for each in caches]
+                logits = [model(last, **cache_argument(each)).logits for each in caches]
                 for own in logits[1:]:
                     torch.testing.assert_close(own, logits[0], atol=1e-4, rtol=1e-4)
     print(f"{how}: {ended} of {MOMENTS} moments ended a pass")
@@ -178,16 +179,16 @@ def test_a_pass_that_nothing_could_undo_is_undone_by_the_next_one(model: Any, mo
 
     with torch.no_grad(), kvrecall.attach(model):
         for each in (cache, plain):
-            model(ids(60, 1), past_key_values=each)
+            model(ids(60, 1), **cache_argument(each))
         with monkeypatch.context() as patch:
             patch.setattr("kvrecall.layer.undo.commit", stop)
             patch.setattr("kvrecall.layer.undo.undo", stop)
             with pytest.raises(Stop):
-                model(ids(9, 2), past_key_values=cache)
+                model(ids(9, 2), **cache_argument(cache))
         assert cache.layers[0].state.mark is not None
         with pytest.raises(errors.InterruptedPassError, match="60 tokens"):
-            model(ids(9, 2), past_key_values=cache)
-        logits = [model(ids(9, 2), past_key_values=each).logits for each in (cache, plain)]
+            model(ids(9, 2), **cache_argument(cache))
+        logits = [model(ids(9, 2), **cache_argument(each)).logits for each in (cache, plain)]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
@@ -196,13 +197,13 @@ def test_sequences_get_a_new_order_in_all_layers_or_in_none(change: str, model: 
     cache, argument = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV(top_k=10_000, **ZONES)), torch.tensor([1, 0])
     fork_of: Any = 2 if change == "batch_repeat_interleave" else argument
     with torch.no_grad(), kvrecall.attach(model):
-        model(ids(60, 1), past_key_values=cache)
+        model(ids(60, 1), **cache_argument(cache))
         twin = cache.fork()
         with monkeypatch.context() as patch:
             patch.setattr(cache.layers[1].state, "select", lambda *_: (x for x in ()).throw(MemoryError()))
             with pytest.raises(MemoryError):
                 getattr(cache, change)(fork_of)
-        logits = [model(ids(1, 2), past_key_values=each).logits for each in (cache, twin)]
+        logits = [model(ids(1, 2), **cache_argument(each)).logits for each in (cache, twin)]
         torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
         getattr(cache, change)(fork_of)
         assert len(cache.layers[0].state.store.host) == (4 if change == "batch_repeat_interleave" else 2)

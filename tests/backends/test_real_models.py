@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.layer.state import LayerState
 
 pytestmark = pytest.mark.model
@@ -54,7 +55,12 @@ def prompts(loaded: tuple[Any, Any]) -> Any:
 def _generate(model: Any, cache: Any, inputs: Any, new_tokens: int) -> torch.Tensor:
     pad = model.generation_config.pad_token_id or 0
     return model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=pad
+        **inputs,
+        **cache_argument(cache),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=pad,
     )
 
 

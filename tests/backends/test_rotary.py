@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.rotary import Rotaries, _Recorder, ask_model, rotaries_of, text_decoder
 from kvrecall.index.calibration import NoRotary, turn, turn_back
 from tests.backends.models import SMALL, tiny
@@ -86,7 +88,7 @@ def real_keys(model: Any, ids: Tensor, first: int) -> dict[int, Tensor]:
     """Keys `[H_kv, n, D]` of each layer at positions from `first` on, with an attention that returns zeros."""
     cache = _Recorder(model.config)
     positions = torch.arange(first, first + ids.shape[1])[None]
-    text_decoder(model)(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    text_decoder(model)(input_ids=ids, position_ids=positions, **cache_argument(cache), use_cache=True)
     return {number: keys[0] for number, (keys, _) in cache.seen.items()}
 
 
@@ -156,16 +158,65 @@ def test_learned_positions_are_no_rotary_embedding() -> None:
     assert not found.unknown and all(isinstance(layer.rotary, NoRotary) for layer in found.layers.values())
 
 
-def gptj() -> Any:
-    config = transformers.GPTJConfig(n_embd=128, n_layer=2, n_head=2, vocab_size=320, n_positions=256, rotary_dim=32)
-    return transformers.GPTJForCausalLM(config).eval()
+class RotaryTable(torch.nn.Module):
+    """Reads cos and sin of 256 positions from a table."""
+
+    def __init__(self, own: torch.nn.Module) -> None:
+        super().__init__()
+        positions = torch.arange(256)[None]
+        cos, sin = own(torch.zeros(1, 256, 64), positions)
+        self.register_buffer("table", torch.cat([cos[0], sin[0]], -1), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        return self.table[position_ids].to(x.dtype).chunk(2, -1)
+
+
+def test_a_table_ends() -> None:
+    """Statistics and searches look ahead of the text; behind the end of the table they get its last row."""
+    model = tiny("llama", max_position_embeddings=256)
+    expected = ask_model(model).layers[0].rotary
+    model.model.rotary_emb = RotaryTable(model.model.rotary_emb)
+    found = ask_model(model)
+    assert not found.unknown
+    rotary = found.layers[0].rotary
+    assert expected.positions is None and rotary.positions == 256
+    for ours, theirs in zip(rotary.turns(200, 9000), expected.turns(200, 56), strict=True):
+        assert torch.equal(ours[:56], theirs) and torch.equal(ours[56:], theirs[-1:].expand(8944, -1))
+    cache = kvrecall.RetrievalCache(
+        model.config, kvrecall.ParisKVBalanced(top_k=16, local_tokens=32, full_attention_threshold=0)
+    )
+    with kvrecall.attach(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its statistics come from the prompt
+        for tokens in (200, 1, 1):
+            assert model(torch.randint(20, 300, (1, tokens)), **cache_argument(cache)).logits.isfinite().all()
+    assert cache.stats().total.counters.searches
+
+
+@pytest.mark.parametrize("family", ["GPTJ", "CodeGen"])
+def test_sin_before_cos_and_interleaved_pairs(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(
+        n_embd=256, n_layer=2, n_head=4, vocab_size=320, n_positions=4096, rotary_dim=32, bos_token_id=1, eos_token_id=2
+    )
+    model = biased(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    found = ask_model(model)
+    if Version(transformers.__version__) < Version("5.24.0.dev0"):
+        assert found.unknown == (0, 1)  # the embedding is inside the attention
+        return
+    assert not found.unknown
+    check(model, found)
+
+
+def norm_behind_the_embedding() -> Any:
+    return biased(transformers.HunYuanDenseV1ForCausalLM(transformers.HunYuanDenseV1Config(**SMALL)).eval())
 
 
 def test_what_cannot_be_asked_is_unknown_and_told_once() -> None:
-    for model in (gptj(), gptj()):
-        with pytest.warns(UserWarning, match="gptj: expected a rotary embedding .* layers 0, 1. Retrieval works"):
+    for model in (norm_behind_the_embedding(), norm_behind_the_embedding()):
+        with pytest.warns(
+            UserWarning, match="hunyuan_v1_dense: expected a rotary embedding .* layers 0, 1, 2. Retrieval works"
+        ):
             found = rotaries_of(model)
-        assert found.unknown == (0, 1)
+        assert found.unknown == (0, 1, 2)
         assert all(isinstance(layer.rotary, NoRotary) for layer in found.layers.values())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -173,8 +224,7 @@ def test_what_cannot_be_asked_is_unknown_and_told_once() -> None:
 
 
 def test_a_norm_behind_the_embedding_is_unknown() -> None:
-    config = transformers.HunYuanDenseV1Config(**SMALL)
-    assert ask_model(biased(transformers.HunYuanDenseV1ForCausalLM(config).eval())).unknown == (0, 1, 2)
+    assert ask_model(norm_behind_the_embedding()).unknown == (0, 1, 2)
 
 
 def test_a_model_that_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core import errors
 from tests.backends.models import tiny
 from tests.backends.test_cache_operations import OPERATIONS, after_operation
@@ -74,7 +75,7 @@ def test_a_device_that_refuses_in_the_middle_of_a_prompt(
     else:
         with kvrecall.attach(model), torch.no_grad():
             for chunk in ids[:, :-1].split(32, 1):
-                model(chunk, past_key_values=cache)
+                model(chunk, **cache_argument(cache))
     made = engine.generate(model, None, ids, cache, max_new_tokens=12, chunk_tokens=32)
     assert made.new_tokens == expected.new_tokens
     assert all(near(cache)[: 3 if method is FULL else 1]) == (device.demands < refusing)
@@ -88,7 +89,7 @@ def test_forks_go_their_own_ways(method: kvrecall.Method) -> None:
     turns = [{name: torch.cat([x, x[:, i : i + 9]], 1) for name, x in inputs.items()} for i in (0, 30, 50)]
     expected = [run(model, DynamicCache(config=model.config), turn) for turn in turns]
     with kvrecall.attach(model), torch.no_grad():
-        model(**inputs, past_key_values=base)
+        model(**inputs, **cache_argument(base))
         forks = [base.fork(), base.fork(kvrecall.ParisKV(top_k=10_000, **ZONES)), base.fork(FULL)]
         for fork, turn, answer in zip(forks, turns, expected, strict=True):
             assert torch.equal(run(model, fork, turn), answer)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.session import read_info
 from kvrecall.cache.session_index import read_index
 from kvrecall.core.errors import SessionError
@@ -57,7 +58,7 @@ def tokens(count: int, sequences: int = 1, seed: int = 0) -> Tensor:
 def feed(model: Any, cache: RetrievalCache, ids: Tensor, **more: Any) -> Tensor:
     """One call of the attached model; its last logits."""
     with torch.no_grad(), attach(model):
-        return model(input_ids=ids, past_key_values=cache, use_cache=True, **more).logits[:, -1]
+        return model(input_ids=ids, **cache_argument(cache), use_cache=True, **more).logits[:, -1]
 
 
 def decode(model: Any, cache: RetrievalCache, steps: int, seed: int = 3) -> Tensor:

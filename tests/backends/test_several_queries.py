@@ -11,6 +11,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall import engine
 from kvrecall.backends.base import MOST_QUERIES
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.backends.test_transformers import ragged
 from tests.engine.users import METHODS as SPARSE
@@ -45,7 +46,7 @@ def test_guessed_tokens_change_no_greedy_answer(family: str, method: str) -> Non
     with kvrecall.attach(model):
         for cache, guessing in zip(caches, ({}, {"prompt_lookup_num_tokens": 5}), strict=True):
             how: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, **guessing}
-            answers.append(model.generate(ids, past_key_values=cache, **how))
+            answers.append(model.generate(ids, **cache_argument(cache), **how))
     assert torch.equal(*answers)
     assert zones(caches[0]) == zones(caches[1])
     steps = [cache.stats().total.counters.steps for cache in caches]
@@ -58,8 +59,8 @@ def test_few_tokens_are_queries_and_many_a_chunk(count: int) -> None:
     model, turn = tiny("llama"), drawn(count, 9)
     one, other = (read(model, drawn(100)) for _ in range(2))
     with kvrecall.attach(model):
-        made = model(turn, past_key_values=one).logits
-        alone = torch.cat([model(turn[:, t : t + 1], past_key_values=other).logits for t in range(count)], 1)
+        made = model(turn, **cache_argument(one)).logits
+        alone = torch.cat([model(turn[:, t : t + 1], **cache_argument(other)).logits for t in range(count)], 1)
     queries = count <= MOST_QUERIES
     assert [report.counters.steps for report in one.stats().layers] == [count if queries else 0] * 3
     assert (zones(one) == zones(other)) == queries
@@ -76,11 +77,11 @@ def test_a_short_chunk_is_a_prompt_s_where_somebody_says_so() -> None:
     cache, full = read(model, drawn(100)), read(model, drawn(100), "full")
     with kvrecall.attach(model):
         with cache.reading_prompt():
-            made = model(turn, past_key_values=cache).logits
+            made = model(turn, **cache_argument(cache)).logits
             assert cache.prefilling
         with pytest.raises(RuntimeError, match="stop"), cache.reading_prompt():
             raise RuntimeError("stop")
-        expected = model(turn, past_key_values=full).logits
+        expected = model(turn, **cache_argument(full)).logits
     assert not cache.prefilling
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
     assert cache.stats().total.counters.steps == 0 and all(each.buffer == 0 for each in zones(cache))
@@ -97,13 +98,13 @@ def test_ragged_batches_with_padding_between_the_tokens() -> None:
     caches = [kvrecall.RetrievalCache(model.config, SPARSE["pariskv"]) for _ in range(2)]
     with kvrecall.attach(model):
         for cache in caches:
-            model(**inputs, position_ids=positions[:, :start], past_key_values=cache)
-        made = model(turn, attention_mask=mask, position_ids=positions[:, start:], past_key_values=caches[0]).logits
+            model(**inputs, position_ids=positions[:, :start], **cache_argument(cache))
+        made = model(turn, attention_mask=mask, position_ids=positions[:, start:], **cache_argument(caches[0])).logits
         alone = []
         for t in range(4):
             end = start + t + 1
             given = {"attention_mask": mask[:, :end], "position_ids": positions[:, end - 1 : end]}
-            alone.append(model(turn[:, t : t + 1], past_key_values=caches[1], **given).logits)
+            alone.append(model(turn[:, t : t + 1], **cache_argument(caches[1]), **given).logits)
     real = fresh.bool()
     torch.testing.assert_close(made[real], torch.cat(alone, 1)[real], atol=1e-4, rtol=1e-4)
     assert zones(caches[0]) == zones(caches[1])

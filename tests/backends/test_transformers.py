@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.tiny import word_tokenizer
 
@@ -45,7 +46,7 @@ def ragged(lengths: tuple[int, ...] = (111, 7, 40)) -> dict[str, torch.Tensor]:
 def run(model: Any, cache: Any, inputs: dict[str, torch.Tensor], new_tokens: int = 40, **call: Any) -> torch.Tensor:
     torch.manual_seed(5)
     call = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0, **call}
-    return model.generate(**inputs, past_key_values=cache, **call)
+    return model.generate(**inputs, **cache_argument(cache), **call)
 
 
 def same_as_dynamic(
@@ -157,7 +158,7 @@ def test_fork_shares_the_prompt_and_stays_independent() -> None:
     model, inputs = tiny("llama"), prompt(1)
     base = kvrecall.RetrievalCache(model.config, METHODS["pariskv"])
     with kvrecall.attach(model), torch.inference_mode():
-        model(**inputs, past_key_values=base)
+        model(**inputs, **cache_argument(base))
         first, second = base.fork(), base.fork(kvrecall.Exact(top_k=10_000, **ZONES))
         assert base.tables and first.tables and first.tables[0].blocks == base.tables[0].blocks != []
         longer = {name: torch.cat([x, x[:, :50]], 1) for name, x in inputs.items()}

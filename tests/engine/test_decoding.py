@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import ParameterError
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, prompt, ragged
@@ -38,7 +39,7 @@ def plain(model: Any, inputs: dict[str, torch.Tensor], method: kvrecall.Method, 
     cache = kvrecall.RetrievalCache(model.config, method)
     with kvrecall.attach(model), torch.random.fork_rng():
         torch.manual_seed(seed)
-        return model.generate(**inputs, past_key_values=cache, generation_config=GenerationConfig(**asked))
+        return model.generate(**inputs, **cache_argument(cache), generation_config=GenerationConfig(**asked))
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

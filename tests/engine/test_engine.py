@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.engine import Engine
 from tests.backends.models import tiny
 from tests.engine.users import METHODS, User, idle, in_threads, rows_per_call
@@ -80,7 +81,7 @@ def test_a_model_that_asks_for_one_length_of_all_is_decoded_in_turn() -> None:
 
     def asking(*args: Any, **kwargs: Any) -> Any:
         if kwargs["input_ids"].shape[1] == 1:
-            kwargs["past_key_values"].get_seq_length()
+            given_cache(kwargs).get_seq_length()
         return forward(*args, **kwargs)
 
     asked = [User(PARIS, (70,), 8), User(EXACT, (41,), 8, seed=1)]

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvrecall
 from kvrecall import engine, errors
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.engine.prefill import chunk_size
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
@@ -42,7 +43,7 @@ def test_any_chunks_fill_the_cache_alike(family: str, inputs: dict[str, torch.Te
     engine.prefill(model, inputs["input_ids"], cache, chunk_tokens=chunk, attention_mask=inputs["attention_mask"])
     with kvrecall.attach(model), torch.no_grad():
         positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
-        model(**inputs, position_ids=positions, past_key_values=whole)
+        model(**inputs, position_ids=positions, **cache_argument(whole))
     for ours, theirs in zip(contents(cache), contents(whole), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     with kvrecall.attach(model):

@@ -9,6 +9,7 @@ import torch
 
 import kvrecall
 from kvrecall import engine, errors
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.backends.test_attach import COVERING, answer, ids
 
@@ -106,7 +107,7 @@ def test_another_batch_is_refused(model: Any) -> None:
 def test_embeddings_cannot_be_compared(model: Any) -> None:
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     with kvrecall.attach(model), torch.no_grad():
-        model(inputs_embeds=model.get_input_embeddings()(ids(60)), past_key_values=cache)
+        model(inputs_embeds=model.get_input_embeddings()(ids(60)), **cache_argument(cache))
     with pytest.raises(errors.ParameterError, match=r"embeddings or images.*reset\(\)"):
         generate(model, ids(60), cache)
     cache.reset()

@@ -21,6 +21,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import CACHE, cache_argument
 from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.core.extras import SERVER
 from kvrecall.engine.serving import OneModel, retrieving, run, serve_arguments
@@ -47,13 +48,24 @@ def asked(tokens: int, new: int = 12, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": told}
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_a_cache_of_the_callers_own_counts_under_either_name(model: Any, name: str) -> None:
+    own = DynamicCache()
+    with retrieving(model, METHOD):
+        model.generate(**asked(100), **{name: own})
+        told = asked(100, 4, return_dict_in_generate=True)
+        made = model.generate(**told, **{name: None})
+    assert own.get_seq_length() == 111 and isinstance(made[CACHE], kvrecall.RetrievalCache)
+
+
 def test_generate_retrieves_inside_and_is_its_own_outside(model: Any) -> None:
     expected = model.generate(**asked(100))
     out = asked(100) | {"generation_config": GenerationConfig(max_new_tokens=12, return_dict_in_generate=True, pad_token_id=0)}
     with retrieving(model, METHOD):
         made = model.generate(**out)
-        own = model.generate(**asked(100), past_key_values=DynamicCache())
-    cache = made.past_key_values
+        own = model.generate(**asked(100), **cache_argument(DynamicCache()))
+    cache = getattr(made, CACHE)
     assert isinstance(cache, kvrecall.RetrievalCache) and cache.get_seq_length() == 111
     assert torch.equal(made.sequences, expected) and torch.equal(own, expected)
     assert "generate" not in vars(model) and torch.equal(model.generate(**asked(100)), expected)

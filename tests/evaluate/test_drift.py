@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.conditions import conditions
@@ -49,13 +50,13 @@ def test_divergence_and_recall_are_those_of_separate_runs(monkeypatch: pytest.Mo
     model = asker().model
     ids = torch.tensor([PROMPT + FORCED[:11]])
     with torch.inference_mode():
-        truth = model(ids, past_key_values=DynamicCache(config=model.config)).logits[0, -12:].double().log_softmax(-1)
+        truth = model(ids, **cache_argument(DynamicCache(config=model.config))).logits[0, -12:].double().log_softmax(-1)
         cache = kvrecall.RetrievalCache(model.config, conditions(specs, [8])[1].method)
         prefill(model, ids[:, :299], cache)
         own = []
         with kvrecall.attach(model):
             for token in ids[0, 299:]:
-                own.append(model(input_ids=token[None, None], past_key_values=cache).logits[0, -1].double().log_softmax(-1))
+                own.append(model(input_ids=token[None, None], **cache_argument(cache)).logits[0, -1].double().log_softmax(-1))
     kl = torch.nn.functional.kl_div(torch.stack(own), truth, log_target=True, reduction="batchmean")
     assert exact.windows[0].kl == pytest.approx(float(kl), rel=1e-2)
     assert exact.windows[0].agreement == (torch.stack(own).argmax(-1) == truth.argmax(-1)).float().mean()

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.recall import replay, replay_windows
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo, capture
@@ -34,7 +35,7 @@ def test_capture_sees_the_keys_that_the_model_caches(tmp_path: Path) -> None:
     assert loaded.info == trace.info and loaded.info.prompt_tokens == 89 and loaded.info.layers == (0, 2)
 
     cache = DynamicCache(config=model.config)
-    model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    model.generate(ids, **cache_argument(cache), max_new_tokens=5, do_sample=False, pad_token_id=0)
     for number in (0, 2):
         kept = loaded.layers[number]
         assert kept.queries.shape == (5, 4, 64)

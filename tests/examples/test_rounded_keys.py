@@ -7,6 +7,7 @@ import torch
 
 import kvrecall
 from examples.rounded_keys import RoundedConfig, RoundedKeys, rounded, scores
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
@@ -59,5 +60,5 @@ def test_a_budget_that_covers_the_zone_is_full_attention() -> None:
     )
     cache = kvrecall.RetrievalCache(model.config, method)
     with kvrecall.attach(model):
-        answer = model.generate(ids, max_new_tokens=12, do_sample=False, past_key_values=cache)
+        answer = model.generate(ids, max_new_tokens=12, do_sample=False, **cache_argument(cache))
     assert torch.equal(answer, full)

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import NonFiniteError
@@ -118,7 +119,7 @@ def test_covering_budget_gives_the_tokens_of_full_attention(method: kvrecall.Met
     expected = model.generate(ids, **call)
     cache = kvrecall.RetrievalCache(model.config, method)
     with kvrecall.attach(model):
-        out = model.generate(ids, past_key_values=cache, **call)
+        out = model.generate(ids, **cache_argument(cache), **call)
     agree = (out == expected).float().mean().item()
     assert agree == 1.0 if dtype == torch.float32 else agree > 0.9  # bf16: another kernel may round a near-tie the other way
     total = cache.stats().to_dict()["total"]
@@ -133,7 +134,7 @@ def test_small_budget_runs_and_counts_its_bytes(gqa: str) -> None:
     cache = kvrecall.RetrievalCache(model.config, method)
     ids = torch.randint(0, 512, (1, 300), device="cuda")
     with kvrecall.attach(model):
-        model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.generate(ids, **cache_argument(cache), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     counters = cache.stats().total.counters
     row = 2 * 64 * 2
     assert counters.bytes_to_device == (counters.retrieved_tokens - counters.reused_rows) * row
@@ -146,10 +147,10 @@ def test_non_finite_keys_are_reported_at_the_next_host_check() -> None:
     cache = kvrecall.RetrievalCache(model.config, kvrecall.ParisKV())
     ids = torch.randint(0, 512, (1, 40), device="cuda")
     with kvrecall.attach(model), torch.inference_mode():
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(cache))
         with torch.no_grad():
             model.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **cache_argument(cache))
     with pytest.raises(NonFiniteError, match="layer 1"):
         cache.stats()
 

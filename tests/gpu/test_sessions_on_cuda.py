@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import RetrievalCache, attach, engine, methods
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 from tests.backends.test_sessions import method_of, tokens
 
@@ -25,7 +26,7 @@ def model() -> Any:
 
 def feed(model: Any, cache: RetrievalCache, ids: Tensor) -> Tensor:
     with torch.no_grad(), attach(model):
-        return model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True).logits[:, -1].cpu()
+        return model(input_ids=ids.to(model.device), **cache_argument(cache), use_cache=True).logits[:, -1].cpu()
 
 
 def decode(model: Any, cache: RetrievalCache, steps: int, seed: int = 3) -> Tensor:

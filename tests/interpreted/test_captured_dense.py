@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import CaptureError
 from tests.backends.models import tiny
 from tests.blocks import Device
@@ -64,7 +65,7 @@ def steps(
             mask = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.bool)], 1).long()
             positions = mask.sum(1, keepdim=True) - 1
-            out = model(tokens, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            out = model(tokens, attention_mask=mask, position_ids=positions, **cache_argument(cache))
         made.append(out.logits[:, -1])
     return torch.stack(made)
 

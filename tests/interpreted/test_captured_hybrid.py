@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers import attention
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import CaptureError, ParameterError
 from tests.backends.models import tiny
 
@@ -262,7 +263,7 @@ def test_a_cache_whose_steps_are_captured_is_left_alone() -> None:
         with pytest.raises(ParameterError, match=f"^{name}: expected a cache that is not being decoded"):
             change()
     with pytest.raises(CaptureError, match="2 tokens were fed at once"), kvrecall.attach(model), torch.no_grad():
-        decoder._call(input_ids=torch.ones(2, 2, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        decoder._call(input_ids=torch.ones(2, 2, dtype=torch.int64), **cache_argument(cache), use_cache=True)
     decoder.close()
     assert cache.fork().get_seq_length() == 42
 

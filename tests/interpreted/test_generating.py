@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -40,7 +41,7 @@ def answer(model: Any, ids: Tensor, capture: bool = True, cache: Any = None, **o
     cache = kvrecall.RetrievalCache(model.config, METHODS["sphere"]) if cache is None else cache
     torch.manual_seed(3)
     with kvrecall.attach(model, capture=capture):
-        return model.generate(ids, past_key_values=cache, **{"max_new_tokens": 5, "do_sample": False} | options)
+        return model.generate(ids, **cache_argument(cache), **{"max_new_tokens": 5, "do_sample": False} | options)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"num_return_sequences": 2, "do_sample": True}])
@@ -83,14 +84,14 @@ def test_positions_that_ids_do_not_tell_are_the_models(model: Any) -> None:
     embeds = model.get_input_embeddings()(prompt(40)).detach()
     cache = kvrecall.RetrievalCache(model.config, METHODS["sphere"])
     with kvrecall.attach(model):
-        made = model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        made = model.generate(inputs_embeds=embeds, **cache_argument(cache), max_new_tokens=5, do_sample=False)
     assert torch.equal(made, answer(model, prompt(40), capture=False)[:, 40:]) and Launched.recorded_steps == 0
     with kvrecall.attach(model):
-        model(prompt(40), past_key_values=(cache := kvrecall.RetrievalCache(model.config, METHODS["sphere"])))
+        model(prompt(40), **cache_argument(cache := kvrecall.RetrievalCache(model.config, METHODS["sphere"])))
     model.forward = lambda **given: "the model's own"
     with captured_decoding(model, cache, 4, required=True):
         several = torch.full((3, 1, 1), 40)
-        assert model.forward(input_ids=prompt(1), past_key_values=cache, position_ids=several) == "the model's own"
+        assert model.forward(input_ids=prompt(1), **cache_argument(cache), position_ids=several) == "the model's own"
     assert Launched.recorded_steps == 0 and not cache.captured
 
 
@@ -134,15 +135,17 @@ def test_contexts_that_overlap_leave_the_model_as_it_was(model: Any) -> None:
     caches = [kvrecall.RetrievalCache(model.config, METHODS["sphere"]) for _ in range(4)]
     with kvrecall.attach(model, capture=False):
         for cache in caches:
-            model(prompt(40), past_key_values=cache)
+            model(prompt(40), **cache_argument(cache))
         ones = [captured_decoding(model, cache, 4, required=True) for cache in caches[:2]]
         for one in ones:
             one.__enter__()
         for number, one in enumerate(ones):
-            made, expected = (model(input_ids=prompt(1, seed=number), past_key_values=x).logits for x in (caches[1], caches[3]))
+            made, expected = (
+                model(input_ids=prompt(1, seed=number), **cache_argument(x)).logits for x in (caches[1], caches[3])
+            )
             torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
             if not number:
-                model(input_ids=prompt(1), past_key_values=caches[0])
+                model(input_ids=prompt(1), **cache_argument(caches[0]))
             assert caches[1].captured and caches[0].captured != bool(number) and not caches[3].captured
             one.__exit__(None, None, None)
     assert "forward" not in vars(model) and not any(cache.captured for cache in caches)

@@ -17,6 +17,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers import calibration
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.pools import pool_of
 from tests.backends.models import tiny
 
@@ -177,7 +178,7 @@ def test_guessed_tokens_come_between_captured_steps(name: str) -> None:
             torch.manual_seed(2)
             capturing = captured_decoding(model, cache, 16, required=True) if cache is caches[1] else nullcontext()
             with capturing:
-                answers.append(model.generate(ids, past_key_values=cache, **how))
+                answers.append(model.generate(ids, **cache_argument(cache), **how))
     assert torch.equal(*answers) and Launched.recorded_steps
     for one, other in zip(caches[0].retrieval_layers, caches[1].retrieval_layers, strict=True):
         assert one.state is not None and other.state is not None and other.captured is None

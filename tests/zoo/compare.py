@@ -22,6 +22,7 @@ from transformers import AttentionInterface, LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import CACHE, cache_argument
 from kvrecall.core.errors import InterruptedPassError, KVRecallError
 from tests.zoo.tiny import SPECIAL_FROM, Family, tiny_model
 
@@ -135,7 +136,7 @@ def answer(model: Any, cache: Any, ids: Tensor, mask: Tensor, wanted: Turn | Non
 
     given: more arguments of `generate`, such as images."""
     torch.manual_seed(5)  # some families draw numbers in their forward pass
-    given |= {} if cache is None else {"past_key_values": cache}
+    given |= {} if cache is None else cache_argument(cache)
     if model.config.is_encoder_decoder:
         given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     out = model.generate(
@@ -143,7 +144,7 @@ def answer(model: Any, cache: Any, ids: Tensor, mask: Tensor, wanted: Turn | Non
         logits_processor=[] if wanted is None else [Follow(wanted.sequences)],
         return_dict_in_generate=True, output_logits=True, **given,
     )  # fmt: skip
-    return Turn(out.sequences, torch.stack(out.logits, 1).float(), out.get("past_key_values"))
+    return Turn(out.sequences, torch.stack(out.logits, 1).float(), out.get(CACHE))
 
 
 class Follow(LogitsProcessor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import KVRecallError, UnsupportedModelError
 from tests.zoo.compare import PROMPT_TOKENS, TOLERANCE, ZONES, Turn, answer, difference, holdings, implementations, prompts
 from tests.zoo.sample import ADAPTERS, IMAGE_TEXT, IMAGES, IMAGES_REFUSED
@@ -124,7 +125,7 @@ def test_decoder_of_a_vision_model_by_itself(name: str) -> None:
         before = implementations(whole)
         with refusals(cache):
             with kvrecall.attach(decoder):
-                got = [decoder(input_ids=x, attention_mask=mask[:, :n], past_key_values=cache).last_hidden_state
+                got = [decoder(input_ids=x, attention_mask=mask[:, :n], **cache_argument(cache)).last_hidden_state
                        for x, n in ((ids[:, :70], 70), (ids[:, 70:], 83))]  # fmt: skip
             real = mask.bool()
             assert difference(torch.cat(got, 1)[real], wanted[real]) < TOLERANCE
@@ -176,7 +177,7 @@ def test_training_step(llama: Any, ours: bool) -> None:
     ids, mask = prompts()
     plain = deepcopy(llama).train()
     plain(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
-    given = {"past_key_values": cache_for(llama.config)} if ours else {}
+    given = cache_argument(cache_for(llama.config)) if ours else {}
     try:
         with kvrecall.attach(llama.train()):
             llama(input_ids=ids, attention_mask=mask, labels=ids, **given).loss.backward()

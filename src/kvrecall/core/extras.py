@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from kvrecall.core.errors import MissingPackageError
 
-TRANSFORMERS = ((5, 16, 1), (5, 24))
+TRANSFORMERS = ((5, 16, 1), (5, 25))
 """The oldest supported release of transformers, and the first untested one; as in pyproject.toml."""
 
 SERVER = ("fastapi", "uvicorn", "openai")

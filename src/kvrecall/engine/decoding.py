@@ -20,13 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache_name import CACHE, cache_argument, output_with
 from kvrecall.backends.transformers.joint import joinable
 from kvrecall.core.errors import ParameterError
 
-_SHARED = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep"}
+_SHARED = {"input_ids", "position_ids", "attention_mask", CACHE, "use_cache", "logits_to_keep"}
 """Arguments of a decode step that a joint step sets for all rows."""
 
 
@@ -69,7 +69,7 @@ class Decoding:
             return input_ids
 
         model.generate(
-            input_ids, attention_mask=mask, past_key_values=self.cache, generation_config=config, custom_generate=take
+            input_ids, attention_mask=mask, **cache_argument(self.cache), generation_config=config, custom_generate=take
         )
         made: Any = taken.pop("generation_config")
         self.model: Any = taken.pop("model")
@@ -159,7 +159,7 @@ class Decoding:
         """Updates the model's arguments to the last step."""
         behind = len(self.steps) - self._told
         if behind:
-            outputs = self._outputs or CausalLMOutputWithPast(past_key_values=self.cache)  # type: ignore[arg-type]
+            outputs = self._outputs or output_with(self.cache)
             several = {"num_new_tokens": behind} if behind > 1 else {}  # after steps with tokens and positions only
             self._arguments = self.model._update_model_kwargs_for_generation(
                 outputs, self._arguments, is_encoder_decoder=False, **several

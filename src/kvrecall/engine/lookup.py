@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache_name import output_with
 from kvrecall.core.errors import CaptureError, ParameterError
 from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.prefill import context_limit
@@ -97,7 +97,7 @@ class LookupDecoding(Decoding):
         """Feeds the last `known` tokens and the guess: logits of each."""
         arguments, guessed = self._arguments, len(self._guess)
         if guessed:
-            outputs = CausalLMOutputWithPast(past_key_values=self.cache)  # type: ignore[arg-type]
+            outputs = output_with(self.cache)
             arguments = self.model._update_model_kwargs_for_generation(
                 outputs, dict(arguments), is_encoder_decoder=False, num_new_tokens=guessed
             )

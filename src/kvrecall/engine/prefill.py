@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
 from kvrecall.engine.prefix import keep_prefix
 
@@ -69,7 +70,7 @@ def read_chunk(
             input_ids=input_ids[:, chunk],
             attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
             position_ids=None if positions is None else positions[:, chunk],
-            past_key_values=cache,
+            **cache_argument(cache),
             use_cache=True,
         )
 

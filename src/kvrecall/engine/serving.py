@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving import model_manager, server
 
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import given_cache, with_cache
 from kvrecall.core.errors import ContextLengthError, KVRecallError, ParameterError
 from kvrecall.core.extras import require_server
 from kvrecall.engine.prefill import chunk_size, context_limit
@@ -61,8 +62,8 @@ def retrieving(model: PreTrainedModel, method: Method, context: int | None = Non
                 if limit is not None:  # so that the server reports finish_reason "length" for answers that end here
                     told.max_new_tokens = min(told.max_new_tokens or limit, limit - ids.shape[-1])
                 told.prefill_chunk_size = told.prefill_chunk_size or chunk_size(model, None, ids.shape[0])
-            if kwargs.get("past_key_values") is None:
-                kwargs["past_key_values"] = RetrievalCache(model.config, method)
+            if given_cache(kwargs) is None:
+                kwargs = with_cache(kwargs, RetrievalCache(model.config, method))
             return generate(*args, **kwargs)
 
         served.generate = generate_retrieving

@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
 from kvrecall.core.errors import CaptureError, InterruptedPassError
@@ -284,7 +285,7 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     positions = [position for member in group for position in member.decoding.positions()]
     rows = torch.tensor([tokens, positions], device=model.device).unsqueeze(-1)
     with group[0].asked.computing(), torch.no_grad(), _decoding_modules(model):
-        outputs = model(input_ids=rows[0], position_ids=rows[1], past_key_values=joint, use_cache=True, return_dict=True)
+        outputs = model(input_ids=rows[0], position_ids=rows[1], **cache_argument(joint), use_cache=True, return_dict=True)
     return outputs.logits[:, -1]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.transfer import bring_keys
 from kvrecall.core.errors import ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
@@ -123,7 +124,7 @@ def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Te
 
 def _logits(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
     """Log-probabilities fp64 `[T, vocabulary]` of the token after each token `[1, T]`."""
-    out = asker.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    out = asker.model(input_ids=tokens, **cache_argument(cache), use_cache=True)
     return out.logits[0].double().log_softmax(-1)
 
 

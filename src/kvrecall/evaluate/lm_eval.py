@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import KVRecallError, MissingPackageError, ParameterError
 from kvrecall.engine import prefill
 from kvrecall.evaluate.conditions import conditions
@@ -88,7 +89,7 @@ class KVRecallLM(HFLM):
                 cache.batch_repeat_interleave(copies)  # `generate` repeats the prompts, but not the cache
         with attach(self.model):
             return self.model.generate(
-                input_ids=context, attention_mask=mask, past_key_values=cache, max_length=max_length,
+                input_ids=context, attention_mask=mask, **cache_argument(cache), max_length=max_length,
                 stopping_criteria=stopping, pad_token_id=self.tokenizer.pad_token_id, use_cache=True, **options,
             )  # fmt: skip
 

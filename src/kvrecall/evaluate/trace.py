@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.calibration import calibration_of
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors
@@ -203,7 +204,7 @@ def capture(
     token = input_ids[:, -1:]
     with attach(model):
         for step in range(steps):
-            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            out = model(input_ids=token, **cache_argument(cache), use_cache=True)
             greedy = out.logits[:, -1:].argmax(-1)
             token = greedy if forced is None or step >= len(forced) else torch.full_like(greedy, forced[step])
             if tell:

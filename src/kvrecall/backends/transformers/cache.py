@@ -45,7 +45,7 @@ _CHECKED_TOKENS = 256
 
 
 class RetrievalCache(Cache):
-    """Drop-in `past_key_values` for `generate` inside `kvrecall.attach(model)`.
+    """Drop-in cache for `generate` inside `kvrecall.attach(model)`.
 
     Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers. Captured decoding
     replaces sliding ones until it ends.

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.cache_name import given_cache
 
 
 class GenerateHook:
@@ -46,7 +47,7 @@ class _Generating:
         update_wrapper(self, self._generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, model = kwargs.get("past_key_values"), self._model()
+        cache, model = given_cache(kwargs), self._model()
         if model is None or not isinstance(cache, RetrievalCache):
             return self._generate(*args, **kwargs)
         from kvrecall.backends.transformers.capture.calls import while_generating  # needs Triton

@@ -35,7 +35,7 @@ class NotTogetherError(UnsupportedModelError):
 
 
 class JointCache(Cache):
-    """`past_key_values` for one decode step of several members, one new token per row; rows are in the members' order.
+    """The cache for one decode step of several members, one new token per row; rows are in the members' order.
 
     The call takes no attention mask: a decode step has no padding, and each member knows its prompt's padding.
     """

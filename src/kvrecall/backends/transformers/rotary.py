@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers import codes
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import Heads, template
 from kvrecall.backends.transformers.rotary_module import ModelRotary, Question, state_of
 from kvrecall.index.calibration import NoRotary, Rotary
@@ -188,7 +189,7 @@ class _Asking:
             given["position_ids"] = positions.reshape(-1, 1).to(device)
         autocast = torch.autocast(device.type, enabled=False)
         with torch.no_grad(), autocast, _evaluating(self._decoder), _same_random_numbers(device), self._hooked():
-            self._decoder(**given, past_key_values=cache, use_cache=True)
+            self._decoder(**given, **cache_argument(cache), use_cache=True)
         shape = codes.GROUPS, codes.TOKENS
         keys, values, eps = {}, {}, {}
         for number, (k, v) in cache.seen.items():

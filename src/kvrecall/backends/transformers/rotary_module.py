@@ -49,6 +49,8 @@ class Question:
         self._module, self._args, self._kwargs, self._device = _copy_of(module), args, kwargs, device
         self.key = id(module), repr(args), repr(sorted(kwargs.items()))
         """Equal for calls with the same result."""
+        self.positions = self._table_length()
+        """How many positions the module has in a table; None if it computes any."""
 
     @staticmethod
     def of(
@@ -68,19 +70,41 @@ class Question:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) fp32 `[n, W]` on the CPU at positions int64 `[n]`.
 
-        Kinds of scaling that depend on the longest position of a call (dynamic, longrope) see these positions.
+        Kinds of scaling that depend on the longest position of a call (dynamic, longrope) see these positions. Positions behind
+        the end of a table, where the model itself fails, have the values of its last row.
         """
-        positions = positions.to(self._device)
+        if self.positions is not None:
+            positions = positions.clamp(max=self.positions - 1)
+        return self._asked(self._module, positions.to(self._device))
+
+    def _asked(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) fp32 `[n, W]` on the CPU from a copy of the module, at positions on its device."""
 
         def filled(value: Any) -> Any:
             return value.fill(positions) if isinstance(value, _Positions | _Floats) else value
 
         args, kwargs = [filled(value) for value in self._args], {name: filled(value) for name, value in self._kwargs.items()}
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(positions.device.type, enabled=False):
             # The class's forward, because accelerate's hooks on the instance belong to the original module.
-            cos, sin = type(self._module).forward(self._module, *args, **kwargs)
+            cos, sin = type(module).forward(module, *args, **kwargs)
         width = cos.shape[-1]
         return tuple(x.float().reshape(-1, len(positions), width)[0].cpu() for x in (cos, sin))  # type: ignore[return-value]
+
+    def _table_length(self) -> int | None:
+        """Looks one row behind the end of each table, on the CPU: on a GPU an index out of range would end the process."""
+        tables = [x for x in (*self._module._buffers.values(), *vars(self._module).values()) if isinstance(x, Tensor)]
+        lengths = sorted({x.shape[0] for x in tables if x.ndim > 1})
+        if not lengths or self._knows(lengths[-1]):
+            return None
+        return next((length for length in reversed(lengths) if length and self._knows(length - 1)), None)
+
+    def _knows(self, position: int) -> bool:
+        module = _copy_of(self._module, torch.device("cpu"))
+        try:
+            self._asked(module, torch.tensor([position]))
+        except Exception:  # of any kind: it has no such position
+            return False
+        return True
 
 
 class ModelRotary(Rotary):
@@ -88,7 +112,7 @@ class ModelRotary(Rotary):
 
     def __init__(self, question: Question, partner: Tensor, cos_column: Tensor, sin_column: Tensor, sign: Tensor) -> None:
         """Columns int64 `[D]` of the module's output, -1 for none; sign fp32 `[D]` of sin."""
-        self.partner = partner
+        self.partner, self.positions = partner, question.positions
         self._question, self._cos, self._sin, self._sign = question, cos_column, sin_column, sign
         self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
@@ -144,18 +168,20 @@ def _left_open(value: Any) -> Any:
     return value
 
 
-def _copy_of(module: nn.Module) -> nn.Module:
-    """A copy that shares no buffer, because some kinds of scaling change buffers at every call."""
+def _copy_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy that shares no buffer, because some kinds of scaling change buffers at every call; its buffers are on `device`."""
     with torch.inference_mode(False), torch.no_grad():
         made = copy(module)
         for name in ("_parameters", "_modules"):
             made.__dict__[name] = copy(module.__dict__[name])
         for name in ("_forward_hooks", "_forward_pre_hooks"):  # hooks may keep the model alive
             made.__dict__[name] = OrderedDict()
-        made.__dict__["_buffers"] = {name: None if x is None else x.clone() for name, x in module._buffers.items()}
+        made.__dict__["_buffers"] = {
+            name: None if x is None else x.to(device, copy=True) for name, x in module._buffers.items()
+        }
         for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, bound to the original module
             made.__dict__.pop(name, None)
         for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | dict) and not name.startswith("_"):
-                made.__dict__[name] = value.clone() if isinstance(value, Tensor) else dict(value)
+                made.__dict__[name] = value.to(device, copy=True) if isinstance(value, Tensor) else dict(value)
     return made

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.cache_name import given_cache, output_with
 from kvrecall.backends.transformers.capture.decoder import Capturing
 
 _MORE = ("output_hidden_states", "output_attentions", "labels")
@@ -41,7 +41,7 @@ class _Forward:
 
         @wraps(call)  # `generate` reads the signature to see which arguments it may pass
         def forward(*args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
+            cache = given_cache(kwargs)
             known = self.capturing.get(id(cache))
             if known is None or cache is None:
                 return call(*args, **kwargs)
@@ -50,7 +50,7 @@ class _Forward:
             if tokens is not None and tokens.shape[1] == 1 and not cache.prefilling and _plain(cache, kwargs):
                 logits = capturing.step(tokens, room)
                 if logits is not None:
-                    return CausalLMOutputWithPast(logits=logits.unsqueeze(1), past_key_values=cache)
+                    return output_with(cache, logits.unsqueeze(1))
             capturing.close()
             return call(*args, **kwargs)
 

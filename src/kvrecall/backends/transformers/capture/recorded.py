@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.check import PLAIN
 from kvrecall.backends.transformers.capture.ranks import Ranks
 from kvrecall.backends.transformers.capture.sliding import SlidingSlots, SlidingWindow
@@ -295,7 +296,7 @@ class RecordedStep:
         out = call(
             input_ids=self.input_ids,
             position_ids=self.positions,
-            past_key_values=cache,
+            **cache_argument(cache),
             use_cache=True,
             logits_to_keep=1,
         )
