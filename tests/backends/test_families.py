@@ -82,6 +82,14 @@ def test_families_that_would_fail_with_an_error_of_their_own(name: str, says: st
         pass
 
 
+def test_layers_that_run_several_times_are_refused() -> None:
+    """Dory, from transformers 5.24 on, adds copies of cache layers, or reads their keys without the attention function."""
+    model = tiny("llama")
+    model.config.model_type = "dory"
+    with pytest.raises(errors.UnsupportedModelError, match=r"dory: .*run several times"), kvrecall.attach(model):
+        pass
+
+
 def test_a_decoder_that_could_have_an_encoder() -> None:
     """BART's decoder alone: it asks for a mask of encoder states that it is not given."""
     config = transformers.BartConfig(

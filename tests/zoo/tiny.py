@@ -111,6 +111,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"qk_rope_head_dim": 0},  # its indexed layers have no positions
     "step3p5": {"sliding_window": WINDOW},  # no default
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},  # pairs of kinds and repetitions
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},  # sections of its layers
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},  # no default
     "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4}},  # rope_theta is not a field
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},  # no default

@@ -16,7 +16,10 @@ from kvrecall.methods.base import HEAD_DIMS
 ENCODER_DECODER = "an encoder-decoder model (cross-attention, two caches)"
 COMPILED = "Use the model as it is; on a GPU, kvrecall captures decode steps as CUDA graphs, with compiled=True also compiled."
 
-_REFUSED = {"doge": "attention that computes with its mask, which has to be of queries by keys"}
+_REFUSED = {
+    "doge": "attention that computes with its mask, which has to be of queries by keys",
+    "dory": "layers that run several times, with copies of the cache's layers or keys read from them",
+}
 """Families that would otherwise fail with another library's error."""
 
 _STEADY_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
