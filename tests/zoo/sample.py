@@ -27,7 +27,7 @@ EQUAL_OR_REFUSED = {
     (CAUSAL, "deepseek_v3"): "latent attention: keys are made from what the cache holds",
     (CAUSAL, "bloom"): "ALiBi, attention of its own",
     (CAUSAL, "falcon"): "attention of its own",
-    (CAUSAL, "gptj"): "attention of its own",
+    (CAUSAL, "gptj"): "attention of its own before transformers 5.24",
     (CAUSAL, "jetmoe"): "keys repeated behind the cache",
     (CAUSAL, "diffllama"): "two attentions over one key",
     (CAUSAL, "gemma3n_text"): "layers that share keys of earlier ones",

@@ -112,6 +112,9 @@ OWN: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": WINDOW},  # no default
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},  # pairs of kinds and repetitions
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},  # sections of its layers
+    "apertus1p5": {"image_token_offset": SPECIAL_FROM, "audio_token_offset": SPECIAL_FROM + 4},  # 4 codes each
+    "apertus1p5_vision_tokenizer": {"codebook_size": 4, "base_channels": 32, "num_res_blocks": 1},
+    "wavtokenizer_encoder": {"codebook_size": 4, "codebook_dim": HIDDEN},  # it has no projection
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},  # no default
     "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4}},  # rope_theta is not a field
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},  # no default
