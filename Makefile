@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci lint docs wheel format bench-cpu bench-gpu clean
+.PHONY: help install demo test notebooks test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci lint docs wheel format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,9 +28,19 @@ PARALLEL := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 WORKERS  ?= -n auto --maxprocesses 4 --dist worksteal
 SLOWEST  := --durations=10 --durations-min=1
 
+# Whether Triton interprets kernels is decided when it is imported, so those tests have a run of their own. Both runs go at the
+# same time: each has times in which a core waits.
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
-	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(ARGS)
-	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted
+	@mkdir -p build; \
+	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted >build/interpreted.log 2>&1 & \
+	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(NOTEBOOKS) $(ARGS); \
+	main=$$?; wait $$!; interpreted=$$?; cat build/interpreted.log; exit $$((main | interpreted))
+
+# They are documentation, and `make test` has the tests of all that they call.
+NOTEBOOKS := --deselect tests/examples/test_notebooks.py::test_all_cells_run
+
+notebooks: $(STAMP) ## Run the cells of the notebooks in examples/ on a small model
+	$(PARALLEL) $(BIN)/python -m pytest -q tests/examples/test_notebooks.py
 
 test-stateful: $(STAMP) ## Random operations on layers, 10,000 for every method (OPERATIONS=1000 for fewer)
 	$(PARALLEL) KVRECALL_STATEFUL_OPERATIONS=$(or $(OPERATIONS),10000) $(BIN)/python -m pytest -q -rP $(WORKERS) tests/stateful $(ARGS)
