@@ -1,7 +1,8 @@
-"""Sessions that `--keep` leaves in the user's cache folder: found by what was read and how, least recently used out first.
+"""Sessions that `--keep` leaves in the user's cache folder. Texts, model and method find one again; the least recently used goes
+first.
 
-Each session is a folder that is named by a hash. Who uses one holds a lock on a file beside it, which the system gives up when
-the process ends, however it ends; nobody removes a session with such a lock. A new one is written beside and renamed.
+Each session is a folder, named by a hash. A process that uses a session holds a lock on a file beside it. The system releases
+that lock when the process ends, and a locked session is never removed. A new session is written to another folder and renamed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def key_of(texts: Sequence[str], document: Any) -> str:
 
 @dataclass(frozen=True)
 class Put:
-    """What became of a session that was to be kept. nbytes: of the disk. total_bytes: of all that are kept. removed: how many
-    had to go."""
+    """The outcome of `Kept.put`. kept: whether the session was kept. nbytes: its bytes on disk. total_bytes: those of all kept
+    sessions. removed: how many sessions were removed for it."""
 
     kept: bool
     nbytes: int
@@ -59,7 +60,7 @@ class Put:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """A session that is kept. nbytes: of the disk. last_used: seconds since 1970. in_use: by a process, at this moment."""
+    """A kept session. nbytes: its bytes on disk. last_used: seconds since 1970. in_use: whether a process uses it now."""
 
     name: str
     folder: Path
@@ -69,7 +70,7 @@ class KeptSession:
 
 
 class Kept:
-    """The kept sessions of a folder. limit_bytes: of the disk, for all together."""
+    """The kept sessions of a folder. limit_bytes: bytes on disk that all of them may take together."""
 
     def __init__(self, folder: Path, limit_bytes: int = NO_LIMIT) -> None:
         """Makes the folder. Raises OutputFileError."""
@@ -77,11 +78,11 @@ class Kept:
         with written_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / ".lock")
-        """Held for moments: nothing is renamed, removed or begun to be used meanwhile."""
+        """Held for moments, while a session is renamed, removed or marked as used."""
 
     @contextmanager
     def used(self, name: str) -> Iterator[Path]:
-        """The place of a session, which may be empty; what is there stays there inside, and counts as used now."""
+        """The folder of a session, which may not exist. Inside the block nobody removes it, and it counts as used now."""
         place, use = self.folder / name, self.folder / f"{name}.{os.getpid()}-{os.urandom(4).hex()}{_USE}"
         with ExitStack() as stack:
             with written_to(self.folder), self._lock:
@@ -92,10 +93,10 @@ class Kept:
             yield place
 
     def put(self, name: str, save: Callable[[Path], object], *, replace: bool = False) -> Put:
-        """Keeps what `save` writes to the folder that it is given. replace: in the place of what is there under this name;
-        else that stays, as somebody has kept the same.
+        """Keeps the session that `save` writes to the folder it is given. replace: whether it replaces a session of this name;
+        otherwise the existing one stays, since it holds the same.
 
-        It is not kept if it alone exceeds the limit. Raises what `save` raises, and OutputFileError.
+        A session that alone exceeds the limit is not kept. Raises the errors of `save`, and OutputFileError.
         """
         draft = f".{name}.{os.urandom(4).hex()}"
         with self.used(draft) as place:
@@ -116,7 +117,7 @@ class Kept:
         return Put(fits, nbytes, total, len(gone))
 
     def sessions(self) -> list[KeptSession]:
-        """What is kept, the most recently used first."""
+        """The kept sessions, the most recently used first."""
         with self._lock:
             return [
                 KeptSession(path.name, path, disk_bytes(path), path.stat().st_mtime, self._in_use(path.name))
@@ -124,7 +125,7 @@ class Kept:
             ]
 
     def named(self, text: str) -> KeptSession:
-        """The one session whose name begins with a text. Raises ParameterError where none does, or several do."""
+        """The one session whose name begins with `text`. Raises ParameterError if there is none, or several."""
         found = [session for session in self.sessions() if text and session.name.startswith(text)]
         if len(found) != 1:
             remedy = f"{len(found)} names begin so: give more of it." if found else "See `kvrecall sessions list`."
@@ -132,9 +133,9 @@ class Kept:
         return found[0]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes sessions by their whole names; those that are gone already are left out.
+        """Removes sessions by their whole names; names without a session are skipped.
 
-        Raises ParameterError, and removes nothing, where a process uses one.
+        Raises ParameterError, and removes nothing, if a process uses one of them.
         """
         with written_to(self.folder), self._lock:
             there = [name for name in names if (self.folder / name).is_dir()]
@@ -147,7 +148,7 @@ class Kept:
         self.clean()
 
     def clean(self) -> None:
-        """Removes what was put away, and what processes left that were ended while they saved."""
+        """Deletes the folders of removed sessions, and those that a process left when it ended while saving."""
         with self._lock:
             left = [
                 path for path in self.folder.iterdir() if path.is_dir() and path.name[:1] == "." and not self._in_use(path.name)
@@ -161,8 +162,8 @@ class Kept:
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _make_room(self, nbytes: int, but: str) -> list[str]:
-        """Puts away sessions that nobody uses until so many bytes more fit; returns their names. but: is replaced, so does not
-        count."""
+        """Removes unused sessions until `nbytes` more fit; returns their names. but: a session that does not count, because it
+        will be replaced."""
         sizes = {path.name: disk_bytes(path) for path in self._sessions() if path.name != but}
         gone: list[str] = []
         for name in list(sizes):
@@ -188,7 +189,7 @@ class Kept:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes of the disk that what lies in a folder takes. Holes of files take none; what vanishes meanwhile is left out."""
+    """Bytes that a folder's content takes on disk. Holes in files take none; files that vanish meanwhile are skipped."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
