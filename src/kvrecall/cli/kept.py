@@ -1,8 +1,8 @@
-"""Sessions that `--keep` leaves in the user's cache folder. Texts, model and method find one again; the least recently used goes
-first.
+"""Sessions that `--keep` leaves in the user's cache folder, found again by their texts, model and method.
 
-Each session is a folder, named by a hash. A process that uses a session holds a lock on a file beside it. The system releases
-that lock when the process ends, and a locked session is never removed. A new session is written to another folder and renamed.
+The least recently used one is removed first. Each session is a folder, named by a hash. A process that uses a session holds a
+lock on a file beside it. The system releases that lock when the process ends, and a locked session is never removed. A new
+session is written to another folder and renamed.
 """
 
 from __future__ import annotations
