@@ -28,13 +28,10 @@ PARALLEL := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 WORKERS  ?= -n auto --maxprocesses 4 --dist worksteal
 SLOWEST  := --durations=10 --durations-min=1
 
-# Whether Triton interprets kernels is decided when it is imported, so those tests have a run of their own. Both runs go at the
-# same time: each has times in which a core waits.
+# Whether Triton interprets kernels is decided when it is imported, so those tests have a run of their own.
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
-	@mkdir -p build; \
-	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted >build/interpreted.log 2>&1 & \
-	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(NOTEBOOKS) $(ARGS); \
-	main=$$?; wait $$!; interpreted=$$?; cat build/interpreted.log; exit $$((main | interpreted))
+	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(NOTEBOOKS) $(ARGS)
+	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted
 
 # They are documentation, and `make test` has the tests of all that they call.
 NOTEBOOKS := --deselect tests/examples/test_notebooks.py::test_all_cells_run

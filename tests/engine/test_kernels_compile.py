@@ -84,10 +84,11 @@ def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = 
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SIZES = [(32, 80), (64, 90), (80, 100), (128, 90), (256, 80), (256, 90), (256, 100)]
-"""Head sizes and generations of GPUs. Each size is compiled once, the largest for every generation: what fails on one of them
-(shared memory, instructions) fails for the largest first, and compiling takes most of the suite's time. In these kernels 80 is
-padded to 128 by a mask, as 96 is, and as 192 is to 256: those two are compiled in captured layers and searches over units."""
+SIZES = [(32, 80), (64, 90), (80, 100), (128, 90), (256, 80), (256, 100)]
+"""Head sizes and generations of GPUs. Each size is compiled once, the largest for two generations: the one with the least shared
+memory, and the newest, which has as much as the one between. What fails (shared memory, instructions) fails for the largest
+first, and compiling takes most of the suite's time. In these kernels 80 is padded to 128 by a mask, as 96 is, and as 192 is to
+256: those two are compiled in captured layers and searches over units."""
 
 
 def paired(names: Iterable[str], every: str) -> list[tuple[str, int]]:
@@ -202,7 +203,7 @@ def test_encode(dim: int, capability: int, launches: dict[str, Any]) -> None:
     compile_all(launches, capability)
 
 
-@pytest.mark.parametrize(("dim", "group", "capability"), [(32, 2, 80), (80, 4, 100), (256, 4, 80), (256, 2, 90)])
+@pytest.mark.parametrize(("dim", "group", "capability"), [(32, 2, 80), (80, 4, 100), (128, 2, 90), (256, 4, 80)])
 def test_searches_over_centred_keys(
     dim: int, group: int, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
