@@ -85,7 +85,7 @@ def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = [(32, 80), (64, 90), (80, 100), (128, 90), (256, 80), (256, 100)]
-"""Head sizes and generations of GPUs. Each size is compiled once, the largest for two generations: the one with the least shared
+"""Head sizes and generations of GPUs. Each size is compiled once, the largest for two generations: that with the least shared
 memory, and the newest, which has as much as the one between. What fails (shared memory, instructions) fails for the largest
 first, and compiling takes most of the suite's time. In these kernels 80 is padded to 128 by a mask, as 96 is, and as 192 is to
 256: those two are compiled in captured layers and searches over units."""
