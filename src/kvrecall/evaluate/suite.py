@@ -227,13 +227,7 @@ class Suite:
         """Reads the samples of one task and context once; returns a function that answers them under a condition."""
         task, context = generated(jobs[0].task), jobs[0].context
         assert context is not None
-        asked: list[list[int]] = []
-        turns: list[tuple[Turn, ...]] = []
-        for job in jobs:
-            document, own = self._made(task, job, self._room_tokens(task, context))
-            prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
-            asked.append(prompt.ask(own[0].question) + self.asker.ids(own[0].opening))
-            turns.append(own)
+        asked, turns = self.prompts(jobs)
         readings = self.asker.read(asked, missing, context)
 
         def answer(condition: Condition) -> list[Record]:
@@ -249,6 +243,19 @@ class Suite:
             ]
 
         return answer
+
+    def prompts(self, jobs: Iterable[Job]) -> tuple[list[list[int]], list[tuple[Turn, ...]]]:
+        """Samples of generated tasks: token ids of each prompt, which ends with its first question, and all its questions."""
+        asked: list[list[int]] = []
+        turns: list[tuple[Turn, ...]] = []
+        for job in jobs:
+            task = generated(job.task)
+            assert job.context is not None
+            document, own = self._made(task, job, self._room_tokens(task, job.context))
+            prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
+            asked.append(prompt.ask(own[0].question) + self.asker.ids(own[0].opening))
+            turns.append(own)
+        return asked, turns
 
     def _made(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
         """A sample's document, of at most `room_tokens` tokens, and its questions. Raises ParameterError if they do not fit."""
