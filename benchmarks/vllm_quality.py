@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvrecall import methods, models
 from kvrecall.evaluate.asking import Asker
 from kvrecall.evaluate.conditions import conditions
@@ -34,7 +36,7 @@ TASKS = "niah-multikey:8,niah-multivalue:4,variable-tracking:4,common-words:10,j
 ZONES = {"sink_tokens": 4, "local_tokens": 256}
 """The same in both backends."""
 NAME = "pariskv-balanced"
-FIELDS = ("engine", "task", "context", "sample", "score", "prompt_tokens", "answer")
+FIELDS: tuple[str, ...] = ("engine", "task", "context", "sample", "score", "prompt_tokens", "answer")
 
 
 def suite(args: argparse.Namespace) -> Suite:
@@ -73,7 +75,7 @@ def of_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer, jobs = asked.asker.tokenizer, list(asked.jobs())
     ends = asked.asker.model.generation_config.eos_token_id
     prompts, turns = asked.prompts(jobs)
-    asked.asker.model.to("meta")  # its memory is vLLM's now
+    asked.asker.model.to(torch.device("meta"))  # type: ignore[arg-type] # its memory is vLLM's now
     settings: dict[str, Any] = {"dtype": args.dtype, "max_model_len": args.context, "generation_config": "vllm"}
     if args.command == "kvrecall":
         own = {"method": NAME, "top_k": args.top_k, **ZONES, "host_memory": "4GiB"}
