@@ -175,7 +175,7 @@ class BlockTable:
         for place in range(start // size, cdiv(stop, size)):
             block = self.blocks[place]
             if self.pool.shared(block):
-                own = self.pool.copied(block, min(size, max(0, max(self.lengths.values(), default=0) - place * size)))
+                own = self.pool.copied(block, min(size, max(0, self._tokens() - place * size)))
                 self._near = {}
                 self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
                 self.blocks[place] = own  # before the release, so that a table never names a released block
@@ -206,7 +206,10 @@ class BlockTable:
         return self._near[device]
 
     def _held(self) -> int:
-        return cdiv(max(self.lengths.values(), default=0), self.pool.block_size)
+        return cdiv(self._tokens(), self.pool.block_size)
+
+    def _tokens(self) -> int:
+        return max(self.lengths.values(), default=0)
 
 
 def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:

@@ -98,9 +98,10 @@ def keep_unpacked(gguf: Path, model: Any, tokenizer: Any, on_notice: Callable[[s
             tell(f"The unpacked copy of {gguf.name}, {_gib(need_bytes)}, is not kept: the disk has little room.")
             return None
         gone = _save(target, model, tokenizer, limit)
-    except Exception:
+    except Exception as error:
         # The model is loaded all the same. A full or read-only disk, whose error is OSError or the writer's own, or another
         # process that saves just now, costs time on the next start and nothing else.
+        tell(f"The unpacked copy of {gguf.name} is not kept: saving it ended with {type(error).__name__}.")
         return None
     total = sum(map(bytes_of, copies()))
     told = f" {len(gone)} that {'was' if len(gone) == 1 else 'were'} not used for longest had to go." if gone else ""
