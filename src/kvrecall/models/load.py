@@ -16,6 +16,7 @@ from kvrecall.core.extras import require_transformers
 from kvrecall.models import sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
 from kvrecall.models.gguf_header import HeaderError, check_header
+from kvrecall.models.gguf_reader import quick_reader
 from kvrecall.models.hub import Progress
 from kvrecall.models.pull import pull
 from kvrecall.models.registry import KNOWN, known_config
@@ -77,7 +78,7 @@ def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Callable[[s
         config = known_config(spec) if spec in KNOWN else AutoConfig.from_pretrained(str(path.parent), **options)
         sound.check_config(config, path.stat().st_size)
         # The dequantiser's progress bar has no switch of its own.
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), quick_reader():
             model, tokenizer = _read(path.parent, config, dtype, _dequantize(), **options)
     with quiet():
         keep_unpacked(path, model, tokenizer, on_notice)

@@ -1,8 +1,8 @@
 """Dequantised weights, kept as folders that load in a second.
 
-Reading a GGUF file takes 20 to 40 s for the 0.5B model, on every start: its reader walks through 150,000 vocabulary entries in
-Python, three times, and every tensor is dequantised. So the result is kept, in the dtype it was asked for, as an ordinary
-folder (weights in safetensors, tokenizer, config) under `models_dir()/unpacked`: 1.3 GB for the 0.5B model in bfloat16.
+Reading a GGUF file takes 10 to 20 s for the 0.5B model, on every start: Python reads 150,000 vocabulary entries, and every
+tensor is dequantised. So the result is kept, in the dtype it was asked for, as an ordinary folder (weights in safetensors,
+tokenizer, config) under `models_dir()/unpacked`: 1.3 GB for the 0.5B model in bfloat16.
 A manifest (manifest.py) says what was saved; a folder that is not that is made anew from the GGUF file.
 
 All copies together take at most `KVRECALL_UNPACK_LIMIT` bytes, 4 GiB unless it is set; the least recently used goes first.
