@@ -16,10 +16,19 @@ from kvrecall.core.softcap import capped
 
 @triton.jit
 def flag_odd(p_bad, b_k, b_v):
-    """Sets bad[0] = 1 if the new token's key or value is not finite."""
-    b_odd = (b_k.to(tl.float32) * 0.0 != 0.0) | (b_v.to(tl.float32) * 0.0 != 0.0)
-    if tl.max(tl.max(b_odd.to(tl.int32), 1), 0) != 0:
-        tl.store(p_bad, 1)
+    """Sets bad[0] = 1 if keys or values, of any shape, are not all finite."""
+    m_odd = (b_k.to(tl.float32) * 0.0 != 0.0) | (b_v.to(tl.float32) * 0.0 != 0.0)
+    tl.store(p_bad + tl.zeros(m_odd.shape, tl.int32), 1, mask=m_odd)
+
+
+@triton.jit
+def store_new(p_key, p_value, p_row, p_bad, D: tl.constexpr, BD: tl.constexpr):
+    """Stores the new token's key and value `[D]` as row `[2, D]`; bad[0] becomes 1 if they are not finite."""
+    o_d = tl.arange(0, BD)
+    b_k, b_v = tl.load(p_key + o_d, mask=o_d < D, other=0.0), tl.load(p_value + o_d, mask=o_d < D, other=0.0)
+    tl.store(p_row + o_d, b_k, mask=o_d < D)
+    tl.store(p_row + D + o_d, b_v, mask=o_d < D)
+    flag_odd(p_bad, b_k, b_v)
 
 
 @triton.jit
@@ -47,18 +56,21 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
 
 
 @triton.jit
-def window_rows(p_rows, p_length, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr):
+def window_rows(p_rows, p_length, p_key, p_value, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr):
     """K and V `[R, BD]` of resident rows o_r of `[CAPACITY, 2, D]`, and a mask of the valid ones.
 
     The first length[0] rows are the sink. Rows from SINK on are a ring, with length[1] valid rows from place length[2] on.
+    The new token's row, length[3], is read from key and value `[D]`, where the model put it.
     """
     o_d = tl.arange(0, BD)
     o_age = o_r - SINK - tl.load(p_length + 2)
     o_age = tl.where(o_age < 0, o_age + (CAPACITY - SINK), o_age)
     m_r = tl.where(o_r < SINK, o_r < tl.load(p_length), o_age < tl.load(p_length + 1)) & (o_r < CAPACITY)
+    m_new, m_row = (o_r == tl.load(p_length + 3))[:, None], m_r[:, None] & (o_d < D)[None, :]
     p_row = p_rows + o_r[:, None] * (2 * D) + o_d[None, :]
-    m_row = m_r[:, None] & (o_d < D)[None, :]
-    return tl.load(p_row, mask=m_row, other=0.0), tl.load(p_row + D, mask=m_row, other=0.0), m_r
+    b_k = tl.load(tl.where(m_new, p_key + o_d[None, :], p_row), mask=m_row, other=0.0)
+    b_v = tl.load(tl.where(m_new, p_value + o_d[None, :], p_row + D), mask=m_row, other=0.0)
+    return b_k, b_v, m_r
 
 
 @triton.jit
@@ -141,15 +153,10 @@ def step_part(
                                  K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
     else:
-        o_r, o_d = (i_part - CHOSEN) * W + tl.arange(0, W), tl.arange(0, BD)
-        p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
-        b_own_k, b_own_v, m_r = window_rows(p_own, p_zone, o_r, CAPACITY, SINK, D, BD)
-        m_new = (o_r == tl.load(p_zone + 3))[:, None] & (o_d < D)[None, :]
-        o_new = i_bh.to(tl.int64) * D + o_d[None, :]
-        b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
-        b_own_k, b_own_v = tl.where(m_new, b_new_k, b_own_k), tl.where(m_new, b_new_v, b_own_v)
-        p_new = p_own + o_r[:, None] * (2 * D) + o_d[None, :]
-        tl.store(p_new, b_new_k, mask=m_new)
-        tl.store(p_new + D, b_new_v, mask=m_new)
-        flag_odd(p_bad, b_new_k, b_new_v)
+        first, new = (i_part - CHOSEN) * W, tl.load(p_zone + 3)
+        p_own, o_new = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D), i_bh.to(tl.int64) * D
+        b_own_k, b_own_v, m_r = window_rows(p_own, p_zone, p_keys + o_new, p_values + o_new, first + tl.arange(0, W), CAPACITY,
+                                            SINK, D, BD)  # fmt: skip
+        if (new >= first) & (new < first + W):  # no other program reads or writes this row
+            store_new(p_keys + o_new, p_values + o_new, p_own + new * (2 * D), p_bad, D, BD)
         attend_block(p_query, p_part, p_part_lse, i_part, b_own_k, b_own_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.attend.kernels import flag_odd
+from kvrecall.attend.kernels import store_new
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.pdl import begin, end
 from kvrecall.core.softcap import capped
@@ -48,7 +48,7 @@ def whole_kernel(
     m_d = (o_d < D)[None, :]
     m_q = (o_g < G)[:, None] & m_d
     p_own = p_rows + i_bh.to(tl.int64) * CAPACITY * (2 * D)
-    o_new = i_bh.to(tl.int64) * D + o_d[None, :]
+    o_new = i_bh.to(tl.int64) * D
     b_q = tl.load(p_queries + (i_bh.to(tl.int64) * G + o_g[:, None]) * D + o_d[None, :], mask=m_q, other=0.0)
     b_peak = tl.full([BG], float("-inf"), tl.float32)
     b_total = tl.zeros([BG], tl.float32)
@@ -58,14 +58,13 @@ def whole_kernel(
     while i_r < stop:
         o_row = i_r + o_r
         m_r = o_row < stop
-        m_old, m_new = (m_r & (o_row != place))[:, None] & m_d, (m_r & (o_row == place))[:, None] & m_d
+        m_row, m_new = m_r[:, None] & m_d, (o_row == place)[:, None]
         p_row = p_own + o_row.to(tl.int64)[:, None] * (2 * D) + o_d[None, :]
-        b_new_k, b_new_v = tl.load(p_keys + o_new, mask=m_new, other=0.0), tl.load(p_values + o_new, mask=m_new, other=0.0)
-        b_k = tl.where(m_new, b_new_k, tl.load(p_row, mask=m_old, other=0.0))  # [R, BD]
-        b_v = tl.where(m_new, b_new_v, tl.load(p_row + D, mask=m_old, other=0.0))
-        tl.store(p_row, b_new_k, mask=m_new)
-        tl.store(p_row + D, b_new_v, mask=m_new)
-        flag_odd(p_bad + i_bh // HEADS, b_new_k, b_new_v)
+        b_k = tl.load(tl.where(m_new, p_keys + o_new + o_d[None, :], p_row), mask=m_row, other=0.0)  # [R, BD]
+        b_v = tl.load(tl.where(m_new, p_values + o_new + o_d[None, :], p_row + D), mask=m_row, other=0.0)
+        if (place >= i_r) & (place < tl.minimum(i_r + R, stop)):  # no other program reads or writes this row
+            p_place = p_own + place.to(tl.int64) * (2 * D)
+            store_new(p_keys + o_new, p_values + o_new, p_place, p_bad + i_bh // HEADS, D, BD)
         b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
         if CAP:
             b_logit = capped(b_logit, softcap)

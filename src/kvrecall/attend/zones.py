@@ -155,25 +155,18 @@ def zone_step_kernel(
             b_peak, b_total, b_sum = fold_tile(p_own + i_r * (2 * D), i_r + o_r < stop, b_q, b_peak, b_total, b_sum, scaling,
                                                softcap, D, BD, R, CAP)  # fmt: skip
         m_r = o_r == 0
-        m_new = m_r[:, None] & (o_d < D)[None, :]
-        o_new = i_bh.to(tl.int64) * D + o_d[None, :]
-        b_k = tl.load(p_keys + o_new, mask=m_new, other=0.0)  # [R, BD]; the first row is valid
-        b_v = tl.load(p_values + o_new, mask=m_new, other=0.0)
+        o_new = i_bh.to(tl.int64) * D + o_d
+        b_new_k, b_new_v = tl.load(p_keys + o_new, mask=o_d < D, other=0.0), tl.load(p_values + o_new, mask=o_d < D, other=0.0)
+        b_k, b_v = tl.where(m_r[:, None], b_new_k[None, :], 0.0), tl.where(m_r[:, None], b_new_v[None, :], 0.0)  # [R, BD]
         b_peak, b_total, b_sum = fold(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
-        flag_odd(p_bad + i_b, b_k, b_v)
+        flag_odd(p_bad + i_b, b_new_k, b_new_v)
         place = tl.maximum(count - FRONT, 0)
         block = tl.load(p_own_table + place // BLOCK).to(tl.int64)
         later = (block * HEADS + i_kv) * BLOCK + place % BLOCK
-        p_first = p_own + (count + o_r[:, None]) * (2 * D) + o_d[None, :]
-        p_later = p_rows + (later + o_r[:, None]) * (2 * D) + o_d[None, :]
-        active = tl.load(p_active + i_b)  # rows to store: 1 or 0
-        first = tl.where(count < FRONT, active, 0)
-        m_first = (o_r < first)[:, None] & (o_d < D)[None, :]
-        m_later = (o_r < active - first)[:, None] & (o_d < D)[None, :]
-        tl.store(p_first, b_k, mask=m_first)
-        tl.store(p_first + D, b_v, mask=m_first)
-        tl.store(p_later, b_k, mask=m_later)
-        tl.store(p_later + D, b_v, mask=m_later)
+        p_new = tl.where(count < FRONT, p_own + count * (2 * D), p_rows + later * (2 * D)) + o_d
+        m_stored = (o_d < D) & (tl.load(p_active + i_b) != 0)
+        tl.store(p_new, b_new_k, mask=m_stored)
+        tl.store(p_new + D, b_new_v, mask=m_stored)
     end_part(p_out, p_lse, i_bh, i_p, b_peak, b_total, b_sum, D, BD, G, PARTS)
     end(PDL)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows
+from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows, store_new
 from kvrecall.core.host_rows import row_offset
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import numbers_of
@@ -214,19 +214,16 @@ def paged_step_kernel(
             o_r = ends + (i_part - CHOSEN - SINK_PARTS) * W + tl.arange(0, W)  # positions
             m_r = o_r < length
             p_row = p_window + window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)[:, None] + o_d[None, :]
-            m_new = (m_r & (o_r == newest))[:, None] & (o_d < D)[None, :]
-            m_old = (m_r & (o_r < newest))[:, None] & (o_d < D)[None, :]
+            m_row, m_new = m_r[:, None] & (o_d < D)[None, :], (o_r == newest)[:, None]
             p_value = p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D
-            b_new_k = tl.load(p_key + tl.zeros([W, 1], tl.int32) + o_d[None, :], mask=m_new, other=0.0)
-            b_new_v = tl.load(p_value + tl.zeros([W, 1], tl.int32) + o_d[None, :], mask=m_new, other=0.0)
-            b_k = tl.where(m_new, b_new_k, tl.load(p_row, mask=m_old, other=0.0))
-            b_v = tl.where(m_new, b_new_v, tl.load(p_row + D, mask=m_old, other=0.0))
-            p_host = p_pool + row_offset(p_blocks, o_r, m_r & (o_r == newest), i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-            tl.store(p_row, b_new_k, mask=m_new)
-            tl.store(p_row + D, b_new_v, mask=m_new)
-            tl.store(p_host, b_new_k, mask=m_new)
-            tl.store(p_host + D, b_new_v, mask=m_new)
-            flag_odd(p_bad + i_b, b_new_k, b_new_v)
+            b_k = tl.load(tl.where(m_new, p_key + o_d[None, :], p_row), mask=m_row, other=0.0)
+            b_v = tl.load(tl.where(m_new, p_value + o_d[None, :], p_row + D), mask=m_row, other=0.0)
+            here = newest - ends - (i_part - CHOSEN - SINK_PARTS) * W
+            if (here >= 0) & (here < W):  # no other program reads or writes this row
+                p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+                store_new(p_key, p_value, p_near, p_bad + i_b, D, BD)
+                p_host = p_pool + row_offset(p_blocks, newest, length > 0, i_kv, HEADS, BLOCK, D)
+                store_new(p_key, p_value, p_host, p_bad + i_b, D, BD)
         attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
     end(PDL)
 
