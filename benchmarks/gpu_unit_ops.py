@@ -55,7 +55,7 @@ class UnitLayers:
         """From scores to ascending token ids, every layer."""
         for search, plan in zip(self.searches, self.plans, strict=True):
             search.fill(self.queries.dtype, plan, self.fire, self.scaling, self.top_k)
-            search.expand(plan, self.fire)
+            search.expand(plan, self.fire, self.top_k)
 
     def check(self) -> None:
         """Raises CheckError unless scores are the reference's within rounding, and ids but for a unit at the budget's edge."""

@@ -24,7 +24,7 @@ def lists_of(queries: torch.Tensor) -> CentroidLists:
     ("dim", "group", "count"), list(zip(HEAD_DIMS, (2, 4, 1, 3, 2, 7, 2), (3, 4, 1, 3, 40, 2, 5), strict=True))
 )
 def test_nearest(dim: int, group: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_LEAST_BLOCK", 16)
+    monkeypatch.setattr(search, "_LEAST_CHUNK", 16)
     centroids = torch.nn.functional.normalize(gaussian(1, 2 * group, 37, dim), dim=-1)
     found = kernels.NearestCentroids(centroids, 2, count)
     for seed in range(3):
@@ -34,7 +34,7 @@ def test_nearest(dim: int, group: int, count: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_equal_centroids_go_to_the_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_LEAST_BLOCK", 16)
+    monkeypatch.setattr(search, "_LEAST_CHUNK", 16)
     centroids = whole_numbers(1, 2, 3, 64).repeat(1, 8, 1)
     queries = whole_numbers(2, 2, 64)
     found = kernels.NearestCentroids(centroids, 1, 5).find(queries)

@@ -23,13 +23,13 @@ MODES = ("mean_softmax", "max", "max_softmax", "mean_q")
 @pytest.fixture(autouse=True)
 def small_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter walks through a reduction element by element."""
-    monkeypatch.setattr(kernels, "_LEAST_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_LEAST_CHUNK", 16)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 and 32 units."""
-    for name, units in (("_ONE_LEVEL", 16), ("_LEAST_CHUNK", 16), ("_MOST_CHUNK", 32)):
+    """At most five chunks, of 16 units or more; of what they keep, 16 units are read at once."""
+    for name, units in (("_CHUNKS", 5), ("_CANDIDATES", 16)):
         monkeypatch.setattr(kernels, name, units)
 
 

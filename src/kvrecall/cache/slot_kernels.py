@@ -17,6 +17,7 @@ import triton.language as tl
 from kvrecall.cache.slot_zones import IDLE as IDLE_STEP
 from kvrecall.cache.slot_zones import ZONE_NUMBERS
 from kvrecall.core.host_rows import row_offset
+from kvrecall.core.pdl import begin, end
 
 ZONE_FIELDS = tl.constexpr(ZONE_NUMBERS)
 IDLE = tl.constexpr(IDLE_STEP)
@@ -85,10 +86,11 @@ def move_on(p_zone, moved, RING, FRONT):
 def tokens_kernel(
     p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, HEADS, TABLE, CAPACITY, FRONT, LOCAL,
     INTERVAL, WINDOW,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LOG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): stores the token and empties a full buffer. For summaries of single tokens, which are
     written when the token comes. See `keep_token`."""
+    begin(PDL)
     i_bh = tl.program_id(0)
     p_zone += i_bh * ZONE_FIELDS
     if tl.load(p_zone + 6) == IDLE:
@@ -97,3 +99,4 @@ def tokens_kernel(
     keep_token(p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_resident, p_log, p_log_lse, i_bh, HEADS, TABLE, WINDOW,
                BLOCK, D, BD, G, LOG)  # fmt: skip
     move_on(p_zone, leaving(p_zone, LOCAL, INTERVAL), CAPACITY - FRONT, FRONT)
+    end(PDL)

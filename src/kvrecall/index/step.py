@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import DeviceZones, SlotZones, ZonePlan
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.launch import next_power_of_2
+from kvrecall.core.launch import next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.index.base import Index, LayerShape
 from kvrecall.select.query_ring import QueryRing
@@ -191,6 +191,6 @@ def end_arguments(spec: SlotSpec, asked: SlotStep) -> tuple[EndArguments, dict[s
     )  # fmt: skip
     sizes: dict[str, object] = {
         "BLOCK": table.block_size, "D": dim, "BD": next_power_of_2(dim), "G": spec.group, "LOG": log is not None,
-        "num_warps": 4,
+        "num_warps": 4, **overlapping(attention.rows.device),
     }  # fmt: skip
     return EndArguments(begin, (zones.resident, *logs), numbers, 1 if log is None else log.window), sizes

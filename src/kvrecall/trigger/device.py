@@ -18,6 +18,8 @@ from kvrecall.trigger.kernels import MISSING, UNKNOWN, trigger_kernel, turned_ke
 from kvrecall.trigger.speculative import Speculative, SpeculativeTrigger
 
 _NEVER = 2**31 - 1
+_NUMBERS = 4096
+"""Numbers of queries that a program reads at once, into the registers of four warps."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class DeviceTrigger:
         if isinstance(config, Speculative):
             turned_kernel[(slots,)](
                 queries, self.before, self._fresh, self.fire, self.threshold, D=dim, BD=padded,
-                G=self._heads // self._width, HEADS=self._width, num_warps=1,
+                BG=next_power_of_2(self._heads // self._width), G=self._heads // self._width, HEADS=self._width, num_warps=4,
             )  # fmt: skip
             return
         semantic = isinstance(config, SemanticBoundary)
@@ -77,9 +79,10 @@ class DeviceTrigger:
         trigger_kernel[(slots,)](
             queries, self.before, self._since, self._fresh, self.fire, self.searches, marks.marks, marks.ordinals,
             self.threshold, most, config.steps if isinstance(config, FixedStride) else 1, marks.ordinals.stride(0),
-            marks.marks.stride(0), D=dim, BD=padded, H=self._heads, WIDTH=self._width, SEMANTIC=semantic,
+            marks.marks.stride(0), D=dim, BD=padded, BH=max(1, min(next_power_of_2(self._heads), _NUMBERS // padded)),
+            H=self._heads, WIDTH=self._width, SEMANTIC=semantic,
             LAST=isinstance(config, SemanticBoundary) and config.compare == "retrieval", MARKS=self._marks is not None,
-            num_warps=1, **overlapping(queries.device),
+            num_warps=4 if semantic else 1, **overlapping(queries.device),
         )  # fmt: skip
 
     def join(self, trigger: Trigger, slots: list[int], held: Collection[int]) -> None:

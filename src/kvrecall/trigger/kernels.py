@@ -12,49 +12,60 @@ UNKNOWN, MISSING = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def cosine(p_queries, p_before, o_q, m_d):
-    """Cosine of the vectors at p_queries + o_q and p_before + o_q; 0 where one of them is 0."""
-    b_q = tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32)
-    b_p = tl.load(p_before + o_q, mask=m_d, other=0.0).to(tl.float32)
-    size = tl.sqrt(tl.sum(b_q * b_q, 0)) * tl.sqrt(tl.sum(b_p * b_p, 0))
-    return tl.where(size > 0, tl.sum(b_q * b_p, 0) / tl.where(size > 0, size, 1.0), 0.0)
+def head_queries(i_b, first, H, D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr):
+    """Places `[BH, BD]` of the queries of heads first .. first + BH - 1 in `[B, H, D]`, and which of them exist."""
+    o_h, o_d = first + tl.arange(0, BH), tl.arange(0, BD)
+    return (i_b * H + o_h)[:, None] * D + o_d[None, :], (o_h < H)[:, None] & (o_d < D)[None, :]
+
+
+@triton.jit
+def cosines(b_q, b_p):
+    """Cosines `[BH]` of the vectors in the rows of two fp32 matrices; 0 where one of them is 0."""
+    b_size = tl.sqrt(tl.sum(b_q * b_q, 1)) * tl.sqrt(tl.sum(b_p * b_p, 1))
+    return tl.where(b_size > 0, tl.sum(b_q * b_p, 1) / tl.where(b_size > 0, b_size, 1.0), 0.0)
 
 
 @triton.jit
 def trigger_kernel(
     p_queries, p_before, p_since, p_fresh, p_fire, p_searches, p_marks, p_ordinals, threshold, most, every, ORDINAL, TOKENS,
-    D: tl.constexpr, BD: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SEMANTIC: tl.constexpr, LAST: tl.constexpr,
-    MARKS: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SEMANTIC: tl.constexpr,
+    LAST: tl.constexpr, MARKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence): fire `[B, WIDTH]` = whether to search; counts searches.
 
     SEMANTIC (LouisKV section 4.1): the mean cosine of queries `[B, H, D]` and before fp32 `[B, H, D]`, the previous ones or
     (LAST) those that fired last, is below the threshold, or `most` steps have passed. Else every `every`-th step fires. since
     int32 `[B]`: steps since the last search, or all steps. MARKS: a step that fires marks its token, number ordinals[b *
-    ORDINAL], in marks uint8 `[B, TOKENS]`: there a segment begins.
+    ORDINAL], in marks uint8 `[B, TOKENS]`: there a segment begins. BH heads are read at once: one by one, each would wait for
+    the memory.
     """
     begin(PDL)
     i_b = tl.program_id(0)
     fresh, since = tl.load(p_fresh + i_b), tl.load(p_since + i_b)
-    o_d = tl.arange(0, BD)
-    m_d = o_d < D
     if SEMANTIC:
-        mean = 0.0
-        for h in range(H):
-            mean += cosine(p_queries, p_before, (i_b * H + h) * D + o_d, m_d)
+        b_sum = tl.zeros([BH], tl.float32)
+        for first in tl.static_range(0, H, BH):
+            o_q, m_q = head_queries(i_b, first, H, D, BD, BH)
+            b_q = tl.load(p_queries + o_q, mask=m_q, other=0.0).to(tl.float32)
+            b_sum += cosines(b_q, tl.load(p_before + o_q, mask=m_q, other=0.0))
+            if not LAST:
+                tl.debug_barrier()  # another thread may have read what this one writes
+                tl.store(p_before + o_q, b_q, mask=m_q)
         since += 1
-        fired = ((mean / H < threshold) | (since >= most) | ((fresh & UNKNOWN) != 0)).to(tl.int32)
+        fired = ((tl.sum(b_sum, 0) / H < threshold) | (since >= most) | ((fresh & UNKNOWN) != 0)).to(tl.int32)
         tl.store(p_since + i_b, tl.where(fired != 0, 0, since))
-        if (fired != 0) | (not LAST):
-            for h in range(H):
-                o_q = (i_b * H + h) * D + o_d
-                tl.store(p_before + o_q, tl.load(p_queries + o_q, mask=m_d, other=0.0).to(tl.float32), mask=m_d)
+        if LAST:
+            tl.debug_barrier()
+            for first in tl.static_range(0, H, BH):
+                o_q, m_q = head_queries(i_b, first, H, D, BD, BH)
+                b_q = tl.load(p_queries + o_q, mask=m_q, other=0.0).to(tl.float32)
+                tl.store(p_before + o_q, b_q, mask=m_q & (fired != 0))
     else:
         fired = (since % every == 0).to(tl.int32)
         tl.store(p_since + i_b, since + 1)
     search = tl.where((fresh & MISSING) != 0, 1, fired)
     tl.store(p_fresh + i_b, 0)
-    for i in range(WIDTH):
+    for i in tl.static_range(WIDTH):
         tl.store(p_fire + i_b * WIDTH + i, search)
     tl.store(p_searches + i_b, tl.load(p_searches + i_b) + search)
     if MARKS:
@@ -64,23 +75,22 @@ def trigger_kernel(
 
 
 @triton.jit
-def turned_kernel(p_queries, p_before, p_fresh, p_fire, threshold, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
-                  HEADS: tl.constexpr):  # fmt: skip
+def turned_kernel(p_queries, p_before, p_fresh, p_fire, threshold, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
+                  G: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """Program (sequence): fire `[B, HEADS]` = whether the queries `[B, HEADS, G, D]` of a KV head have turned away from those
     of the step before (FreeKV): their mean cosine is below the threshold. Remembers the queries in `before`, of their dtype.
+    The G <= BG queries of a group are read at once.
 
     It comes after kernels of two streams, which no dependent launch allows.
     """
     i_b = tl.program_id(0)
     fresh = tl.load(p_fresh + i_b)
-    o_d = tl.arange(0, BD)
-    m_d = o_d < D
-    for h in range(HEADS):
-        mean = 0.0
-        for g in range(G):
-            o_q = ((i_b * HEADS + h) * G + g) * D + o_d
-            mean += cosine(p_queries, p_before, o_q, m_d)
-            tl.store(p_before + o_q, tl.load(p_queries + o_q, mask=m_d, other=0.0), mask=m_d)
-        turned = (mean / G < threshold) | ((fresh & UNKNOWN) != 0)
-        tl.store(p_fire + i_b * HEADS + h, turned.to(tl.int32))
+    for h in tl.static_range(HEADS):
+        o_q, m_q = head_queries(i_b * HEADS + h, 0, G, D, BD, BG)
+        b_q = tl.load(p_queries + o_q, mask=m_q, other=0.0)
+        b_p = tl.load(p_before + o_q, mask=m_q, other=0.0)
+        turned = tl.sum(cosines(b_q.to(tl.float32), b_p.to(tl.float32)), 0) / G < threshold
+        tl.debug_barrier()  # another thread may have read what this one writes
+        tl.store(p_before + o_q, b_q, mask=m_q)
+        tl.store(p_fire + i_b * HEADS + h, (turned | ((fresh & UNKNOWN) != 0)).to(tl.int32))
     tl.store(p_fresh + i_b, 0)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
+from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels.grow import add_members, table_of
 
 
@@ -14,13 +15,14 @@ def segment_kernel(
     p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_marks, p_resident, p_log, p_log_lse, HEADS, TABLE, CAPACITY,
     FRONT, LOCAL, INTERVAL, LONGEST, MARKED, WINDOW,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
-    FIELDS: tl.constexpr, LOG: tl.constexpr,
+    FIELDS: tl.constexpr, LOG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): the oldest segment of a full window becomes a unit, its mean key (LouisKV section 4.2).
 
     A segment ends before the next marked token (marks uint8 `[B, MARKED]`), or after LONGEST <= BM tokens. The new unit goes to
     the table whose addresses are in the program's row of plan int64 `[bh, FIELDS]`; the row's counts grow by one.
     """
+    begin(PDL)
     i_bh = tl.program_id(0)
     i_b = i_bh // HEADS
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
@@ -55,3 +57,4 @@ def segment_kernel(
         tl.store(p_plan, unit + 1)
         tl.store(p_plan + 1, tokens + moved)
     move_on(p_zone, moved, CAPACITY - FRONT, FRONT)
+    end(PDL)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
+from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels.grow import add_members, table_of
 
 
@@ -14,13 +15,14 @@ def page_kernel(
     p_queries, p_lse, p_rows, p_zone, p_pool, p_table, p_plan, p_tails, p_resident, p_log, p_log_lse, HEADS, TABLE, CAPACITY,
     FRONT, LOCAL, INTERVAL, WINDOW,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
-    SPREAD: tl.constexpr, POINTS: tl.constexpr, FIELDS: tl.constexpr, LOG: tl.constexpr,
+    SPREAD: tl.constexpr, POINTS: tl.constexpr, FIELDS: tl.constexpr, LOG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head): the buffer of a full window becomes pages of PAGE <= T tokens, from the partial one on.
 
     tails `[bh, PAGE, D]`: keys of the last page if it is partial. A representation has POINTS * D numbers: mean key, or
     mean ± mean deviation (SPREAD), or extremes; see `index.pages.volumes`. The rest as in `segment_kernel`.
     """
+    begin(PDL)
     i_bh = tl.program_id(0)
     p_zone, p_plan = p_zone + i_bh * ZONE_FIELDS, p_plan + i_bh * FIELDS
     if tl.load(p_zone + 6) == IDLE:
@@ -73,3 +75,4 @@ def page_kernel(
         tl.store(p_plan, page.to(tl.int64))
         tl.store(p_plan + 1, (tokens + moved).to(tl.int64))
     move_on(p_zone, moved, CAPACITY - FRONT, FRONT)
+    end(PDL)

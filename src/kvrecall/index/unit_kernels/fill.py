@@ -1,9 +1,12 @@
 """The best units that fill a budget counted in tokens, and their token ids, without sorting and without the host.
 
-The kernel narrows the range of scores in which the budget is reached, to a quarter per round, by adding up sizes. It ends with
-one unit, or units of one score; these are taken from the lowest position on, and the last one is cut. Many units are split into
-chunks first; each chunk keeps what would fill the budget alone. The result does not depend on timing.
-`select.kernels.top_kernel` does the same with counts of ids instead of sizes.
+The units of a KV head are split into chunks. A program per chunk, of one or few warps, keeps the units that would fill the
+budget alone; it may keep more if there is room. What all chunks keep are candidates: few enough to be in the registers of one
+program. So every program that writes ids finds the same best candidates by itself, and no program waits for another.
+
+Both levels narrow a range of scores in which the budget is reached, to a quarter per round, by adding up sizes. The second
+ends with one unit, or units of one score; these are taken from the lowest position on, and the last one is cut. The result
+does not depend on timing. `select.kernels.top_kernel` does the same with counts of ids instead of sizes.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels.score import scores_of, unit_sizes
 from kvrecall.select.kernels import LOWEST, lse_of, ordered, shares
+
+_HIGHEST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -22,15 +28,39 @@ def add_six(a_1, a_2, a_3, a_4, a_5, a_6, b_1, b_2, b_3, b_4, b_5, b_6):
 
 
 @triton.jit
-def sizes_from(b_key, b_size, low, step):
-    """Tokens, then units, with keys of at least low + step, low + 2 step and low + 3 step. Ignored units have the key
-    LOWEST."""
-    most = tl.full([], 0x7FFFFFFF, tl.int64)
-    m_1 = b_key >= tl.minimum(low + step, most).to(tl.int32)
-    m_2 = b_key >= tl.minimum(low + 2 * step, most).to(tl.int32)
-    m_3 = b_key >= tl.minimum(low + 3 * step, most).to(tl.int32)
-    return tl.reduce((tl.where(m_1, b_size, 0), tl.where(m_2, b_size, 0), tl.where(m_3, b_size, 0),
-                      m_1.to(tl.int32), m_2.to(tl.int32), m_3.to(tl.int32)), 0, add_six)  # fmt: skip
+def join_four(a_1, a_2, a_3, a_4, b_1, b_2, b_3, b_4):
+    """Least and greatest key, tokens and units in one reduction."""
+    return tl.minimum(a_1, b_1), tl.maximum(a_2, b_2), a_3 + b_3, a_4 + b_4
+
+
+@triton.jit
+def extremes(b_low, b_high, b_size, b_count, ALONE: tl.constexpr):
+    """(least of b_low, greatest of b_high, sums of b_size and b_count). ALONE: the program is one warp, which reduces single
+    numbers by one instruction; several warps exchange all four at once."""
+    if ALONE:
+        return tl.min(b_low, 0), tl.max(b_high, 0), tl.sum(b_size, 0), tl.sum(b_count, 0)
+    return tl.reduce((b_low, b_high, b_size, b_count), 0, join_four)
+
+
+@triton.jit
+def six_sums(b_1, b_2, b_3, b_4, b_5, b_6, ALONE: tl.constexpr):
+    """Six sums, see `extremes`."""
+    if ALONE:
+        return tl.sum(b_1, 0), tl.sum(b_2, 0), tl.sum(b_3, 0), tl.sum(b_4, 0), tl.sum(b_5, 0), tl.sum(b_6, 0)
+    return tl.reduce((b_1, b_2, b_3, b_4, b_5, b_6), 0, add_six)
+
+
+@triton.jit
+def reaching(b_key, b_size, low, step):
+    """Per unit: its tokens if its key reaches low + step, low + 2 step and low + 3 step, else 0; then 1 or 0 likewise. Ignored
+    units have size 0."""
+    most = tl.full([], _HIGHEST, tl.int64)
+    m_u = b_size > 0
+    m_1 = m_u & (b_key >= tl.minimum(low + step, most).to(tl.int32))
+    m_2 = m_u & (b_key >= tl.minimum(low + 2 * step, most).to(tl.int32))
+    m_3 = m_u & (b_key >= tl.minimum(low + 3 * step, most).to(tl.int32))
+    return (tl.where(m_1, b_size, 0), tl.where(m_2, b_size, 0), tl.where(m_3, b_size, 0),
+            m_1.to(tl.int32), m_2.to(tl.int32), m_3.to(tl.int32))  # fmt: skip
 
 
 @triton.jit
@@ -40,131 +70,216 @@ def quarter_of(quarter, n_0, n_1, n_2, n_3):
 
 
 @triton.jit
-def budget_range(b_key, b_size, m_u, wanted, total):
-    """(low, high, tokens above high): units above `high` fit into `wanted` of the `total` tokens. [low, high] has one unit,
-    or units of one score, or only units that fit."""
-    low = tl.min(tl.where(m_u, b_key, 0x7FFFFFFF), 0)
-    high = tl.max(tl.where(m_u, b_key, LOWEST), 0)
-    inside = tl.sum(m_u.to(tl.int32), 0)  # units in the range
-    above, over = 0, 0  # units and tokens above it
-    while (high > low) & (inside > 1) & (total > wanted):
-        step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
-        n_1, n_2, n_3, u_1, u_2, u_3 = sizes_from(b_key, b_size, low, step)
-        quarter = (n_1 >= wanted).to(tl.int32) + (n_2 >= wanted).to(tl.int32) + (n_3 >= wanted).to(tl.int32)
-        reached = quarter_of(quarter, inside + above, u_1, u_2, u_3)
-        total = quarter_of(quarter, total, n_1, n_2, n_3)
-        over = quarter_of(quarter, n_1, n_2, n_3, over)
-        above = quarter_of(quarter, u_1, u_2, u_3, above)
-        inside = reached - above
-        low = (low + quarter * step).to(tl.int32)
-        high = tl.minimum(high.to(tl.int64), low + step - 1).to(tl.int32)
-    return low, high, over
+def narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3, u_1, u_2, u_3):
+    """The quarter of [low, high] in which `wanted` tokens are reached: (low, high, tokens from low on, tokens above high, units
+    inside, units above). n, u: tokens and units from low + step, low + 2 step and low + 3 step on."""
+    quarter = (n_1 >= wanted).to(tl.int32) + (n_2 >= wanted).to(tl.int32) + (n_3 >= wanted).to(tl.int32)
+    reached = quarter_of(quarter, inside + above, u_1, u_2, u_3)
+    total = quarter_of(quarter, total, n_1, n_2, n_3)
+    over = quarter_of(quarter, n_1, n_2, n_3, over)
+    above = quarter_of(quarter, u_1, u_2, u_3, above)
+    low = (low + quarter * step).to(tl.int32)
+    return low, tl.minimum(high.to(tl.int64), low + step - 1).to(tl.int32), total, over, reached - above, above
 
 
 @triton.jit
 def fill_kernel(
-    p_peak, p_mass, p_plan, p_fire, p_units, p_keys, p_kept, p_firsts, p_starts, p_counts, scaling, BUDGET, HEADS, CHUNKS,
-    PARTS, SLOTS,
+    p_peak, p_mass, p_plan, p_fire, p_keys, p_firsts, p_sizes, p_kept, scaling, BUDGET, HEADS, LENGTH, PARTS,
     LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
-    BC: tl.constexpr, LAST: tl.constexpr, CHUNKED: tl.constexpr, FIELDS: tl.constexpr,
+    BC: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ENOUGH: tl.constexpr, ORDERED: tl.constexpr,
+    ALONE: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (BC of the units, sequence and KV head): the best of its units that fill BUDGET, or what the plan allows.
+    """Program (chunk of LENGTH <= BC units, sequence and KV head): keeps the units that would fill BUDGET, or what the plan
+    allows, if there were no other chunk; or up to ENOUGH <= SLOTS units among which these are.
 
-    First level: scores of LANES lanes, ranked by their softmax shares (peak, mass: see `score_kernel`, for parts of R units)
-    or by the largest lane. Writes unit numbers, ascending, and keys `[bh, CHUNKS, SLOTS]`, and how many to kept
-    `[bh, CHUNKS + 1]`. LAST level: one program, CHUNKED if it reads what the first level left, else scores. Writes, per unit
-    taken, its first member and the place of its first token in the result, `[bh, SLOTS]`; the number of units to
-    kept[bh, CHUNKS]; the number of tokens to counts[bh].
+    Units are ranked by the softmax shares of their scores (peak, mass: see `score_kernel`, for parts of R units), or by the
+    largest of LANES scores. Writes keys, first members and sizes of the kept units, `[bh, CHUNKS, SLOTS]` if ORDERED, else
+    `[bh, SLOTS, CHUNKS]`, in which the first rows are full; and how many to kept `[bh, CHUNKS]`.
     """
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    if tl.load(p_fire + i_b) != 0:
-        p_row = p_plan + i_b * FIELDS
-        units, wanted = tl.load(p_row).to(tl.int32), tl.minimum(tl.load(p_row + 1).to(tl.int32), BUDGET)
-        wanted = tl.minimum(wanted, tl.load(p_row + 8).to(tl.int32))
-        o_c = i_chunk * BC + tl.arange(0, BC)
-        o_left = i_bh.to(tl.int64) * CHUNKS * SLOTS
-        if CHUNKED:
-            i_from = o_c // SLOTS
-            b_kept = tl.load(p_kept + i_bh * (CHUNKS + 1) + i_from, mask=i_from < CHUNKS, other=0)
-            m_c = o_c - i_from * SLOTS < b_kept
-            b_unit = tl.load(p_units + o_left + o_c, mask=m_c, other=0)
-            b_key = tl.load(p_keys + o_left + o_c, mask=m_c, other=LOWEST)
+    p_row = p_plan + i_b * FIELDS
+    fire, units, tokens = tl.load(p_fire + i_b), tl.load(p_row).to(tl.int32), tl.load(p_row + 1).to(tl.int32)
+    wanted = tl.minimum(tl.minimum(tokens, BUDGET), tl.load(p_row + 8).to(tl.int32))
+    o_i = tl.arange(0, BC)
+    o_c = i_chunk * LENGTH + o_i
+    m_c = (o_i < LENGTH) & (o_c < units)
+    b_first, b_size = unit_sizes(p_row, i_kv, o_c, m_c & (fire != 0))
+    begin(PDL)  # scores; all else is older
+    if fire != 0:
+        p_own, width = scores_of(p_row, i_kv, units, LANES)
+        m_w = (o_i < LENGTH) & (o_c < width)  # whole vectors
+        if SOFTMAX:
+            o_lse = i_bh * LANES * PARTS
+            b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(units, R), PARTS, LANES, BL, BT)
+            b_s = shares(p_own, b_lse, o_c, m_w, scaling, width, LANES, BL, MEAN)
         else:
-            m_c = o_c < units
-            b_unit = o_c
-            p_own, width = scores_of(p_row, i_kv, units, LANES)
-            if SOFTMAX:
-                o_lse = i_bh * LANES * PARTS
-                b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(units, R), PARTS, LANES, BL, BT)
-                b_s = shares(p_own, b_lse, o_c, m_c, scaling, width, LANES, BL, MEAN)
-            else:
-                b_s = tl.load(p_own + o_c, mask=m_c, other=0.0)
-                for lane in tl.static_range(1, LANES):
-                    b_s = tl.maximum(b_s, tl.load(p_own + lane * width + o_c, mask=m_c, other=0.0))
-            b_key = ordered(b_s)
-        b_first, b_size = unit_sizes(p_row, i_kv, b_unit, m_c)
+            b_s = tl.load(p_own + o_c, mask=m_w, other=0.0)
+            for lane in tl.static_range(1, LANES):
+                b_s = tl.maximum(b_s, tl.load(p_own + lane * width + o_c, mask=m_w, other=0.0))
         m_u = b_size > 0
-        b_key = tl.where(m_u, b_key, LOWEST)
-        total = tl.sum(b_size, 0)
-        here = tl.minimum(total, wanted)
-        low, high, over = budget_range(b_key, b_size, m_u, here, total)
-        m_edge = m_u & (b_key >= low) & (b_key <= high)
-        b_edge = tl.where(m_edge, b_size, 0)
-        b_room = tl.where(m_edge, here - over - (tl.cumsum(b_edge, 0) - b_edge), b_size)
-        b_take = tl.where(m_u & (b_key >= low), tl.minimum(b_size, tl.maximum(b_room, 0)), 0)
-        m_keep = b_take > 0
+        b_key = tl.where(m_u, ordered(b_s), LOWEST)
+        low, high, total, inside = extremes(tl.where(m_u, b_key, _HIGHEST), b_key, b_size, m_u.to(tl.int32), ALONE)
+        over, above = 0, 0  # tokens and units above the range
+        while (high > low) & (inside > 1) & (total > wanted) & (inside + above > ENOUGH):
+            step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
+            b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_key, b_size, low, step)
+            n_1, n_2, n_3, u_1, u_2, u_3 = six_sums(b_1, b_2, b_3, b_4, b_5, b_6, ALONE)
+            low, high, total, over, inside, above = narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3,
+                                                             u_1, u_2, u_3)  # fmt: skip
+        m_keep = m_u & (b_key >= low)
+        count = inside + above
+        if count > SLOTS:  # units of one score: the first ones
+            b_edge = tl.where(m_keep & (b_key <= high), b_size, 0)
+            m_keep = m_keep & ((b_edge == 0) | (tl.cumsum(b_edge, 0) - b_edge < wanted - over))
+            count = tl.sum(m_keep.to(tl.int32), 0)
         b_keep = m_keep.to(tl.int32)
         o_out = tl.cumsum(b_keep, 0) - b_keep
-        m_keep = m_keep & (o_out < SLOTS)
-        if LAST:
-            o_taken = i_bh.to(tl.int64) * SLOTS + o_out
-            tl.store(p_firsts + o_taken, b_first, mask=m_keep)
-            tl.store(p_starts + o_taken, tl.cumsum(b_take, 0) - b_take, mask=m_keep)
-            tl.store(p_kept + i_bh * (CHUNKS + 1) + CHUNKS, tl.sum(b_keep, 0))
-            tl.store(p_counts + i_bh, here)
-        else:
-            o_row = o_left + i_chunk * SLOTS + o_out
-            tl.store(p_units + o_row, b_unit, mask=m_keep)
-            tl.store(p_keys + o_row, b_key, mask=m_keep)
-            tl.store(p_kept + i_bh * (CHUNKS + 1) + i_chunk, tl.sum(b_keep, 0))
+        o_out = i_chunk * SLOTS + o_out if ORDERED else o_out * CHUNKS + i_chunk
+        o_out += i_bh.to(tl.int64) * (CHUNKS * SLOTS)
+        tl.store(p_keys + o_out, b_key, mask=m_keep)
+        tl.store(p_firsts + o_out, b_first, mask=m_keep)
+        tl.store(p_sizes + o_out, b_size, mask=m_keep)
+        tl.store(p_kept + i_bh * CHUNKS + i_chunk, count)
+    end(PDL)
+
+
+@triton.jit
+def candidates(p_keys, p_firsts, p_sizes, p_kept, o_m, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr):
+    """Keys, first members and sizes of the candidates in places o_m of a KV head; places that hold none have size 0."""
+    i_chunk = o_m // SLOTS if ORDERED else o_m % CHUNKS
+    i_slot = o_m % SLOTS if ORDERED else o_m // CHUNKS
+    m_m = i_slot < tl.load(p_kept + i_chunk, mask=i_chunk < CHUNKS, other=0)
+    return (tl.load(p_keys + o_m, mask=m_m, other=LOWEST), tl.load(p_firsts + o_m, mask=m_m, other=0),
+            tl.load(p_sizes + o_m, mask=m_m, other=0))  # fmt: skip
+
+
+@triton.jit
+def ranked(b_key, b_first, b_size, score, TIES: tl.constexpr):
+    """Keys and sizes of a search: as they are, or (TIES) of units of one score, the first member highest."""
+    if TIES:
+        return -b_first, tl.where(b_key == score, b_size, 0)
+    return b_key, b_size
+
+
+@triton.jit
+def budget_range(
+    p_keys, p_firsts, p_sizes, p_kept, b_key, b_first, b_size, places, wanted, score,
+    TIES: tl.constexpr, M: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """(low, high, tokens above high, units inside, tokens from low on): candidates above `high` fit into `wanted` tokens, and
+    [low, high] has one, or candidates of one score, or only such that fit. The first M places are given (b_key, b_first,
+    b_size), the others up to `places` are read again in every round. score, TIES: see `ranked`."""
+    b_rank, b_own = ranked(b_key, b_first, b_size, score, TIES)
+    m_own = b_own > 0
+    b_low, b_high = tl.where(m_own, b_rank, _HIGHEST), tl.where(m_own, b_rank, LOWEST)
+    b_total, b_count = b_own, m_own.to(tl.int32)
+    i = M
+    while i < places:
+        b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
+        b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
+        b_low = tl.minimum(b_low, tl.where(b_s > 0, b_k, _HIGHEST))
+        b_high = tl.maximum(b_high, tl.where(b_s > 0, b_k, LOWEST))
+        b_total += b_s
+        b_count += (b_s > 0).to(tl.int32)
+        i += M
+    low, high, total, inside = extremes(b_low, b_high, b_total, b_count, False)
+    over, above = 0, 0
+    while (high > low) & (inside > 1) & (total > wanted):
+        step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
+        b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_rank, b_own, low, step)
+        i = M
+        while i < places:
+            b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
+            b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
+            c_1, c_2, c_3, c_4, c_5, c_6 = reaching(b_k, b_s, low, step)
+            b_1, b_2, b_3, b_4, b_5, b_6 = b_1 + c_1, b_2 + c_2, b_3 + c_3, b_4 + c_4, b_5 + c_5, b_6 + c_6
+            i += M
+        n_1, n_2, n_3, u_1, u_2, u_3 = six_sums(b_1, b_2, b_3, b_4, b_5, b_6, False)
+        low, high, total, over, inside, above = narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3,
+                                                         u_1, u_2, u_3)  # fmt: skip
+    return low, high, over, inside, total
+
+
+@triton.jit
+def taken_of(b_key, b_first, b_size, low, high, first, last, left):
+    """Tokens taken of each candidate: all of those above `high`; of those in [low, high] all of the ones before member `first`,
+    at most `left` of the ones in [first, last], and none of the rest."""
+    b_edge = tl.where(b_first < first, b_size, tl.where(b_first <= last, tl.minimum(b_size, left), 0))
+    return tl.where(b_key > high, b_size, tl.where(b_key >= low, b_edge, 0))
+
+
+@triton.jit
+def places_of(b_first, b_take, o_t, before):
+    """Places in members, less its number, of each token o_t that lies in one of these candidates, else 0. before: tokens taken
+    of the candidates in front of them."""
+    b_start = before + tl.cumsum(b_take, 0) - b_take
+    b_in = o_t[:, None] - b_start[None, :]
+    m_in = b_in.to(tl.uint32, bitcast=True) < b_take.to(tl.uint32, bitcast=True)[None, :]
+    return tl.sum(tl.where(m_in, (b_first - b_start)[None, :], 0), 1)
 
 
 @triton.jit
 def expand_kernel(
-    p_plan, p_fire, p_kept, p_firsts, p_starts, p_counts, p_out, HEADS, CHUNKS, SLOTS, K,
-    T: tl.constexpr, BS: tl.constexpr, FIELDS: tl.constexpr,
+    p_plan, p_fire, p_keys, p_firsts, p_sizes, p_kept, p_counts, p_out, BUDGET, HEADS, K,
+    T: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
+    FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, sequence and KV head): out int32 `[bh, K]`, the members of the selected units in order, then -1."""
+    """Program (T tokens, sequence and KV head): out int32 `[bh, K]`, the members of the best units, then -1; counts `[bh]`.
+
+    Every program of a KV head finds the same units among what `fill_kernel` has kept. ORDERED: the order of ids is that of the
+    units, which lie in ascending order; else any, but always the same one.
+    """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    if tl.load(p_fire + i_b) != 0:
-        p_row = p_plan + i_b * FIELDS
-        taken, count = tl.load(p_kept + i_bh * (CHUNKS + 1) + CHUNKS), tl.load(p_counts + i_bh)
-        p_first, p_start = p_firsts + i_bh.to(tl.int64) * SLOTS, p_starts + i_bh.to(tl.int64) * SLOTS
-        o_t = i_part * T + tl.arange(0, T)
-        m_t = o_t < count
-        b_unit = tl.full([T], -1, tl.int32)
-        i_s = 0
-        while i_s < taken:  # a token belongs to the last unit that starts at or before it
-            o_s = i_s + tl.arange(0, BS)
-            b_start = tl.load(p_start + o_s, mask=o_s < taken, other=0x7FFFFFFF)
-            b_unit += tl.sum((b_start[None, :] <= o_t[:, None]).to(tl.int32), 1)
-            i_s += BS
-        b_place = tl.load(p_first + b_unit, mask=m_t, other=0) + o_t - tl.load(p_start + b_unit, mask=m_t, other=0)
-        p_members = tl.load(p_row + 4).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 5)
-        b_id = tl.load(p_members + b_place, mask=m_t, other=-1)
+    p_row = p_plan + i_b * FIELDS
+    fire, tokens = tl.load(p_fire + i_b), tl.load(p_row + 1).to(tl.int32)
+    wanted = tl.minimum(tl.minimum(tokens, BUDGET), tl.load(p_row + 8).to(tl.int32))
+    p_members = tl.load(p_row + 4).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 5)
+    begin(PDL)
+    if fire != 0:
+        o_own = i_bh.to(tl.int64) * (CHUNKS * SLOTS)
+        p_keys, p_firsts, p_sizes, p_kept = p_keys + o_own, p_firsts + o_own, p_sizes + o_own, p_kept + i_bh * CHUNKS
+        places = CHUNKS * SLOTS
+        if not ORDERED:
+            o_c = tl.arange(0, BC)
+            places = CHUNKS * tl.max(tl.load(p_kept + o_c, mask=o_c < CHUNKS, other=0), 0)
+        o_m, o_t = tl.arange(0, M), i_part * T + tl.arange(0, T)
+        b_key, b_first, b_size = candidates(p_keys, p_firsts, p_sizes, p_kept, o_m, CHUNKS, SLOTS, ORDERED)
+        low, high, over, inside, total = budget_range(p_keys, p_firsts, p_sizes, p_kept, b_key, b_first, b_size, places, wanted,
+                                                      0, False, M, CHUNKS, SLOTS, ORDERED)  # fmt: skip
+        here, first, last = tl.minimum(total, wanted), 0, _HIGHEST
+        if (inside > 1) & (total > wanted):  # of units of one score those with the first members
+            lowest, highest, more, _, _ = budget_range(p_keys, p_firsts, p_sizes, p_kept, b_key, b_first, b_size, places,
+                                                       wanted - over, low, True, M, CHUNKS, SLOTS, ORDERED)  # fmt: skip
+            first, last, over = -highest, -lowest, over + more
+        b_take = taken_of(b_key, b_first, b_size, low, high, first, last, here - over)
+        b_place = o_t + places_of(b_first, b_take, o_t, 0)
+        before = tl.sum(b_take, 0)
+        i = M
+        while i < places:
+            b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + o_m, CHUNKS, SLOTS, ORDERED)
+            b_take = taken_of(b_k, b_f, b_s, low, high, first, last, here - over)
+            b_place += places_of(b_f, b_take, o_t, before)
+            before += tl.sum(b_take, 0)
+            i += M
+        b_id = tl.load(p_members + b_place, mask=o_t < here, other=-1)
         tl.store(p_out + i_bh.to(tl.int64) * K + o_t, b_id, mask=o_t < K)
+        if i_part == 0:
+            tl.store(p_counts + i_bh, here)
+    end(PDL)
 
 
 @triton.jit
-def ascend_kernel(p_fire, p_counts, p_in, p_out, HEADS, K, T: tl.constexpr, BS: tl.constexpr):
+def ascend_kernel(p_fire, p_counts, p_in, p_out, HEADS, K, T: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr):
     """Program (T ids, sequence and KV head): sorts the distinct ids of in `[bh, K]` into out `[bh, K]`; then -1.
 
     The place of an id is the number of smaller ids: K^2 comparisons over all programs take less time than a sort.
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_fire + i_bh // HEADS) != 0:
+    fire = tl.load(p_fire + i_bh // HEADS)
+    begin(PDL)
+    if fire != 0:
         count = tl.load(p_counts + i_bh)
         p_own, o_t = p_in + i_bh.to(tl.int64) * K, i_part * T + tl.arange(0, T)
         m_t = o_t < count
@@ -178,3 +293,4 @@ def ascend_kernel(p_fire, p_counts, p_in, p_out, HEADS, K, T: tl.constexpr, BS: 
             i_s += BS
         p_row = p_out + i_bh.to(tl.int64) * K
         tl.store(p_row + tl.where(m_t, b_rank, o_t), b_id, mask=o_t < K)
+    end(PDL)

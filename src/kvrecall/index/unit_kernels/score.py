@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels import SCORE_STEP
 
 _STEP = tl.constexpr(SCORE_STEP)
@@ -78,7 +79,7 @@ def score_kernel(
     p_queries, p_like, p_plan, p_fire, p_peak, p_mass, scaling, HEADS, PARTS,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, DOT: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SIZED: tl.constexpr,
-    FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R units, sequence and KV head): scores fp32 of queries `[bh, G, D]`, see `scores_of`; empty units -inf.
 
@@ -88,6 +89,7 @@ def score_kernel(
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_row = p_plan + i_b * FIELDS
+    begin(PDL)
     units = tl.load(p_row)
     if (tl.load(p_fire + i_b) != 0) & (i_part * R < units):
         o_u, o_l = i_part * R + tl.arange(0, R), tl.arange(0, BL)
@@ -96,12 +98,12 @@ def score_kernel(
         m_u = b_size > 0
         p_reps = tl.load(p_row + 2).to(tl.pointer_type(p_like.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
         p_reps = tl.multiple_of(p_reps, 16)  # lets the compiler read 16 bytes at a time
-        p_reps += o_u.to(tl.int64)[:, None] * WIDTH
+        p_reps += o_u.to(tl.int64)[:, None] * WIDTH  # also of empty units: no read waits for the sizes
         p_own = p_queries + i_bh.to(tl.int64) * (G * D)
         if DOT:
-            b_s = dot_scores(p_own, p_reps, m_u, D, BD, LANES, BL, WIDTH)
+            b_s = dot_scores(p_own, p_reps, m_real, D, BD, LANES, BL, WIDTH)
         else:
-            b_s = sum_scores(p_own, p_reps, m_u, R, D, BD, G, LANES, BL, WIDTH)
+            b_s = sum_scores(p_own, p_reps, m_real, R, D, BD, G, LANES, BL, WIDTH)
         if SIZED:
             b_s += (tl.log(tl.maximum(b_size, 1).to(tl.float32)) / scaling)[:, None]
         m_l = o_l < LANES
@@ -120,3 +122,4 @@ def score_kernel(
             o_part = (i_bh * LANES + o_l) * PARTS + i_part
             tl.store(p_peak + o_part, b_peak, mask=m_l)
             tl.store(p_mass + o_part, tl.sum(tl.exp(b_x - b_base[None, :]), 0), mask=m_l)
+    end(PDL)

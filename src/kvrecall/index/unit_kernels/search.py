@@ -1,4 +1,4 @@
-"""The search over units on a GPU: score -> fill (in chunks, then over their results) -> expand -> ascend, without the host.
+"""The search over units on a GPU: score -> fill (chunk by chunk) -> expand (what the chunks kept) -> ascend, without the host.
 
 Scratch is allocated once. Kernels read the numbers of units and tokens from device memory, so a captured graph stays valid
 while units are added, up to the number it was made for.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.index.unit_kernels import SCORE_STEP, UNIT_FIELDS
 from kvrecall.index.unit_kernels.fill import ascend_kernel, expand_kernel, fill_kernel
 from kvrecall.index.unit_kernels.score import score_kernel
@@ -23,10 +23,14 @@ FIELDS = len(UNIT_FIELDS)
 _DOT_UNITS, _SUM_UNITS = 64, 32
 """Units per program of the scores, by tensor cores and without."""
 _DOT_LANES = 16
-_ONE_LEVEL = 4096
-"""Up to this many units, one program per KV head ranks them all."""
-_LEAST_CHUNK, _MOST_CHUNK, _LEAST_BLOCK = 2048, 16_384, 128
-_TOKENS, _COMPARED = 64, 128
+_LEAST_CHUNK, _CHUNKS = 256, 24
+"""Units per program of the first level, 8 per thread of a warp; more than 24 such chunks become longer ones."""
+_UNITS_PER_WARP = 512
+"""Most of them for one warp, which needs no barriers."""
+_CANDIDATES = 1024
+"""Kept units that a program of the second level has in its registers."""
+_TOKENS, _COMPARED = 16, 512
+"""Ids per program of the second level and of the sort, and ids that the sort compares at a time."""
 _UNBOUNDED = 2**31 - 1
 
 
@@ -77,9 +81,14 @@ class GpuUnitSearch:
         self._like, device = like, like.device
         assert not kind.per_query_head or mode == "max"
         self._stored = 1 if mode == "max" and not kind.per_query_head else self._lanes
-        self._slots = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))
-        self._chunk = min(max(_LEAST_CHUNK, next_power_of_2(8 * self._slots)), _MOST_CHUNK)
-        self._chunks = cdiv(units, self._chunk) if units > _ONE_LEVEL else 0
+        needed = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))  # units that fill the budget
+        self._block = max(_LEAST_CHUNK, next_power_of_2(cdiv(units, _CHUNKS)))
+        count = cdiv(units, self._block)
+        self._chunks = next_power_of_2(count) if count < 4 else 4 * cdiv(count, 4)  # few values, as each is compiled
+        self._length = SCORE_STEP * cdiv(cdiv(units, self._chunks), SCORE_STEP)
+        self._enough = next_power_of_2(needed) if kind.ordered else max(1, _CANDIDATES // self._chunks)
+        self._slots = min(self._block, max(needed, self._enough))
+        self._enough = min(self._enough, self._slots)
         pairs = sequences * heads
 
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -88,14 +97,16 @@ class GpuUnitSearch:
         self._parts = cdiv(units, _SUM_UNITS)
         self.scores = self.scores_for(0 if own_scores else sequences * heads, units).unflatten(0, (-1, heads))
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
-        self._left, self._keys = (scratch(pairs, max(1, self._chunks) * self._slots) for _ in range(2))
-        self._kept = scratch(pairs, self._chunks + 1)
-        self._firsts, self._starts = scratch(pairs, self._slots), scratch(pairs, self._slots)
+        kept = self._chunks * self._slots
+        self._keys, self._firsts, self._sizes = (scratch(pairs, kept) for _ in range(3))
+        self._kept = scratch(pairs, self._chunks)
+        self._read = min(_CANDIDATES, next_power_of_2(kept))
         self._unordered = scratch(1 if kind.ordered else pairs, top_k)
         self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
         self.counts = scratch(sequences, heads)
         """How many ids of each are valid."""
+        self._options = overlapping(device)
 
     def scores_for(self, heads: int, units: int) -> Tensor:
         """Memory for the scores of `heads` KV heads with up to `units` units each: fp32 `[heads, lanes, U]`."""
@@ -114,7 +125,7 @@ class GpuUnitSearch:
         """
         self.score(queries, plan, fire, scaling)
         self.fill(queries.dtype, plan, fire, scaling, top_k)
-        self.expand(plan, fire)
+        self.expand(plan, fire, top_k)
 
     def score(self, queries: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
         """Scores all units."""
@@ -128,39 +139,35 @@ class GpuUnitSearch:
             D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
             BL=max(_DOT_LANES if dot else 1, next_power_of_2(lanes)), R=rows,
             WIDTH=self._dim * (2 if self.kind.volume else 1), DOT=dot, LARGEST=self.mode == "max",
-            SOFTMAX="softmax" in self.mode, SIZED=self.kind.sized, FIELDS=FIELDS, num_warps=4 if dot else 8,
+            SOFTMAX="softmax" in self.mode, SIZED=self.kind.sized, FIELDS=FIELDS, num_warps=4 if dot else 8, **self._options,
         )  # fmt: skip
 
     def fill(self, dtype: torch.dtype, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
-        """Selects the units that fill the budget. dtype: of the scored queries."""
-        rows = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS
+        """Keeps the units of each chunk among which those are that fill the budget. dtype: of the scored queries."""
+        rows, warps = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS, max(1, min(32, self._block // _UNITS_PER_WARP))
+        fill_kernel[(self._chunks, self._pairs(plan))](
+            self._peak, self._mass, plan, fire, self._keys, self._firsts, self._sizes, self._kept, scaling, top_k, self._heads,
+            self._length, self._parts,
+            LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
+            BL=next_power_of_2(self._stored), BT=next_power_of_2(cdiv(self.units, rows)), R=rows, BC=self._block,
+            CHUNKS=self._chunks, SLOTS=self._slots, ENOUGH=self._enough, ORDERED=self.kind.ordered, ALONE=warps == 1,
+            FIELDS=FIELDS, num_warps=warps, **self._options,
+        )  # fmt: skip
 
-        def level(grid: int, block: int, last: bool) -> None:
-            fill_kernel[(grid, self._pairs(plan))](
-                self._peak, self._mass, plan, fire, self._left, self._keys, self._kept, self._firsts, self._starts,
-                self.counts, scaling, top_k, self._heads, self._chunks, self._parts, self._slots,
-                LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
-                BL=next_power_of_2(self._stored), BT=next_power_of_2(cdiv(self.units, rows)), R=rows, BC=block, LAST=last,
-                CHUNKED=last and self._chunks > 0, FIELDS=FIELDS, num_warps=max(4, min(32, block // 256)),
-            )  # fmt: skip
-
-        if not self._chunks:
-            return level(1, max(_LEAST_BLOCK, next_power_of_2(self.units)), True)
-        level(self._chunks, self._chunk, False)
-        level(1, max(_LEAST_BLOCK, next_power_of_2(self._chunks * self._slots)), True)
-
-    def expand(self, plan: Tensor, fire: Tensor) -> None:
-        """Writes the token ids of the selected units."""
+    def expand(self, plan: Tensor, fire: Tensor, top_k: int) -> None:
+        """Selects the units that fill the budget among the kept ones, and writes their token ids."""
         grid = (cdiv(self.top_k, _TOKENS), self._pairs(plan))
-        compared = min(_COMPARED, next_power_of_2(self._slots))
         expand_kernel[grid](
-            plan, fire, self._kept, self._firsts, self._starts, self.counts, self.ids if self.kind.ordered else self._unordered,
-            self._heads, self._chunks, self._slots, self.top_k, T=_TOKENS, BS=compared, FIELDS=FIELDS, num_warps=4,
+            plan, fire, self._keys, self._firsts, self._sizes, self._kept, self.counts,
+            self.ids if self.kind.ordered else self._unordered, top_k, self._heads, self.top_k,
+            T=_TOKENS, M=self._read, BC=next_power_of_2(self._chunks), CHUNKS=self._chunks, SLOTS=self._slots,
+            ORDERED=self.kind.ordered, FIELDS=FIELDS, num_warps=4, **self._options,
         )  # fmt: skip
         if not self.kind.ordered:
             ascend_kernel[grid](
-                fire, self.counts, self._unordered, self.ids, self._heads, self.top_k, T=_TOKENS, BS=_COMPARED, num_warps=4
-            )
+                fire, self.counts, self._unordered, self.ids, self._heads, self.top_k, T=_TOKENS,
+                BS=min(_COMPARED, next_power_of_2(self.top_k)), num_warps=4, **self._options,
+            )  # fmt: skip
 
     def _pairs(self, plan: Tensor) -> int:
         return plan.shape[0] * self._heads

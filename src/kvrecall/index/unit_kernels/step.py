@@ -73,7 +73,7 @@ class UnitStep(IndexStep):
         self.searches = GpuUnitSearch(
             b * heads, 1, spec.group, shape.head_dim, index.gqa, index.kind, spec.top_k, room, like, own_scores=True
         )
-        """The search over all slots and KV heads; scratch for `room` units each, besides the scores: less than one number
+        """The search over all slots and KV heads; scratch for `room` units each, besides the scores: at most three numbers
         per unit."""
         self.ids, self.counts = self.searches.ids.view(b, heads, -1), self.searches.counts.view(b, heads)
 
