@@ -105,9 +105,9 @@ def fill_kernel(
     o_c = i_chunk * LENGTH + o_i
     m_c = (o_i < LENGTH) & (o_c < units)
     b_first, b_size = unit_sizes(p_row, i_kv, o_c, m_c & (fire != 0))
-    begin(PDL)  # scores; all else is older
+    p_own, width = scores_of(p_row, i_kv, units, LANES)
+    begin(PDL)  # the scores; all that was read so far is older
     if fire != 0:
-        p_own, width = scores_of(p_row, i_kv, units, LANES)
         m_w = (o_i < LENGTH) & (o_c < width)  # whole vectors
         if SOFTMAX:
             o_lse = i_bh * LANES * PARTS

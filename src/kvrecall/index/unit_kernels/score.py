@@ -90,29 +90,29 @@ def score_kernel(
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_row = p_plan + i_b * FIELDS
     begin(PDL)
-    units = tl.load(p_row)
-    if (tl.load(p_fire + i_b) != 0) & (i_part * R < units):
-        o_u, o_l = i_part * R + tl.arange(0, R), tl.arange(0, BL)
-        m_real = o_u < units
-        _, b_size = unit_sizes(p_row, i_kv, o_u, m_real)
+    # The whole row is read at once, and representations of empty units too: no read waits for another that it need not wait for.
+    units, fire = tl.load(p_row), tl.load(p_fire + i_b)
+    p_reps = tl.load(p_row + 2).to(tl.pointer_type(p_like.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
+    p_scores, width = scores_of(p_row, i_kv, units, 1 if LARGEST else LANES)
+    o_u, o_l = i_part * R + tl.arange(0, R), tl.arange(0, BL)
+    m_real = (o_u < units) & (fire != 0)
+    _, b_size = unit_sizes(p_row, i_kv, o_u, m_real)
+    if (fire != 0) & (i_part * R < units):
         m_u = b_size > 0
-        p_reps = tl.load(p_row + 2).to(tl.pointer_type(p_like.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
-        p_reps = tl.multiple_of(p_reps, 16)  # lets the compiler read 16 bytes at a time
-        p_reps += o_u.to(tl.int64)[:, None] * WIDTH  # also of empty units: no read waits for the sizes
+        p_rows = tl.multiple_of(p_reps, 16)  # lets the compiler read 16 bytes at a time
+        p_rows += o_u.to(tl.int64)[:, None] * WIDTH
         p_own = p_queries + i_bh.to(tl.int64) * (G * D)
         if DOT:
-            b_s = dot_scores(p_own, p_reps, m_real, D, BD, LANES, BL, WIDTH)
+            b_s = dot_scores(p_own, p_rows, m_real, D, BD, LANES, BL, WIDTH)
         else:
-            b_s = sum_scores(p_own, p_reps, m_real, R, D, BD, G, LANES, BL, WIDTH)
+            b_s = sum_scores(p_own, p_rows, m_real, R, D, BD, G, LANES, BL, WIDTH)
         if SIZED:
             b_s += (tl.log(tl.maximum(b_size, 1).to(tl.float32)) / scaling)[:, None]
         m_l = o_l < LANES
         b_s = tl.where(m_u[:, None] & m_l[None, :], b_s, float("-inf"))
         if LARGEST:
-            p_scores, _ = scores_of(p_row, i_kv, units, 1)
             tl.store(p_scores + o_u, tl.max(b_s, 1), mask=m_real)
         else:
-            p_scores, width = scores_of(p_row, i_kv, units, LANES)
             p_lanes = p_scores + o_l[None, :] * width
             tl.store(p_lanes + o_u[:, None], b_s, mask=m_real[:, None] & m_l[None, :])
         if SOFTMAX:
