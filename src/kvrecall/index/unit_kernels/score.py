@@ -90,7 +90,7 @@ def score_kernel(
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
     p_row = p_plan + i_b * FIELDS
     begin(PDL)
-    # The whole row is read at once, and representations of empty units too: no read waits for another that it need not wait for.
+    # The row is read at once, and representations of empty units too, so that fewer reads wait for others.
     units, fire = tl.load(p_row), tl.load(p_fire + i_b)
     p_reps = tl.load(p_row + 2).to(tl.pointer_type(p_like.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
     p_scores, width = scores_of(p_row, i_kv, units, 1 if LARGEST else LANES)
