@@ -22,8 +22,8 @@ commands = typer.Typer()
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
 # Named here and not read from the benchmarks, which import torch: `--help` should not wait for it.
-LAYER_CONFIGS = ("product", "product-reuse", "balanced", "balanced-reuse", "balanced-2%", "balanced-512", "balanced-512-reuse",
-                 "balanced-2%-reuse", "balanced-plain", "product-max", "paper")  # fmt: skip
+LAYER_CONFIGS = ("product", "product-reuse", "balanced", "balanced-reuse", "balanced-5%", "balanced-2%", "balanced-512",
+                 "balanced-512-reuse", "balanced-2%-reuse", "balanced-plain", "product-max", "paper")  # fmt: skip
 MODEL_CONFIGS = ("product-early", "paper-early", "balanced-rest", "balanced-512-rest", "balanced-512-rest-reuse", "prkv",
                  "louiskv", "freekv")  # fmt: skip
 """Configurations of a whole model beside those of a layer."""

@@ -38,7 +38,7 @@ from kvrecall.layer.slots.layers import Joined, Layers
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
-from kvrecall.methods.pariskv import ParisKV
+from kvrecall.methods.pariskv import ParisKV, ParisKVBalanced
 from kvrecall.methods.spec import parse
 
 SHAPES = {"8b": (32, 8, 128), "qwen2.5-1.5b": (12, 2, 128), "qwen3-0.6b": (16, 8, 128)}
@@ -50,20 +50,25 @@ COSINE = 0.93
 STAGES = ("tables_us", "scan_us", "compact_us", "rerank_us", "top_us", "attend_us", "merge_us")
 
 
+_ALL: dict[str, object] = {"top_k": 100, "full_attention_threshold": 0, "fetch": "direct:reuse=false"}
+
+
 def _method(n: int, **changes: object) -> ParisKV:
-    beta = 0.02 if n >= 1_000_000 else 0.05
-    own = {"top_k": 100, "full_attention_threshold": 0, "min_candidates_per_k": 4, "candidate_ratio": beta}
-    own["fetch"] = "direct:reuse=false"
-    return ParisKV(**own | {"stage1": "product", "gqa": "mean_softmax"} | changes)  # type: ignore[arg-type]
+    own = {"candidate_ratio": 0.02 if n >= 1_000_000 else 0.05, "stage1": "product", "gqa": "mean_softmax"}
+    return ParisKV(**_ALL | own | changes)  # type: ignore[arg-type]
 
 
-_OWN: dict[str, object] = {"center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
+def _balanced(**changes: object) -> ParisKV:
+    return ParisKVBalanced(**_ALL | changes)  # type: ignore[arg-type]
+
+
 CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product": _method,
     "product-reuse": lambda n: _method(n, fetch="direct:reuse=true"),
-    "balanced": lambda n: _method(n, **_OWN),
+    "balanced": lambda _: _balanced(),
     "balanced-reuse": lambda n: replace(CONFIGS["balanced"](n), fetch="direct:reuse=true"),
-    "balanced-2%": lambda n: _method(n, **_OWN, candidate_ratio=0.02),
+    "balanced-5%": lambda _: _balanced(candidate_ratio=0.05),
+    "balanced-2%": lambda _: _balanced(candidate_ratio=0.02),
     "balanced-512": lambda n: replace(CONFIGS["balanced"](n), top_k=512),
     "balanced-512-reuse": lambda n: replace(CONFIGS["balanced-512"](n), fetch="direct:reuse=true"),
     "balanced-2%-reuse": lambda n: replace(CONFIGS["balanced-2%"](n), fetch="direct:reuse=true"),
@@ -71,10 +76,11 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "product-max": lambda n: _method(n, gqa="max"),
     "paper": lambda n: _method(n, stage1="collision", gqa="mean_q", collision_ratio=0.2),
 }
-"""beta is 5% of the zone (2% from 1M on): one-bit products with all query heads; the paper's collisions with the mean query.
-"balanced" is what `pariskv-balanced` is, "balanced-2%" the same with fewer candidates at any length, "balanced-512" with 512
-tokens per KV head instead of 100, "balanced-plain" without centres and norms and with 16-bit weights. "…-reuse" reads no row
-again that the step before selected too, as captured steps do where a method does not say otherwise; all others read all."""
+"""One-bit products with all query heads, the paper's collisions with the mean query: beta is 5% of the zone (2% from 1M on).
+"balanced" is what `pariskv-balanced` is, with its own schedule of candidates; "balanced-5%" and "balanced-2%" the same with a
+fixed share, "balanced-512" with 512 tokens per KV head instead of 100. "balanced-plain" is "product" with balanced keys, no
+centres and norms, and 16-bit weights. "…-reuse" reads no row again that the step before selected too, as captured steps do
+where a method does not say otherwise; all others read all."""
 
 
 def named(name: str, context: int, known: Mapping[str, Callable[[int], Method]]) -> Method:

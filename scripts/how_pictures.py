@@ -129,15 +129,15 @@ def codes() -> Picture:
 
 def search() -> Picture:
     """Two stages."""
-    p = Picture("Search in two stages: from all keys to 5 percent of them to 100", 220)
+    p = Picture("Search in two stages: from all keys to 3 percent of them to 100", 220)
     p.box(10, 30, 300, 46, "gpu", "131,072 keys: signs", "16 B each")
     p.arrow((160, 78), (160, 104))
     p.text(330, 50, "stage I: product of the query with every key's signs", "")
     p.text(330, 68, "whole numbers, so equal on every device", "small")
-    p.box(85, 106, 150, 46, "gpu", "6,554 candidates", "all 81 B each")
+    p.box(85, 106, 150, 46, "gpu", "3,933 candidates", "all 81 B each")
     p.arrow((160, 154), (160, 178))
     p.text(330, 126, "stage II: estimate from signs, magnitudes, weights", "")
-    p.text(330, 144, "5 % of the keys", "small")
+    p.text(330, 144, "3 % of the keys; the share falls with the length", "small")
     p.box(130, 180, 60, 30, "hit", "100")
     p.text(330, 200, "ids of the best; ties go to the lower position", "")
     return p

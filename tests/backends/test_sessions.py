@@ -132,6 +132,15 @@ def test_a_session_is_described_without_loading_it(model: Any, tmp_path: Path) -
     assert found.ids is not None and torch.equal(found.ids, cache.tokens.ids())  # type: ignore[arg-type]
 
 
+def test_a_session_keeps_its_schedule(model: Any, tmp_path: Path) -> None:
+    """A schedule that is not the method's default is a setting like any other."""
+    own = kvrecall.ParisKVBalanced(top_k=10, schedule=((100, 0.9, 0.9), (None, 0.4, 0.4)), **ZONES)
+    cache = RetrievalCache(model.config, own)
+    feed(model, cache, tokens(150))
+    other = assert_goes_on(model, cache, tmp_path)
+    assert other.method == own and other.method != method_of("pariskv-balanced")
+
+
 def test_what_has_not_changed_is_not_written_again(model: Any, tmp_path: Path) -> None:
     cache = read(model, count=900)
     cache.save(tmp_path)

@@ -17,7 +17,7 @@ from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereIndex
-from kvrecall.index.sphere.schedule import RatioStep
+from kvrecall.index.sphere.schedule import BALANCED_SCHEDULE, RatioStep
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
@@ -132,7 +132,8 @@ def test_full_attention_below(given: dict[str, int], expected: int) -> None:
 
 def test_the_balanced_form_is_a_name_for_settings_that_the_papers_form_has_not() -> None:
     ours, theirs = methods.get("pariskv-balanced"), methods.get("pariskv")
-    same = kvrecall.ParisKV(stage1="product", center=True, balance=True, norms=True, weight_dtype="uint8", gqa="mean_softmax")
+    own = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8", "gqa": "mean_softmax"}
+    same = kvrecall.ParisKV(schedule=BALANCED_SCHEDULE, min_candidates_per_k=8, **own)
     assert isinstance(ours, kvrecall.ParisKV) and ours.index_config() == same.index_config()
     assert not theirs.center and not theirs.balance and theirs.stage1 == "collision" and theirs.index_config().gqa == "mean_q"
     assert "balance" in str(methods.describe("pariskv-balanced")["parameters"])

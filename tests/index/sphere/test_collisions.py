@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvrecall
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import Codes, encode
@@ -133,6 +134,23 @@ def test_paper_schedule_steps(tokens: int, candidates: float, collisions: float)
     sizes = stage_sizes(PAPER_SCHEDULE, tokens, 100, 4)
     assert sizes.candidates == math.ceil(tokens * candidates)
     assert sizes.tier_targets == tuple(math.ceil(tokens * collisions * p) for p in naive.TIERS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "candidates"),
+    [(2_000, 800), (8_000, 1_600), (16_384, 1_639), (32_768, 1_967), (65_536, 2_622), (131_072, 3_933), (262_144, 5_243),
+     (1_048_576, 15_729)],
+)  # fmt: skip
+def test_balanced_keys_rerank_fewer(tokens: int, candidates: int) -> None:
+    ours, theirs = (method().own_index() for method in (kvrecall.ParisKVBalanced, kvrecall.ParisKV))
+    assert stage_sizes(ours.steps, tokens, 100, ours.min_candidates_per_k).candidates == candidates
+    assert candidates <= stage_sizes(theirs.steps, tokens, 100, theirs.min_candidates_per_k).candidates
+
+
+def test_balanced_keys_rerank_eight_candidates_per_fetched_token() -> None:
+    own = kvrecall.ParisKVBalanced(top_k=512).own_index()
+    sizes = [stage_sizes(own.steps, tokens, 512, own.min_candidates_per_k).candidates for tokens in (3_000, 32_768, 262_144)]
+    assert sizes == [3_000, 4_096, 5_243]
 
 
 @examples(40)
