@@ -169,32 +169,36 @@ def budget_range(
 ):  # fmt: skip
     """(low, high, tokens above high, units inside, tokens from low on): candidates above `high` fit into `wanted` tokens, and
     [low, high] has one, or candidates of one score, or only such that fit. The first M places are given (b_key, b_first,
-    b_size), the others up to `places` are read again in every round. score, TIES: see `ranked`."""
+    b_size), the others up to `places` are read again in every round. score, TIES: see `ranked`.
+
+    Without other places there is no loop over them: Triton 3.6 fails to compile a loop that it finds never runs."""
     b_rank, b_own = ranked(b_key, b_first, b_size, score, TIES)
     m_own = b_own > 0
     b_low, b_high = tl.where(m_own, b_rank, _HIGHEST), tl.where(m_own, b_rank, LOWEST)
     b_total, b_count = b_own, m_own.to(tl.int32)
-    i = M
-    while i < places:
-        b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
-        b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
-        b_low = tl.minimum(b_low, tl.where(b_s > 0, b_k, _HIGHEST))
-        b_high = tl.maximum(b_high, tl.where(b_s > 0, b_k, LOWEST))
-        b_total += b_s
-        b_count += (b_s > 0).to(tl.int32)
-        i += M
+    if M < CHUNKS * SLOTS:
+        i = M
+        while i < places:
+            b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
+            b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
+            b_low = tl.minimum(b_low, tl.where(b_s > 0, b_k, _HIGHEST))
+            b_high = tl.maximum(b_high, tl.where(b_s > 0, b_k, LOWEST))
+            b_total += b_s
+            b_count += (b_s > 0).to(tl.int32)
+            i += M
     low, high, total, inside = extremes(b_low, b_high, b_total, b_count, False)
     over, above = 0, 0
     while (high > low) & (inside > 1) & (total > wanted):
         step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
         b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_rank, b_own, low, step)
-        i = M
-        while i < places:
-            b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
-            b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
-            c_1, c_2, c_3, c_4, c_5, c_6 = reaching(b_k, b_s, low, step)
-            b_1, b_2, b_3, b_4, b_5, b_6 = b_1 + c_1, b_2 + c_2, b_3 + c_3, b_4 + c_4, b_5 + c_5, b_6 + c_6
-            i += M
+        if M < CHUNKS * SLOTS:
+            i = M
+            while i < places:
+                b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
+                b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
+                c_1, c_2, c_3, c_4, c_5, c_6 = reaching(b_k, b_s, low, step)
+                b_1, b_2, b_3, b_4, b_5, b_6 = b_1 + c_1, b_2 + c_2, b_3 + c_3, b_4 + c_4, b_5 + c_5, b_6 + c_6
+                i += M
         n_1, n_2, n_3, u_1, u_2, u_3 = six_sums(b_1, b_2, b_3, b_4, b_5, b_6, False)
         low, high, total, over, inside, above = narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3,
                                                          u_1, u_2, u_3)  # fmt: skip
@@ -256,13 +260,14 @@ def expand_kernel(
         b_take = taken_of(b_key, b_first, b_size, low, high, first, last, here - over)
         b_place = o_t + places_of(b_first, b_take, o_t, 0)
         before = tl.sum(b_take, 0)
-        i = M
-        while i < places:
-            b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + o_m, CHUNKS, SLOTS, ORDERED)
-            b_take = taken_of(b_k, b_f, b_s, low, high, first, last, here - over)
-            b_place += places_of(b_f, b_take, o_t, before)
-            before += tl.sum(b_take, 0)
-            i += M
+        if M < CHUNKS * SLOTS:
+            i = M
+            while i < places:
+                b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + o_m, CHUNKS, SLOTS, ORDERED)
+                b_take = taken_of(b_k, b_f, b_s, low, high, first, last, here - over)
+                b_place += places_of(b_f, b_take, o_t, before)
+                before += tl.sum(b_take, 0)
+                i += M
         b_id = tl.load(p_members + b_place, mask=o_t < here, other=-1)
         tl.store(p_out + i_bh.to(tl.int64) * K + o_t, b_id, mask=o_t < K)
         if i_part == 0:
