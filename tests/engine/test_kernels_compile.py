@@ -270,14 +270,15 @@ def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: di
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype", "method", "capability"),
+    ("dim", "group", "dtype", "method", "capability", "drafts"),
     [
-        (64, 1, torch.float32, "products", 90), (80, 7, torch.float16, "balanced", 80),
-        (128, 4, torch.bfloat16, "balanced", 90), (256, 8, torch.bfloat16, "balanced", 100),
+        (64, 1, torch.float32, "products", 90, 0), (80, 7, torch.float16, "balanced", 80, 2),
+        (128, 4, torch.bfloat16, "balanced", 90, 0), (128, 4, torch.bfloat16, "balanced", 90, 3),
+        (256, 8, torch.bfloat16, "balanced", 100, 0),
     ],
 )  # fmt: skip
 def test_a_step_and_prompts_over_blocks_of_vllm(
-    dim: int, group: int, dtype: torch.dtype, method: str, capability: int, launches: dict[str, Any],
+    dim: int, group: int, dtype: torch.dtype, method: str, capability: int, drafts: int, launches: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
@@ -294,16 +295,16 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     shape = Model(1, 2, group, dim).layer(2, tokens=20)
     shape = replace(shape, sequences=1, dtype=dtype)
     layer, plan = (
-        DeviceLayer(0, shape, asked, index, AttentionParams(0.1), None, 3, 900, None),
-        PassPlan(3, 900, asked, index, here),
+        DeviceLayer(0, shape, asked, index, AttentionParams(0.1), None, 3, 900, None, drafts=drafts),
+        PassPlan(3, 900, asked, index, 128, here, drafts),
     )
     pages = torch.zeros(9, width_of(index, asked.rest_config(), shape) * 256, dtype=torch.uint8)
     layer.bind(pages, HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
-    plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 128)
+    decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
     window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(9).long())
     queries, keys = torch.zeros(9, 2 * group, dim, dtype=dtype), torch.zeros(9, 2, dim, dtype=dtype)
-    whole = Pass(2, [Chunk(2, slice(2, 9), 0)], plan, blocks, torch.zeros(9).long(), {})
+    whole = Pass(2, [Chunk(2, slice(2, 9), 0)], plan, decoded, blocks, torch.zeros(9).long(), {})
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     names = {kernel.__name__ for kernel, *_ in launches.values()}

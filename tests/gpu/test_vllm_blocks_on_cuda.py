@@ -45,6 +45,33 @@ def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:
         assert torch.equal(*both)
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["launched", "recorded"])
+@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
+def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict, recorded: bool) -> None:
+    """Two sequences with drafts of three tokens each, and rows that are nobody's. What is rejected is written over."""
+    texts, wrong = {0: tokens(400, 3), 1: tokens(400, 4)}, tokens(400, 5)
+    alone = {name: Device(given, top_k=24, on=CUDA) for name in texts}
+    device, at = Device(given, top_k=24, on=CUDA, drafts=3), {0: 250, 1: 240}
+    for name, text in texts.items():
+        alone[name].feed({name: cut(text, 0, at[name])})
+        device.feed({name: cut(text, 0, at[name])})
+    for step in range(24):
+        right = {0: (3, 0, 2, 1)[step % 4], 1: step % 3}
+        order = (0, 1) if step < 12 else (1, 0)  # they change rows
+        new = {}
+        for name in order:
+            start, stop = at[name], at[name] + 1 + right[name]
+            made = [torch.cat([a[start:stop], b[stop : start + 4]]) for a, b in zip(texts[name], wrong, strict=True)]
+            new[name] = (made[0], made[1], made[2])
+        found = device.feed(new, padded=1, recorded=recorded)
+        for name in order:
+            for i in range(1 + right[name]):
+                wanted = alone[name].feed({name: cut(texts[name], at[name] + i, at[name] + i + 1)})[name][0]
+                close(found[name][i], wanted)
+            device.lengths[name] = at[name] = at[name] + 1 + right[name]
+    assert not device.layer.bad.any()
+
+
 @pytest.mark.parametrize("given", GIVEN, ids=paged.short)
 def test_a_sequence_gets_what_it_gets_alone_whatever_its_row_held_before(given: dict) -> None:
     """Sequences move between rows of the batch, leave, and others get their blocks."""

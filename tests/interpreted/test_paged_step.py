@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvrecall.backends.vllm.counts import Counts, forget
 from tests.backends.vllm import test_paged as paged
-from tests.backends.vllm.on_device import Device
+from tests.backends.vllm.on_device import MOST, Device
 from tests.backends.vllm.test_paged import DIM, GROUP, HEADS, cut, dense, method_of, tokens
 
 GIVEN = paged.GIVEN[:2]
@@ -75,6 +75,61 @@ def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: di
     assert counted.fetched_bytes == counted.fetched_rows * 2 * DIM * 4
     forget([device.layer, bench.layer], [device.plan])
     assert Counts.of([device.layer], [device.plan]) == Counts.of([bench.layer], []) == Counts()
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
+def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict) -> None:
+    """Beside sequences without a draft, or with a shorter one, and rows that are nobody's. Blocks, and pages of means, end
+    inside drafts; what is rejected is written over."""
+    text, other, wrong = tokens(340, 3), tokens(320, 4), tokens(340, 5)
+    alone, device = Device(given, top_k=24), Device(given, top_k=24, drafts=3)
+    for each in (alone, device):
+        each.feed({0: cut(text, 0, 250)})
+        each.feed({1: cut(other, 0, 240)})
+    at, beside, step = 250, 240, 0
+    while at < 262:
+        right, more = (3, 0, 2, 1)[step % 4], step % 3  # tokens of both drafts that are right; all of the other's are
+        draft = [torch.cat([a[at : at + 1 + right], b[at + 1 + right : at + 4]]) for a, b in zip(text, wrong, strict=True)]
+        new = {0: (draft[0], draft[1], draft[2]), 1: cut(other, beside, beside + 1 + more)}
+        order = (0, 1) if step < 3 else (1, 0)  # they change rows
+        made = device.feed({name: new[name] for name in order}, padded=step % 2)
+        for i in range(1 + right):
+            assert torch.equal(made[0][i], alone.feed({0: cut(text, at + i, at + i + 1)})[0][0])
+        for i in range(1 + more):
+            assert torch.equal(made[1][i], alone.feed({1: cut(other, beside + i, beside + i + 1)})[1][0])
+        at, beside, step = at + 1 + right, beside + 1 + more, step + 1
+        device.lengths[0] = at
+    assert not device.layer.bad.any()
+
+
+def test_a_draft_reads_what_the_last_accepted_token_read() -> None:
+    """Equal queries select equal rows, so that a step reads the two or so rows that came to the zone since then."""
+    device, (q, k, v) = Device(GIVEN[0], top_k=24, drafts=3), tokens(300, 6)
+    device.feed({0: cut((q, k, v), 0, 290)})
+    q[290:] = q[290]
+    read = []
+    for at, accepted in ((290, 2), (292, 1), (293, 4), (297, 0)):
+        before = int(device.layer.read.sum())
+        device.feed({0: (q[at : at + 3], k[at : at + 3], v[at : at + 3])})
+        read.append(int(device.layer.read.sum()) - before)
+        device.lengths[0] = at + accepted
+    assert read[0] == 3 * HEADS * 24, "nothing is kept at first"
+    assert max(read[1:3]) <= 3 * HEADS * 4 < read[0]
+
+
+def test_sequences_beyond_those_that_keep_rows_read_them_again() -> None:
+    """A draft of 31 tokens leaves room for the rows of two sequences."""
+    texts, device = {name: tokens(150, name) for name in range(MOST)}, Device(GIVEN[0], top_k=24, drafts=31)
+    for name, (q, k, v) in texts.items():
+        q[100:] = q[100]
+        device.feed({name: cut((q, k, v), 0, 100)})
+    read = []
+    for at in (100, 101):
+        before = device.layer.read.clone()
+        device.feed({name: cut(text, at, at + 1) for name, text in texts.items()})
+        read.append((device.layer.read - before)[:MOST].tolist())
+    assert read[0] == [HEADS * 24] * 4
+    assert read[1][2:] == [HEADS * 24] * 2 and max(read[1][:2]) < HEADS * 24
 
 
 def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:

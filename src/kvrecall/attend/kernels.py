@@ -75,21 +75,21 @@ def window_rows(p_rows, p_length, p_key, p_value, o_r, CAPACITY, SINK, D: tl.con
 
 @triton.jit
 def selected_rows(
-    p_pool, p_table, p_kept_ids, p_kept, now, then, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS, K,
+    p_pool, p_table, p_kept_ids, p_kept, i_now, i_then, p_read, b_id, o_k, i_kv, HEADS, K,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
     """K and V `[R, BD]` of selected rows: entries o_k of a selection with ids `[R]` (-1: none).
 
     pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `row_offset`. REUSE:
-    kept `[2, PAIRS, K, 2, D]` holds the rows of two steps, kept_ids int32 `[2, PAIRS, K]` their ids; `now` and `then`, int64,
-    are the halves of this and the last step. Without REUSE nothing is kept. read[0] counts rows read from the host.
+    kept `[·, K, 2, D]` holds rows of earlier steps, kept_ids int32 `[·, K]` their ids; rows come from selection i_then, int64,
+    and are kept as i_now, int64 (< 0: not kept). Without REUSE nothing is kept. read[0] counts rows read from the host.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     m_r = b_id >= 0
     p_row = p_pool + row_offset(p_table, b_id, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
     if REUSE:
-        o_now, o_then = (now * PAIRS + i_bh) * K, (then * PAIRS + i_bh) * K
+        o_now, o_then = i_now * K, i_then * K
         b_slot = tl.full(b_id.shape, -1, tl.int32)
         KEPT: tl.constexpr = min(BK, max(16, 4096 // b_id.shape[0]))  # compared at a time, to limit registers
         for i_k in tl.static_range(0, BK, KEPT):
@@ -105,9 +105,10 @@ def selected_rows(
         b_k = tl.where(m_kept, tl.load(p_then, mask=m_kept, other=0.0), b_k)
         b_v = tl.where(m_kept, tl.load(p_then + D, mask=m_kept, other=0.0), b_v)
         p_now = p_kept + (o_now + o_k)[:, None] * (2 * D) + o_d[None, :]
-        tl.store(p_now, b_k, mask=(o_k < K)[:, None] & m_d)
-        tl.store(p_now + D, b_v, mask=(o_k < K)[:, None] & m_d)
-        tl.store(p_kept_ids + o_now + o_k, b_id, mask=o_k < K)
+        m_now = (o_k < K) & (i_now >= 0)
+        tl.store(p_now, b_k, mask=m_now[:, None] & m_d)
+        tl.store(p_now + D, b_v, mask=m_now[:, None] & m_d)
+        tl.store(p_kept_ids + o_now + o_k, b_id, mask=m_now)
     else:
         m_host = m_r
         b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
@@ -149,8 +150,9 @@ def step_part(
         o_k = i_part * R + tl.arange(0, R)
         b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
         now = tl.load(p_parity)
-        b_k, b_v = selected_rows(p_pool, p_table, p_kept_ids, p_kept, now, 1 - now, p_read, b_id, o_k, i_bh, i_kv, HEADS, PAIRS,
-                                 K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
+        i_now, i_then = now * PAIRS + i_bh, (1 - now) * PAIRS + i_bh
+        b_k, b_v = selected_rows(p_pool, p_table, p_kept_ids, p_kept, i_now, i_then, p_read, b_id, o_k, i_kv, HEADS, K, BLOCK,
+                                 D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
     else:
         first, new = (i_part - CHOSEN) * W, tl.load(p_zone + 3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ class Device:
     top_k: int
     resident: bool = False
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    drafts: int = 0
+    _recorded: Any = None
     tables: dict[int, list[int]] = field(default_factory=dict)
     recent: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
@@ -38,14 +42,16 @@ class Device:
         assert isinstance(index, SphereConfig)
         calibrated = paged.calibration() if index.needs_calibration else None
         shape = replace(SHAPE, device=self.on)
-        self.layer = DeviceLayer(3, shape, method, index, PARAMS, calibrated, MOST, LONGEST, keeps=not self.resident)
+        self.layer = DeviceLayer(
+            3, shape, method, index, PARAMS, calibrated, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts
+        )
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
         width = width_of(index, method.rest_config(), SHAPE)
         pages = torch.full((BLOCKS, width * SIZE * HEADS), 255, dtype=torch.uint8, device=self.on)
         self.layer.bind(pages, self.host)
         self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on)
-        self.plan = PassPlan(MOST, LONGEST, method, index, self.on)
+        self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts)
         draw = torch.Generator().manual_seed(4)
         self.free, self.near = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist(), list(range(1, 400))
 
@@ -55,8 +61,9 @@ class Device:
         self.near += self.recent.pop(name)
         del self.lengths[name]
 
-    def feed(self, new: dict[int, tuple[Tensor, Tensor, Tensor]], padded: int = 0) -> dict[int, Tensor]:
-        """Those with one token come first; padded: rows behind them that are nobody's."""
+    def feed(self, new: dict[int, tuple[Tensor, Tensor, Tensor]], padded: int = 0, recorded: bool = False) -> dict[int, Tensor]:
+        """Those that decode come first: at most 1 + drafts tokens each. padded: rows behind them that are nobody's. recorded:
+        replay a graph; all such passes must have as many tokens, and no prompt."""
         begins, lengths, slots, near = [0], [], [], []
         for name, (q, _, _) in new.items():
             before = self.lengths.get(name, 0)
@@ -69,26 +76,51 @@ class Device:
             near += [self.recent[name][p // PAGE] * PAGE + p % PAGE for p in range(before, after)]
             begins.append(begins[-1] + len(q))
             lengths.append(after)
-        begins, lengths = begins + [begins[-1]] * padded, lengths + [0] * padded
+        begins, lengths, rows = begins + [begins[-1]] * padded, lengths + [0] * padded, (1 + self.drafts) * padded
         blocks, recent = (
             torch.tensor([(t[n] + [0] * 200)[:200] for n in new] + [[0] * 200] * padded, dtype=torch.int32, device=self.on)
             for t in (self.tables, self.recent)
         )
         ints: dict = {"dtype": torch.int32, "device": self.on}
-        self.plan.fill(torch.tensor(begins, **ints), torch.tensor(lengths, **ints), blocks, SIZE)
-        decodes = sum(stop - start == 1 for start, stop in pairwise(begins)) + padded
+        decodes = sum(0 < stop - start <= 1 + self.drafts for start, stop in pairwise(begins))
+        decoded = self.plan.fill(torch.tensor(begins, **ints), torch.tensor(lengths, **ints), blocks, decodes + padded)
         chunks = [
             Chunk(i, slice(begins[i], begins[i + 1]), lengths[i] - (begins[i + 1] - begins[i]))
-            for i in range(decodes - padded, len(new))
+            for i in range(decodes, len(new))
         ]
         tables = {i: self.tables[name] for i, name in enumerate(new)}
-        asked = Pass(decodes, chunks, self.plan, blocks, torch.tensor(slots, device=self.on), tables)
+        asked = Pass(begins[decodes] + rows, chunks, self.plan, decoded, blocks, torch.tensor(slots, device=self.on), tables)
         q, k, v = (
-            torch.cat([*(text[i] for text in new.values()), *[next(iter(new.values()))[i][:1]] * padded]).to(self.on)
+            torch.cat([*(text[i] for text in new.values()), *[next(iter(new.values()))[i][:1]] * rows]).to(self.on)
             for i in range(3)
         )
         out, window = torch.full_like(q, float("nan")), Window(self.pages, recent, torch.tensor(near, device=self.on))
-        self.layer.store(k, v, asked, window)
-        self.layer.prompts(q, k, v, asked, out)
-        self.layer.decode(q, k, v, asked, window, out)
+        if recorded:
+            out = self._replay(q, k, v, asked, window)
+        else:
+            self.layer.store(k, v, asked, window)
+            self.layer.prompts(q, k, v, asked, out)
+            self.layer.decode(q, k, v, asked, window, out)
         return {name: out[begins[i] : begins[i + 1]].cpu() for i, name in enumerate(new)}
+
+    def _replay(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, window: Window) -> Tensor:
+        """A pass by a graph, over inputs at fixed addresses; only the plan is filled outside, as under vLLM."""
+        inputs = q, k, v, asked.blocks, window.blocks
+        if self._recorded is None:
+            fixed, out = [x.clone() for x in inputs], torch.empty_like(q)
+            own = replace(asked, blocks=fixed[3], decoded=asked.decoded if self.drafts else fixed[3])
+            decode = partial(self.layer.decode, *fixed[:3], own, replace(window, blocks=fixed[4]), out)
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                decode()  # compiles; what it stores is stored once more
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                decode()
+            self._recorded = graph, fixed, out
+        graph, fixed, out = self._recorded
+        for held, given in zip(fixed, inputs, strict=True):
+            held.copy_(given)
+        graph.replay()
+        return out

@@ -205,11 +205,48 @@ def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, 
         Served(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
 
 
-def test_drafts_on_a_gpu_are_refused() -> None:
-    drafts = SimpleNamespace(method="ngram", num_speculative_tokens=3)
-    changed = {"speculative_config": drafts, "device_config": SimpleNamespace(device_type="cuda")}
-    with pytest.raises(KVRecallError, match="speculative decoding on a GPU"):
-        Served(SimpleNamespace(**(vars(CONFIG) | changed)))
+@pytest.mark.parametrize(("drafts", "expected"), [(None, 1), (3, 4)])
+def test_a_recorded_pass_decodes_a_whole_draft(drafts: int | None, expected: int) -> None:
+    """Both builders ask vLLM for graphs of uniform batches, with decoding sequences and their drafts first."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from kvrecall.backends.vllm.backend import RetrievalBuilder
+    from kvrecall.backends.vllm.window import WindowBuilder
+
+    told = None if drafts is None else SimpleNamespace(method="ngram", num_speculative_tokens=drafts)
+    config = SimpleNamespace(**(vars(CONFIG) | {"speculative_config": told}))
+    for builder in (RetrievalBuilder, WindowBuilder):
+        made = builder(SimpleNamespace(block_size=128), [], config, torch.device("cpu"))
+        assert made.reorder_batch_threshold == expected
+        assert builder.get_cudagraph_support(config, made.kv_cache_spec) == AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize(
+    ("counts", "drafts", "decodes", "rows"),
+    [
+        ([1, 1], 0, 2, 2), ([1, 1, 9], 0, 2, 2), ([4, 4], 3, 8, 2), ([4, 4, 0], 3, 8, 3), ([4, 1, 3], 3, 8, 3),
+        ([4, 2, 9, 3], 3, 6, 2), ([9, 2], 3, 0, 0),
+    ],
+)  # fmt: skip
+def test_decoded_tokens_are_those_of_the_first_rows(counts: list[int], drafts: int, decodes: int, rows: int) -> None:
+    """Behind a longer chunk a short one is a prompt, too: it follows no recorded pass."""
+    from kvrecall.backends.vllm.backend import RetrievalBuilder
+
+    told = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
+    config = SimpleNamespace(**(vars(CONFIG) | {"speculative_config": told}))
+    builder = RetrievalBuilder(SimpleNamespace(block_size=128), [], config, torch.device("cpu"))
+    begins = torch.tensor([0, *counts]).cumsum(0).int()
+    lengths, blocks = torch.tensor(counts).int() + 200, torch.zeros(len(counts), 3, dtype=torch.int32)
+    common = SimpleNamespace(
+        query_start_loc=begins, query_start_loc_cpu=begins, seq_lens=lengths, seq_lens_cpu_upper_bound=lengths,
+        max_query_len=max(counts), block_table_tensor=blocks, slot_mapping=torch.zeros(sum(counts)),
+    )  # fmt: skip
+    asked: list[int] = []
+    plan: Any = SimpleNamespace(fill=lambda *given: asked.append(given[3]) or blocks)
+    made = builder._pass(plan, common, 128)
+    assert (made.decodes, asked) == (decodes, [rows])
+    assert [chunk.row for chunk in made.chunks] == list(range(rows, len(counts)))
+    assert all(chunk.past == 200 for chunk in made.chunks)
 
 
 @pytest.mark.parametrize(

@@ -125,17 +125,16 @@ class RetrievalMetadata:
 class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     """Builds the metadata once per pass, for all layers."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1
-    """Decoding sequences come first in a batch."""
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._plan: PassPlan | None = None
         served = Served.of(vllm_config)
-        self._drafts = served.drafts
+        self._drafts, size = served.drafts, kv_cache_spec.block_size
+        self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
-            self._plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, device)
+            self._plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, size, device, self._drafts)
             served.plans.append(self._plan)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
@@ -151,21 +150,25 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         return Batch(begins, lengths, prompts, told.block_table_tensor, size)
 
     def _pass(self, plan: PassPlan, told: Any, size: int) -> Pass:
-        """The pass for a GPU, which counts decoding rows itself: with asynchronous scheduling the host knows only bounds."""
-        blocks = told.block_table_tensor
-        plan.fill(told.query_start_loc, told.seq_lens, blocks, size)
-        if told.max_query_len <= 1:
-            return Pass(len(told.seq_lens), [], plan, blocks, told.slot_mapping, {})
-        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
+        """The pass for a GPU, which reads lengths itself: with asynchronous scheduling the host knows only bounds. Rows of at
+        most 1 + drafts tokens are decoded."""
+        blocks, rows = told.block_table_tensor, len(told.seq_lens)
+        begins = told.query_start_loc_cpu.tolist()
+        if told.max_query_len <= 1 + self._drafts:
+            # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
+            decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
+            return Pass(begins[rows] if self._drafts else rows, [], plan, decoded, blocks, told.slot_mapping, {})
+        most = told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
         counts = [stop - start for start, stop in pairwise(begins)]
-        decodes = next(row for row, count in enumerate(counts) if count > 1)
+        decodes = next(row for row, count in enumerate(counts) if count > 1 + self._drafts)
+        decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)
         chunks = [
             Chunk(row, slice(begins[row], begins[row + 1]), most[row] - count)
             for row, count in enumerate(counts)
             if row >= decodes and count
         ]
         tables = {c.row: blocks[c.row, : cdiv(c.past, size)].tolist() for c in chunks if c.past}
-        return Pass(decodes, chunks, plan, blocks, told.slot_mapping, tables)
+        return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables)
 
 
 class RetrievalImpl(AttentionImpl[RetrievalMetadata]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrecall.backends.vllm.device import DeviceLayer
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.settings import Settings
+from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.backends.vllm.summaries import check_block_size, least_block, width_of
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
@@ -97,7 +97,7 @@ def scratch_bytes(settings: Settings, shapes: Sequence[LayerShape], most: int, l
     params = AttentionParams(shape.head_dim**-0.5)
     first = DeviceLayer(0, there, settings.method, index, params, None, most, longest)
     second = DeviceLayer(1, there, settings.method, index, params, None, most, longest, first.scratch)
-    plan = PassPlan(most, longest, settings.method, index, there.device)
+    plan = PassPlan(most, longest, settings.method, index, BLOCK_TOKENS, there.device)
     one = held_bytes([first])
     return one + (len(shapes) - 1) * (held_bytes([first, second]) - one) + held_bytes(plan)
 

@@ -17,7 +17,7 @@ from kvrecall.core.structs import StepStats
 class Counts:
     """Counters of one rank since its engine was ready.
 
-    searches: one per sequence and decode step. searched_tokens: tokens that were searched. Both are equal on all ranks.
+    searches: one per decoded token. searched_tokens: tokens that were searched. Both are equal on all ranks.
     selected_rows: selected rows of all layers and KV heads. fetched_rows: selected rows that were read from host memory; the
     others were still on the device. fetched_bytes: their bytes.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
 from kvrecall.backends.vllm.means import means_in
-from kvrecall.backends.vllm.plan import ROW, PassPlan, candidates
+from kvrecall.backends.vllm.plan import ROW, PassPlan, candidates, kept_sequences
 from kvrecall.backends.vllm.stream import HostBlocks, Stream
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
@@ -40,9 +40,7 @@ _ENCODED_ROWS = 32
 _CHOSEN_ROWS, _DENSE_ROWS, _STORED = 16, 64, 16
 """Rows per program: selected rows, other rows, and tokens of prompts."""
 _TOGETHER = 32
-"""Rows of a batch that are searched at a time; the next ones reuse the scratch."""
-_KEPT = 2 * _TOGETHER
-"""Rows of a batch that keep sinks and selected rows on the device between steps; the others read them again."""
+"""Tokens of a pass that are searched at a time; the next ones reuse the scratch."""
 _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `_DENSE_ROWS` page means per program, and most programs for them per KV head."""
 _MOST_PARTS = 64
@@ -77,15 +75,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of all layers: the first `decodes` rows of the batch decode a token each, `chunks` are prompts.
+    """One pass of all layers: its first `decodes` tokens are decoded, each as if alone, `chunks` are prompts.
 
-    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the tokens. tables: blocks of the chunks' past tokens, by
-    row.
+    decoded: int32 `[n, W]`, the block tables of the decoded tokens' sequences (`PassPlan.fill`). blocks: int32 `[b, W]`, of the
+    rows of the batch. slots: int64 `[T]`, slots of the tokens. tables: blocks of the chunks' past tokens, by row.
     """
 
     decodes: int
     chunks: list[Chunk]
     plan: PassPlan
+    decoded: Tensor
     blocks: Tensor
     slots: Tensor
     tables: dict[int, list[int]]
@@ -95,7 +94,8 @@ class Scratch:
     """Scratch that all layers of one shape share."""
 
     def __init__(self, method: Method, index: SphereConfig, shape: LayerShape, maps: Maps, most: int, longest: int) -> None:
-        """most: rows of a batch. longest: tokens of a sequence. Raises ParameterError for settings without a kernel."""
+        """most: tokens that a pass decodes. longest: tokens of a sequence. Raises ParameterError for settings without a
+        kernel."""
         assert method.top_k is not None
         if index.gqa == "per_head":
             raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
@@ -138,27 +138,28 @@ class DeviceLayer:
     def __init__(
         self, number: int, shape: LayerShape, method: Method, index: SphereConfig, params: AttentionParams,
         calibration: LayerCalibration | None, most: int, longest: int, scratch: Scratch | None = None,
-        keeps: bool = True,
+        keeps: bool = True, drafts: int = 0,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
-        keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there.
-        Allocates everything besides pages and rows."""
+        keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there. drafts:
+        tokens that a row may decode besides its first. Allocates everything besides pages and rows."""
         self.number, self.shape, self._params, self._index = number, shape, params, index
         maps = Maps.of(shape, calibration or own_calibration(shape), index)
-        self.scratch = scratch or Scratch(method, index, shape, maps, most, longest)
+        self._tokens, tokens = 1 + drafts, most * (1 + drafts)
+        self.scratch = scratch or Scratch(method, index, shape, maps, tokens, longest)
         self._maps, self._search = maps, self.scratch.search.sharing(maps)
         self._centring = encode.Centring.of(maps, longest)
         heads, dim, k, device = shape.kv_heads, shape.head_dim, self.scratch.top_k, shape.device
-        self._kept_rows = min(most, _KEPT) if keeps else 0
-        self._pairs = self._kept_rows * heads
+        kept = kept_sequences(most, drafts) if keeps else 0
+        self._kept_tokens = kept * self._tokens
         with lasting_tensors():
-            self._sinks = torch.zeros(self._pairs, self.scratch.sinks, 2, dim, dtype=shape.dtype, device=device)
-            self._kept = torch.zeros(2, self._pairs, k, 2, dim, dtype=shape.dtype, device=device)
-            self._kept_ids = torch.full((3, self._pairs, k), -1, dtype=torch.int32, device=device)
-            self.read = torch.zeros(most, dtype=torch.int64, device=device)
-            """Rows read from the host, by row of the batch."""
-            self.bad = torch.zeros(most, dtype=torch.int32, device=device)
-            """Not 0 for rows with a key or value that was not finite."""
+            self._sinks = torch.zeros(kept, heads, self.scratch.sinks, 2, dim, dtype=shape.dtype, device=device)
+            self._kept = torch.zeros(2, self._kept_tokens, heads, k, 2, dim, dtype=shape.dtype, device=device)
+            self._kept_ids = torch.full((3, self._kept_tokens, heads, k), -1, dtype=torch.int32, device=device)
+            self.read = torch.zeros(tokens, dtype=torch.int64, device=device)
+            """Rows read from the host, by number of the token in its pass."""
+            self.bad = torch.zeros(tokens, dtype=torch.int32, device=device)
+            """Not 0 for tokens with a key or value that was not finite."""
             self._zero_norms = torch.zeros(heads, dtype=torch.int32, device=device)
             self._counts = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -169,19 +170,19 @@ class DeviceLayer:
         self._means = None if means is None else means_in(pages, layout.block_bytes, means, self.shape, host.block_size)
 
     def decode(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, window: Window, out: Tensor) -> None:
-        """The first rows of a pass, a token each: queries, out `[b, H_q, D]`, keys, values `[b, H_kv, D]`. Stores, searches and
-        attends."""
+        """The first tokens of a pass: stores, searches and attends. queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`: of
+        all its tokens."""
         together, rows = self.scratch.together, asked.plan.rows
         for first in range(0, asked.decodes, together):
             own = slice(first, min(first + together, asked.decodes))
-            blocks = asked.blocks[own]
+            blocks = asked.decoded[own]
             tables = Tables(self._codes, blocks, self._counts, self._zero_norms.expand(len(blocks), -1))
             pairs = range(len(blocks) * self.shape.kv_heads)
-            q, k, v = queries[own].contiguous(), keys[own], values[own]
+            q, k, v = queries[own].contiguous(), keys[own], values[own]  # a token's kernels read those before it, too
 
             def part(of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables) -> None:
                 self._search.launch(q, tables, rows[own], asked.plan.fire[own], self._params.scaling, of)
-                self._attend(q, k, v, asked.plan, own, tables.blocks, window, of)
+                self._attend(q, k, v, asked, own, window, of)
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
@@ -191,10 +192,8 @@ class DeviceLayer:
                 into=out[own],
             )  # fmt: skip
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: PassPlan, own: slice, blocks: Tensor, window: Window, pairs: range
-    ) -> None:
-        """Selected rows, sinks, window and the new token, for `pairs` of the batch's rows `own` and KV heads."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, own: slice, window: Window, pairs: range) -> None:
+        """Selected rows, sinks, window and the new token, for `pairs` of the pass's tokens `own` and KV heads."""
         from kvrecall.backends.vllm.kernels import paged_step_kernel
 
         scratch, maps, centring, codes, params, shape = (
@@ -205,20 +204,20 @@ class DeviceLayer:
         meaned, own_parts = self._means is not None, scratch.parts - scratch.mean_parts
         pieces = cdiv(dim, _ENCODED_ROWS) + measured + meaned
         least, most = weight_range(codes.weights.dtype, centred)
-        recent, rows = window.blocks[own], self._host.rows
+        plan, blocks, recent, rows = asked.plan, asked.blocks, window.blocks, self._host.rows
         paged_step_kernel[(len(pairs) * (own_parts + pieces),)](
             q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
             self._sinks, self._kept_ids, self._kept, self.read[own], scratch.out, scratch.lse, maps.keys, centring.means,
             centring.cos, centring.sin, scratch.levels, scratch.thresholds, codes.signs, codes.magnitudes, codes.weights,
             codes.norms if measured else codes.signs, means, self._zero_norms, params.scaling, params.softcap, q.stride(0),
-            k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), pairs.start,
-            own.start * shape.kv_heads, self._pairs, scratch.top_k, scratch.sinks, scratch.local, *window.places,
+            k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), pairs.start, scratch.top_k,
+            scratch.sinks, scratch.local, *window.places,
             codes.signs.stride(0), maps.stride, centring.between, means.stride(0), scratch.mean_tokens, most, least, MIN_ALPHA,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
             G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
             CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, MEANED=meaned, OWN_PARTS=own_parts,
             PARTS=scratch.parts, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
-            NORMS=measured, REUSE=own.start < self._kept_rows, num_warps=4, **overlapping(shape.device),
+            NORMS=measured, REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
     def _estimate(self, q: Tensor, means: Tensor, pages: Tensor, blocks: Tensor, pairs: range) -> None:

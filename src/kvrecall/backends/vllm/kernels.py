@@ -1,7 +1,7 @@
 """Kernels over vLLM's blocks: the plan of a pass, and a layer's work besides the search.
 
 The device reads tokens and block tables of a pass itself, because with asynchronous scheduling the host only knows bounds.
-Lengths include the new tokens.
+Lengths include the new tokens. A row of the batch may decode several tokens, a draft's: each has a row of the plan.
 """
 
 from __future__ import annotations
@@ -16,61 +16,95 @@ from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["DECODES", "TABLE"])
 def plan_kernel(
-    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_pages, p_counts, TABLE, LOCAL, SINKS,
-    K, MEAN_TOKENS, GENERATIONS,
-    BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr,
+    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_pages, p_counts, p_decoded, DECODES,
+    TABLE, DECODED, LOCAL, SINKS, K, MEAN_TOKENS, GENERATIONS, KEPT,
+    BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the batch): writes its plan row, and whether it searches.
+    """Program (row of the batch): writes a plan row for each token that the row decodes, and whether it searches.
 
-    begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: vLLM's; a row decodes if it has one new token.
-    candidates int32: by tokens of the zone. plan int32 `[b, STRIDE]`: SEARCH numbers of the search, then those of
-    `plan.OWN_FIELDS`. pages int32 `[b]`: whole pages of MEAN_TOKENS tokens in the zone that it searches, 0 if it does not.
-    counts int64 `[3]`: adds searches, searched tokens and selected rows.
+    begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: vLLM's; the first DECODES rows decode up to TOKENS
+    tokens each. candidates int32: by tokens of the zone. plan int32 `[·, STRIDE]`, by number of the token in the pass: SEARCH
+    numbers of the search, then those of `plan.OWN_FIELDS`; zeros in the rows up to b * TOKENS that no token has. pages int32:
+    whole pages of MEAN_TOKENS tokens in the zone that a token searches, 0 if it does not. decoded int32 `[·, DECODED]`, if
+    TOKENS > 1: the blocks of each token's sequence. counts int64 `[3]`: adds searches, searched tokens and selected rows.
 
-    vLLM may give a row of the batch to another sequence without notice. The row's tag int32 `[b, 3]` identifies the sequence of
-    its last step: the block of the newest token, the token's position, and the generation of the block. Generations int32
-    `[GENERATIONS]` count how often a block was begun; blocks may share a count, which only makes tags differ more often.
+    vLLM may give a row of the batch to another sequence without notice. The row's tag int32 `[b, 5]` identifies the sequence of
+    its last step: the block of the step's first token, which is never rejected, the token's position, and the generation of the
+    block; then how many tokens the step decoded, and which half of the kept rows it filled. Generations int32 `[GENERATIONS]`
+    count how often a block was begun; blocks may share a count, which only makes tags differ more often. KEPT: tokens of a pass
+    that keep rows, TOKENS for each of the first rows of the batch. This step reads those of the last token that was accepted.
     """
     i_b = tl.program_id(0)
-    length = tl.load(p_lengths + i_b)
-    count = tl.load(p_begins + i_b + 1) - tl.load(p_begins + i_b)
-    decodes = (count == 1) & (length > 0)
-    p_own, p_tag, p_row = p_table + i_b.to(tl.int64) * TABLE, p_tags + i_b * 3, p_plan + i_b * STRIDE
+    begin, length = tl.load(p_begins + i_b), tl.load(p_lengths + i_b)
+    count = tl.load(p_begins + i_b + 1) - begin
+    decodes = (i_b < DECODES) & (count > 0) & (count <= TOKENS) & (length > 0)
+    p_own, p_tag, past = p_table + i_b.to(tl.int64) * TABLE, p_tags + i_b * 5, length - count
 
-    before = tl.maximum(length - 2, 0)
-    block = tl.load(p_own + before // BLOCK)
-    same = (tl.load(p_tag) == block) & (tl.load(p_tag + 1) == length - 2) & decodes
-    same = same & (tl.load(p_tag + 2) == tl.load(p_generations + block % GENERATIONS))
+    tagged, accepted = tl.load(p_tag + 1), past - tl.load(p_tag + 1)
+    same = decodes & (tagged >= 0) & (accepted > 0) & (accepted <= tl.load(p_tag + 3))
+    block = tl.load(p_own + tagged // BLOCK, mask=same, other=0)
+    same = same & (block == tl.load(p_tag)) & (tl.load(p_tag + 2) == tl.load(p_generations + block % GENERATIONS))
     tl.debug_barrier()
 
-    first, last = tl.cdiv(length - count, BLOCK), tl.cdiv(length, BLOCK)  # blocks that this pass begins
+    first, last = tl.cdiv(past, BLOCK), tl.cdiv(length, BLOCK)  # blocks that this pass begins
     for i in range(first, last, T):
         o_place = i + tl.arange(0, T)
         b_block = tl.load(p_own + o_place, mask=o_place < last, other=0)
         tl.atomic_add(p_generations + b_block % GENERATIONS, 1, mask=o_place < last, sem="relaxed")
     tl.debug_barrier()
 
-    now = 1 - tl.load(p_row + SEARCH + 1)
-    newest = tl.maximum(length - 1, 0)
-    block = tl.load(p_own + newest // BLOCK)
+    now = 1 - tl.load(p_tag + 4)
+    block = tl.load(p_own + tl.maximum(past, 0) // BLOCK)
     tl.store(p_tag, tl.where(decodes, block, -1))
-    tl.store(p_tag + 1, newest)
+    tl.store(p_tag + 1, past)
     tl.store(p_tag + 2, tl.load(p_generations + block % GENERATIONS, cache_modifier=".cg"))
-    tokens = tl.where(decodes, tl.maximum(length - LOCAL, 0), 0)
-    searches = tokens > SINKS
-    tl.store(p_row, tokens)
-    tl.store(p_row + 1, tl.where(searches, tl.minimum(tl.load(p_candidates + tokens), tokens - SINKS), 0))
-    tl.store(p_row + SEARCH, tl.where(decodes, length, 0))
-    tl.store(p_row + SEARCH + 1, now)
-    tl.store(p_row + SEARCH + 2, tl.where(same, 1 - now, 2))
-    tl.store(p_fire + i_b, searches.to(tl.int32))
-    tl.store(p_pages + i_b, tl.where(searches, tokens // MEAN_TOKENS, 0))
-    among = tl.where(searches, tokens - SINKS, 0).to(tl.int64)
-    tl.atomic_add(p_counts, searches.to(tl.int64), mask=searches, sem="relaxed")
-    tl.atomic_add(p_counts + 1, among, mask=searches, sem="relaxed")
-    tl.atomic_add(p_counts + 2, tl.minimum(among, K), mask=searches, sem="relaxed")
+    tl.store(p_tag + 3, count)
+    tl.store(p_tag + 4, now)
+
+    keeps = (i_b + 1) * TOKENS <= KEPT
+    then = tl.where(same & keeps, (1 - now) * KEPT + i_b * TOKENS + accepted - 1, 2 * KEPT)
+    sinks = tl.where(same & keeps, tl.minimum(tl.maximum(tagged + 1 - LOCAL, 0), SINKS), 0)
+    searches_all, among_all, found_all = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for i_t in range(tl.where(decodes, count, 0)):
+        i_row, own = begin + i_t, past + i_t + 1
+        p_row, tokens = p_plan + i_row * STRIDE, tl.maximum(past + i_t + 1 - LOCAL, 0)
+        searches = tokens > SINKS
+        tl.store(p_row, tokens)
+        tl.store(p_row + 1, tl.where(searches, tl.minimum(tl.load(p_candidates + tokens), tokens - SINKS), 0))
+        tl.store(p_row + SEARCH, own)
+        tl.store(p_row + SEARCH + 1, i_b)
+        tl.store(p_row + SEARCH + 2, i_t)
+        tl.store(p_row + SEARCH + 3, tl.where(keeps, now * KEPT + i_b * TOKENS + i_t, -1))
+        tl.store(p_row + SEARCH + 4, then)
+        tl.store(p_row + SEARCH + 5, sinks)
+        tl.store(p_fire + i_row, searches.to(tl.int32))
+        tl.store(p_pages + i_row, tl.where(searches, tokens // MEAN_TOKENS, 0))
+        among = tl.where(searches, tokens - SINKS, 0).to(tl.int64)
+        searches_all += searches.to(tl.int64)
+        among_all += among
+        found_all += tl.minimum(among, K)
+        if TOKENS > 1:
+            for i in range(0, last, T):
+                o_place = i + tl.arange(0, T)
+                b_block = tl.load(p_own + o_place, mask=o_place < last, other=0)
+                tl.store(p_decoded + i_row.to(tl.int64) * DECODED + o_place, b_block, mask=o_place < tl.minimum(last, DECODED))
+    for i_row in range(tl.maximum(tl.load(p_begins + tl.num_programs(0)), i_b * TOKENS), (i_b + 1) * TOKENS):
+        p_row = p_plan + i_row * STRIDE
+        tl.store(p_row, 0)
+        tl.store(p_row + 1, 0)
+        tl.store(p_row + SEARCH, 0)
+        tl.store(p_row + SEARCH + 1, i_b)
+        tl.store(p_row + SEARCH + 2, 0)
+        tl.store(p_row + SEARCH + 3, -1)
+        tl.store(p_row + SEARCH + 4, 2 * KEPT)
+        tl.store(p_row + SEARCH + 5, 0)
+        tl.store(p_fire + i_row, 0)
+        tl.store(p_pages + i_row, 0)
+    tl.atomic_add(p_counts, searches_all, mask=searches_all > 0, sem="relaxed")
+    tl.atomic_add(p_counts + 1, among_all, mask=searches_all > 0, sem="relaxed")
+    tl.atomic_add(p_counts + 2, found_all, mask=searches_all > 0, sem="relaxed")
 
 
 @triton.jit
@@ -124,34 +158,38 @@ def paged_step_kernel(
     p_queries, p_keys, p_values, p_plan, p_fire, p_bad, p_ids, p_pool, p_table, p_window, p_window_table, p_sinks, p_kept_ids,
     p_kept, p_read, p_out, p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
     p_norms, p_page_means, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE, START,
-    FIRST_PAIR, PAIRS, K, SINKS, LOCAL, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, MEAN_BLOCK, MEAN_TOKENS, HIGHEST,
+    K, SINKS, LOCAL, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, MEAN_BLOCK, MEAN_TOKENS, HIGHEST,
     LOWEST, MIN_ALPHA,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr,
     MEANED: tl.constexpr, OWN_PARTS: tl.constexpr, PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
-    CAP: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the batch and KV head, part): CHOSEN parts of R selected rows, PIECES that summarise the new token, then
+    """Program (token and KV head, part): CHOSEN parts of R selected rows, PIECES that summarise the new token, then
     SINK_PARTS and the window's parts of W rows each: OWN_PARTS without the pieces. Another launch fills the later ones of the
     PARTS of the merge.
 
-    queries, keys, values: row b begins at element b * TOKEN. plan, fire: of `plan_kernel`. ids `[·, K]`: the selections of this
-    launch's rows; out, lse: of its rows, PARTS each. FIRST_PAIR: first of this launch's pairs in the kept rows of PAIRS rows
-    and heads. pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, addressed by table; window, window_table: the recent rows,
-    PAGE tokens per block (`window_place`). page_means (MEANED): of MEAN_TOKENS tokens, `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in
-    blocks with stride MEAN_BLOCK; the last piece computes the mean of a page that ends with the new token. sinks
-    `[PAIRS, SINKS, 2, D]`, kept `[2, PAIRS, K, 2, D]`, kept_ids `[3, PAIRS, K]`, whose last third is -1: rows of the step
-    before (only with REUSE). Codes as in `encode_one`, blocks with stride BYTES in bytes.
+    queries, keys, values: token b begins at element b * TOKEN. plan, fire: of `plan_kernel`, for these tokens. TOKENS: most of
+    one sequence; they lie side by side. ids `[·, K]`: the selections of this launch's tokens; out, lse: theirs, PARTS each.
+    pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, addressed by table; window, window_table: the recent rows, PAGE
+    tokens per block (`window_place`); both tables by row of the batch. page_means (MEANED): of MEAN_TOKENS tokens,
+    `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in blocks with stride MEAN_BLOCK; the last piece computes the mean of a page that ends
+    with the new token. sinks `[·, HEADS, SINKS, 2, D]`, by row of the batch, kept `[2, ·, HEADS, K, 2, D]`, kept_ids
+    `[3, ·, HEADS, K]`, whose last third is -1: rows of the step before (only with REUSE). Codes as in `encode_one`, blocks with
+    stride BYTES in bytes.
 
-    The new token is attended to where the model put it, and stored: in the window's pages, in its block on the host, and as
-    code. bad[b] becomes 1 if it is not finite.
+    The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored: in
+    the window's pages, in its block on the host, and as code. bad[b] becomes 1 if it is not finite. No token reads
+    what another one of the pass stores: the window has all of them, and sinks and zone end before it.
     """
     i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (OWN_PARTS + PIECES), CHOSEN)
     i_pair += START
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
     p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
-    p_blocks, p_recent = p_table + i_b.to(tl.int64) * TABLE, p_window_table + i_b.to(tl.int64) * WINDOW_TABLE
-    o_d, i_kept = tl.arange(0, BD), FIRST_PAIR + i_pair
+    i_row = tl.load(p_own + 1).to(tl.int64)
+    p_blocks, p_recent = p_table + i_row * TABLE, p_window_table + i_row * WINDOW_TABLE
+    o_d = tl.arange(0, BD)
     newest, ends = length - 1, tl.maximum(length - LOCAL, 0)
     p_key = p_keys + i_b.to(tl.int64) * K_TOKEN + i_kv * D
     o_part = i_pair.to(tl.int64) * G * PARTS
@@ -162,9 +200,10 @@ def paged_step_kernel(
         o_k = i_p * R + tl.arange(0, R)
         found = tl.where(tl.load(p_fire + i_b) != 0, K, 0)
         b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < found, other=-1)
-        now, then = tl.load(p_own + 1).to(tl.int64), tl.load(p_own + 2).to(tl.int64)
-        b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, now, then, p_read + i_b, b_id, o_k, i_kept, i_kv, HEADS,
-                                 PAIRS, K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
+        now, then = tl.load(p_own + 3).to(tl.int64), tl.load(p_own + 4).to(tl.int64)
+        i_now, i_then = tl.where(now >= 0, now * HEADS + i_kv, -1), then * HEADS + i_kv
+        b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, i_now, i_then, p_read + i_b, b_id, o_k, i_kv, HEADS, K,
+                                 BLOCK, D, BD, BK, REUSE)  # fmt: skip
         attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
     elif i_p < CHOSEN + PIECES - MEANED:
         if length > 0:
@@ -187,8 +226,9 @@ def paged_step_kernel(
             if (length > 0) & (length % MEAN_TOKENS == 0):
                 first = length - MEAN_TOKENS
                 row, block = (i_kv * BLOCK + first % BLOCK) // MEAN_TOKENS, tl.load(p_blocks + newest // BLOCK).to(tl.int64)
-                p_mean = p_page_means + block * MEAN_BLOCK + row * (2 * D)
-                take_mean(p_mean, first, p_key, p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D, newest, ends, p_pool,
+                p_mean, before = p_page_means + block * MEAN_BLOCK + row * (2 * D), tl.load(p_own + 2)
+                p_value = p_values + (i_b - before).to(tl.int64) * V_TOKEN + i_kv * D
+                take_mean(p_mean, first, p_key - before.to(tl.int64) * K_TOKEN, p_value, newest - before, ends, p_pool,
                           p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, PAGE, W_BLOCK,
                           W_HEAD, W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
     else:
@@ -199,15 +239,17 @@ def paged_step_kernel(
             # Kept sinks of the step before, or sinks from the host.
             kept = 0
             if REUSE:
-                kept = tl.minimum(SINKS, tl.where(tl.load(p_own + 2) < 2, ends - 1, 0))
+                kept = tl.load(p_own + 5)
             m_kept, m_host = o_r < kept, m_r & (o_r >= kept)
             m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
             p_row = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
             b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
             if REUSE:
-                p_kept_row = p_sinks + (i_kept.to(tl.int64) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
-                tl.store(p_kept_row, b_k, mask=m_host_row)
-                tl.store(p_kept_row + D, b_v, mask=m_host_row)
+                p_kept_row = p_sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
+                # One token of a sequence keeps them, of which all others know only in the next step.
+                m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
+                tl.store(p_kept_row, b_k, mask=m_keep_row)
+                tl.store(p_kept_row + D, b_v, mask=m_keep_row)
                 b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
                 b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
         else:
@@ -215,9 +257,14 @@ def paged_step_kernel(
             m_r = o_r < length
             p_row = p_window + window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)[:, None] + o_d[None, :]
             m_row, m_new = m_r[:, None] & (o_d < D)[None, :], (o_r == newest)[:, None]
+            o_key, o_value = o_d[None, :], o_d[None, :]
+            if TOKENS > 1:  # the tokens of its sequence before it in the pass, too
+                m_new = (o_r >= newest - tl.load(p_own + 2))[:, None]
+                o_before = tl.where(m_new & m_row, (o_r - newest)[:, None], 0).to(tl.int64)
+                o_key, o_value = o_before * K_TOKEN + o_d[None, :], o_before * V_TOKEN + o_d[None, :]
             p_value = p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D
-            b_k = tl.load(tl.where(m_new, p_key + o_d[None, :], p_row), mask=m_row, other=0.0)
-            b_v = tl.load(tl.where(m_new, p_value + o_d[None, :], p_row + D), mask=m_row, other=0.0)
+            b_k = tl.load(tl.where(m_new, p_key + o_key, p_row), mask=m_row, other=0.0)
+            b_v = tl.load(tl.where(m_new, p_value + o_value, p_row + D), mask=m_row, other=0.0)
             here = newest - ends - (i_part - CHOSEN - SINK_PARTS) * W
             if (here >= 0) & (here < W):  # no other program reads or writes this row
                 p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)

@@ -40,7 +40,7 @@ _FOLDER = "KVRECALL_VLLM_COUNTS"
 _SECONDS = 1.0
 
 _METRICS = {
-    "searches": ("searches", "Searches of decode steps: one per sequence and step."),
+    "searches": ("searches", "Searches of decode steps: one per decoded token."),
     "searched_tokens": ("searched_tokens", "Tokens that searches chose among."),
     "selected_rows": ("selected_rows", "Rows that searches selected, of all layers, KV heads and ranks."),
     "fetched_rows": ("fetched_rows", "Selected rows that were read from host memory; the others were still on the device."),

@@ -1,4 +1,4 @@
-"""The plan of a pass on a GPU: one row of numbers per row of vLLM's batch, filled by the device, for all layers."""
+"""The plan of a pass on a GPU: one row of numbers per decoded token, filled by the device, for all layers."""
 
 # Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -10,55 +10,74 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kvrecall.core.launch import cdiv
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.sphere.plan import SEARCH_FIELDS
 from kvrecall.index.sphere.schedule import as_steps
 from kvrecall.methods.base import Method
 
-OWN_FIELDS = 3
-"""int32 numbers of a row after those of the search: length of the sequence (0: the row decodes nothing) · half of the kept rows
-that this step fills · half with the rows of the step before, 2: none."""
+OWN_FIELDS = 6
+"""int32 numbers of a row after those of the search: length of the sequence up to this token (0: no token) · its row of the
+batch · how many tokens of the pass come before this one in the sequence · which kept rows it fills, -1: none · which of the
+step before it reads, 2 * kept rows: none · sinks that are kept."""
 ROW = SEARCH_FIELDS + OWN_FIELDS
 """Numbers per row."""
 _GENERATIONS = 1 << 16
 """Counters of begun blocks; blocks share one if their ids differ by a multiple, at the cost of a few rows that are read
 again."""
+_KEPT_TOKENS = 64
+"""Tokens of a pass that keep selected rows on the device between steps; the others read them again."""
+
+
+def kept_sequences(most: int, drafts: int = 0) -> int:
+    """How many rows of a batch of `most` keep sinks and selected rows between steps: 1 + drafts selections each."""
+    return min(most, _KEPT_TOKENS // (1 + drafts))
 
 
 class PassPlan:
     """The plan at fixed addresses, filled before each pass, for recorded passes.
 
-    rows: int32 `[most, ROW]`. fire: int32 `[most]`, whether each searches. pages: int32 `[most]`, how many means of whole pages
-    each attends to. counts: int64 `[3]`, over all passes: searches, searched tokens, and selected rows per layer and KV head.
+    rows: int32 `[n, ROW]` for n = most * (1 + drafts) tokens. fire: int32 `[n]`, whether each searches. pages: int32 `[n]`, how
+    many means of whole pages each attends to. counts: int64 `[3]`, over all passes: searches, searched tokens, and selected
+    rows per layer and KV head.
     """
 
-    def __init__(self, most: int, longest: int, method: Method, index: SphereConfig, device: torch.device) -> None:
-        """most: rows of a batch. longest: tokens of a sequence."""
+    def __init__(
+        self, most: int, longest: int, method: Method, index: SphereConfig, block_size: int, device: torch.device,
+        drafts: int = 0,
+    ) -> None:  # fmt: skip
+        """most: rows of a batch. longest: tokens of a sequence. block_size: tokens per block. drafts: tokens that a row may
+        decode besides its first."""
         assert method.top_k is not None
+        self._block_size, self._tokens, self._kept = block_size, 1 + drafts, kept_sequences(most, drafts) * (1 + drafts)
+        tokens = most * self._tokens
         self._local, self._sinks, self._top_k = method.local_tokens, method.sink_tokens, method.top_k
         means = method.rest_config()
         self._mean_tokens = 1 if means is None else means.page_tokens
         self._candidates = candidates(index, longest, method.top_k).to(device)
-        self.rows = torch.zeros(most, ROW, dtype=torch.int32, device=device)
-        self.fire = torch.zeros(most, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(most, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(tokens, ROW, dtype=torch.int32, device=device)
+        self.fire = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._tags = torch.full((most, 3), -1, dtype=torch.int32, device=device)
+        self._decoded = torch.zeros(tokens if drafts else 0, cdiv(longest, block_size), dtype=torch.int32, device=device)
+        self._tags = torch.tensor([-1, -1, -1, 0, 0], dtype=torch.int32).repeat(most, 1).to(device)
         self._generations = torch.zeros(_GENERATIONS, dtype=torch.int32, device=device)
 
-    def fill(self, begins: Tensor, lengths: Tensor, blocks: Tensor, block_size: int) -> None:
+    def fill(self, begins: Tensor, lengths: Tensor, blocks: Tensor, decodes: int) -> Tensor:
         """begins: int32 `[b + 1]`, first token of each sequence in the pass. lengths: int32 `[b]`, tokens of each sequence,
-        including the pass. blocks: int32 `[b, W]`, block tables."""
+        including the pass. blocks: int32 `[b, W]`, block tables. decodes: how many of the first rows decode, at most
+        1 + drafts tokens each. Returns int32 `[n, W]`, the block table of every decoded token's sequence."""
         from kvrecall.backends.vllm.kernels import plan_kernel
 
         count = len(lengths)
         if count:
             plan_kernel[(count,)](
-                begins, lengths, blocks, self._candidates, self._tags, self._generations, self.rows, self.fire,
-                self.pages, self.counts, blocks.stride(0), self._local, self._sinks, self._top_k, self._mean_tokens,
-                _GENERATIONS,
-                BLOCK=block_size, SEARCH=SEARCH_FIELDS, STRIDE=ROW, T=64, num_warps=1,
+                begins, lengths, blocks, self._candidates, self._tags, self._generations, self.rows, self.fire, self.pages,
+                self.counts, self._decoded, decodes, blocks.stride(0), self._decoded.shape[1], self._local, self._sinks,
+                self._top_k, self._mean_tokens, _GENERATIONS, self._kept,
+                BLOCK=self._block_size, SEARCH=SEARCH_FIELDS, STRIDE=ROW, TOKENS=self._tokens, T=128, num_warps=1,
             )  # fmt: skip
+        return self._decoded if self._tokens > 1 else blocks
 
 
 def candidates(index: SphereConfig, longest: int, top_k: int) -> Tensor:

@@ -23,6 +23,7 @@ from kvrecall.backends.vllm.settings import Settings
 from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.summaries import check_maps
 from kvrecall.backends.vllm.window import WindowLayer
+from kvrecall.backends.vllm.window_pages import drafts_of
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
@@ -31,7 +32,7 @@ from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
 
 _DRAFTS = ("ngram", "suffix")
-"""Kinds of speculation that look up drafts in the text."""
+"""Kinds of speculation that look up drafts in the text. Each drafted token is decoded as if alone."""
 
 _served: Served | None = None
 """This process's engine; there is one at a time."""
@@ -81,8 +82,7 @@ class Served:
     @property
     def drafts(self) -> int:
         """Draft tokens per sequence and decode step, which may be rejected."""
-        speculation = getattr(self._config, "speculative_config", None)
-        return 0 if speculation is None else speculation.num_speculative_tokens
+        return drafts_of(self._config)
 
     @property
     def longest(self) -> int:
@@ -138,7 +138,7 @@ class Served:
         known, settings = self._scratch.get(shape), self.settings
         layer = DeviceLayer(
             number, shape, settings.method, self.codes, params, calibration, self.most, self.longest, known,
-            keeps=settings.residency == "host",
+            keeps=settings.residency == "host", drafts=self.drafts,
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
         self.watch.add(number, layer.bad)
@@ -170,10 +170,6 @@ def _check(config: Any) -> None:
             getattr(parallel, "prefill_context_parallel_size", 1) > 1, "a sequence's window cannot be shared out"
         ),
         "dual-batch overlap": (getattr(parallel, "enable_dbo", False), "both halves of a batch would search at once"),
-        "speculative decoding on a GPU": (
-            speculation is not None and config.device_config.device_type != "cpu",
-            "a step there decodes one token of a sequence",
-        ),
         f"speculation by {getattr(speculation, 'method', None)}": (
             speculation is not None and speculation.method not in _DRAFTS, "its drafts come from attention layers of their own"
         ),

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
 from kvrecall.backends.vllm.capacity import window_page_tokens
-from kvrecall.backends.vllm.window_pages import WindowSpec, ahead_of, passes_of
+from kvrecall.backends.vllm.window_pages import WindowSpec, ahead_of, drafts_of, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 
@@ -34,12 +34,11 @@ class WindowMetadata:
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     """Passes vLLM's metadata on."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1
-    """Decoding sequences come first in a batch."""
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.reorder_batch_threshold = 1 + drafts_of(vllm_config)  # decoding sequences come first in a batch
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
         return WindowMetadata(common_attn_metadata.block_table_tensor, common_attn_metadata.slot_mapping)

@@ -104,8 +104,13 @@ def passes_of(vllm_config: Any) -> int:
 
 def ahead_of(vllm_config: Any) -> int:
     """Draft tokens of passes in flight that may be rejected."""
-    told = vllm_config.speculative_config
-    return 0 if told is None else 2 * told.num_speculative_tokens
+    return 2 * drafts_of(vllm_config)
+
+
+def drafts_of(vllm_config: Any) -> int:
+    """Draft tokens per sequence and decode step."""
+    told = getattr(vllm_config, "speculative_config", None)
+    return 0 if told is None else told.num_speculative_tokens
 
 
 KVCacheSpecRegistry._ensure_registered()  # vLLM must register its own first; it does so only in an empty registry
