@@ -14,7 +14,7 @@ from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.index.sphere.turns import SPAN
 from tests.index.sphere.build import index_in_blocks, index_of, synthetic_keys
 from tests.index.sphere.build import search_both as by_numba_and_by_reference
-from tests.index.sphere.calibrated import Halves, Model, filled
+from tests.index.sphere.calibrated import Halves, Model, Neighbours, Shuffled, filled
 from tests.strategies import DTYPES, MODES, gaussian, some_of_each
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -67,6 +67,7 @@ KERNEL_MODES = [mode for mode in MODES if mode != "per_head"]
 
 
 CENTRED = {64: (63, 64), 80: (65, 511), 96: (513, 1), 128: (512, 130), 256: (640, 0)}
+ROTARIES = {64: Shuffled(64), 80: Neighbours(80, 32), 96: Halves(96, 48)}
 
 
 @pytest.mark.parametrize(("dim", "mode"), some_of_each(list(CENTRED), KERNEL_MODES, 2))
@@ -74,7 +75,7 @@ def test_ids_of_keys_centred_by_position_are_the_references(dim: int, mode: str)
     """Around multiples of a span, and of the tokens that one matrix product scores."""
     lengths = CENTRED[dim]
     group = 1 + (KERNEL_MODES.index(mode) + dim // 16) % 5
-    model = Model(dim, 2, group, dim, Halves(dim, dim // 2) if dim == 96 else None)
+    model = Model(dim, 2, group, dim, ROTARIES.get(dim))
     layer, keys = replace(model.layer(2), zone_start=4), [model.keys(b, n, 4) for b, n in enumerate(lengths)]
     keys[0][:, 11::40] = 0
     weight_dtype = "uint8" if dim == 80 else "float32"

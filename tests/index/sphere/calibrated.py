@@ -36,6 +36,28 @@ class Halves(Rotary):
         return angles.cos().float(), (angles.sin() * self._signs).float()
 
 
+class Neighbours(Halves):
+    """The first `turned` coordinates are turned with their neighbours, as in GPT-J."""
+
+    def __init__(self, dim: int, turned: int) -> None:
+        super().__init__(dim, turned)
+        even = torch.arange(0, turned, 2)
+        self.partner = torch.arange(dim)
+        self.partner[even], self.partner[even + 1] = even + 1, even.clone()
+        self._frequencies[:turned] = self._frequencies[: turned // 2].repeat_interleave(2)
+        self._signs[even], self._signs[even + 1] = -1, 1
+
+
+class Shuffled(Halves):
+    """`Halves` with its coordinates in another order, so that partners lie anywhere."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        order = torch.randperm(dim, generator=torch.Generator().manual_seed(dim))
+        self.partner = order.argsort()[self.partner[order]]
+        self._frequencies, self._signs = self._frequencies[order], self._signs[order]
+
+
 class Model:
     """Keys and queries before the embedding: a large mean, a few channels with most of the variance, no axis they follow."""
 

@@ -17,9 +17,9 @@ from kvrecall.index.enough import ENOUGH_TOKENS
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.closed_form import Products, balanced
 from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.turns import SPAN, Turns, turns_of
+from kvrecall.index.sphere.turns import SPAN, Turns, pair_stride, turns_of
 from tests.index.sphere.build import index_of, shape
-from tests.index.sphere.calibrated import OWN, Halves, Model, filled
+from tests.index.sphere.calibrated import OWN, Halves, Model, Neighbours, Shuffled, filled
 from tests.strategies import HEAD_DIMS, gaussian
 
 CPU = torch.device("cpu")
@@ -290,3 +290,19 @@ def test_given_statistics_are_taken_as_they_are() -> None:
     again = replace(layer, calibration=LayerCalibration(Halves(64), kept))
     for mine, theirs in zip(filled(again, [keys]).codes(0).parts, filled(layer, [keys]).codes(0).parts, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("rotary", "expected"), [
+    (Halves(128), 64), (Halves(80, 32), 16), (Neighbours(64, 64), 1), (Neighbours(96, 32), 1), (NoRotary(64), 32),
+    (Shuffled(64), 0),
+])  # fmt: skip
+def test_pairs_of_coordinates_with_the_same_turns_lie_a_stride_apart(rotary: Any, expected: int) -> None:
+    cos, sin = Turns(rotary, 3, torch.device("cpu")).of(1000)
+    assert pair_stride(cos, sin, rotary.partner) == expected
+
+
+def test_partners_with_turns_of_their_own_have_no_stride() -> None:
+    rotary = Halves(64)
+    cos, sin = Turns(rotary, 3, torch.device("cpu")).of(1000)
+    cos[5, 40] += 1e-3
+    assert pair_stride(cos, sin, rotary.partner) == 0

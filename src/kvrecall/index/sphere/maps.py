@@ -131,6 +131,11 @@ class Maps:
         """As `Turns.of`; only with centres."""
         return self._turns.of(tokens)
 
+    @property
+    def pair_stride(self) -> int:
+        """`turns.pair_stride` of the table that `turns` gave; only with centres."""
+        return self._turns.stride
+
     def centres(self, first: int, count: int) -> Tensor | None:
         """Centres of the zone's tokens first .. first + count - 1, fp32 `[H_kv, count, D]`; None without centres."""
         if self.means is None:

@@ -24,18 +24,25 @@ class Turns:
 
     def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
         """first: position of the zone's first token. The embedding owns its tables, so the caller must keep it alive."""
-        self._rotary, self._first, self._device = ref(rotary), first, device
+        self._rotary, self._first, self._device, self._partner = ref(rotary), first, device, rotary.partner
         with lasting_tensors():
             nothing = torch.empty(0, rotary.partner.shape[0], device=device)
         self._table = nothing, nothing
+        self._stride = 0
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) with at least a row for each span of `tokens` tokens. A longer table is a new tensor; readers by address
         must keep their own. Two threads may both compute it, with equal results."""
         table, wanted = self._table, spans_of(tokens)
         if wanted > table[0].shape[0]:
-            table = self._table = self._longer(table, wanted)
+            table = self._longer(table, wanted)
+            self._stride, self._table = pair_stride(*table, self._partner), table
         return table
+
+    @property
+    def stride(self) -> int:
+        """`pair_stride` of the table."""
+        return self._stride
 
     def _longer(self, table: tuple[Tensor, Tensor], wanted: int) -> tuple[Tensor, Tensor]:
         have = table[0].shape[0]
@@ -59,6 +66,25 @@ class Turns:
 def spans_of(tokens: int) -> int:
     """Rows of a table for `tokens` tokens, rounded up to whole pieces."""
     return _PIECE_SPANS * cdiv(tokens, _PIECE_SPANS * SPAN)
+
+
+def pair_stride(cos: Tensor, sin: Tensor, partner: Tensor) -> int:
+    """The distance N of coordinates with the same turns: coordinate i is turned with i + N where i // N is even. 0 if they have
+    no such distance.
+
+    cos, sin `[R, D]`; partner int64 `[D]` on the CPU. Embeddings that turn halves or neighbours have one, also where they turn
+    the first coordinates alone: those behind are pairs of any kind, since they are not turned.
+    """
+    own = torch.arange(len(partner))
+    turned = partner != own
+    stride = int((partner - own)[turned].abs().max()) if turned.any() else max(1, len(own) // 2)
+    wanted = torch.where(own // stride % 2 == 0, own + stride, own - stride)
+    inside = wanted < len(own)
+    if not torch.equal(partner[turned], wanted[turned]) or (turned[wanted[inside]] != turned[inside]).any():
+        return 0
+    there, other = own[inside].to(cos.device), wanted[inside].to(cos.device)
+    same = torch.equal(cos[:, there], cos[:, other]) and torch.equal(sin[:, there], -sin[:, other])
+    return stride if same else 0
 
 
 def mean_turns(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:

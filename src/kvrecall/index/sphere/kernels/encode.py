@@ -276,20 +276,21 @@ def measure_one(
 
 
 class Centring(NamedTuple):
-    """The centres for kernels: means fp32 `[2, H, D]`, cos and sin fp32 `[R, D]`, and the distance between the two means in
-    elements. Any tensors without centres."""
+    """The centres for kernels: means fp32 `[2, H, D]`, cos and sin fp32 `[R, D]`, the distance between the two means in
+    elements, and `turns.pair_stride` of the table. Any tensors without centres."""
 
     means: Tensor
     between: int
     cos: Tensor
     sin: Tensor
+    pairs: int
 
     @staticmethod
     def of(maps: Maps, tokens: int) -> Centring:
         """For a zone of `tokens` tokens."""
         if maps.means is None:
-            return Centring(maps.rotation, 0, maps.rotation, maps.rotation)
-        return Centring(maps.means, maps.means.stride(0), *maps.turns(tokens))
+            return Centring(maps.rotation, 0, maps.rotation, maps.rotation, 0)
+        return Centring(maps.means, maps.means.stride(0), *maps.turns(tokens), maps.pair_stride)
 
 
 def encode(

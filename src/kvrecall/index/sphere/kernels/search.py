@@ -196,8 +196,8 @@ class GpuSearch:
             self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans, maps.heads,
             D=self._dim, BD=padded, BK=max(32, min(padded, _SHIFT_NUMBERS // self._block)), G=self._group, LANES=self._lanes,
             ROWS=_ROTATED_ROWS, PIECES=pieces, TOGETHER=together, BN=max(16, next_power_of_2(together * self._lanes)),
-            BR=self._block, STAGES=3 if self._block < _MOST_SPANS else 1, SPAN=SPAN, MEAN=self.mode == "mean_q",
-            BINS=self._bins, FIELDS=self._stride, num_warps=4, **self._options,
+            PAIRS=centring.pairs, BR=self._block, STAGES=3 if self._block < _MOST_SPANS else 1, SPAN=SPAN,
+            MEAN=self.mode == "mean_q", BINS=self._bins, FIELDS=self._stride, num_warps=4, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
             tables_kernel[(len(pairs), self._blocks)](

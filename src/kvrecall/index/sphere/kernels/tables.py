@@ -27,15 +27,29 @@ def lane_query(p_group, lane, o_d, m_d, D: tl.constexpr, G: tl.constexpr, MEAN: 
 
 
 @triton.jit
+def query_part(p_query, o_k, m_k, m_n, D: tl.constexpr, G: tl.constexpr, MEAN: tl.constexpr):
+    """Coordinates o_k of the queries at p_query `[1, BN]`, fp32 `[BK, BN]`; or (MEAN) the means of their groups."""
+    m_q = m_k[:, None] & m_n[None, :]
+    b_q = tl.load(p_query + o_k[:, None], mask=m_q, other=0.0).to(tl.float32)
+    if MEAN:
+        for g in tl.static_range(1, G):
+            b_q += tl.load(p_query + g * D + o_k[:, None], mask=m_q, other=0.0).to(tl.float32)
+        b_q = b_q / G
+    return b_q
+
+
+@triton.jit
 def write_shifts(
     p_queries, p_means, MEANS, p_cos, p_sin, p_shifts, p_sums, i_first, i_block, spans, SPANS, MAPS,
     D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, TOGETHER: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, MEAN: tl.constexpr,
+    BN: tl.constexpr, PAIRS: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     """Products of queries with the centres of BR spans, and their sums, for TOGETHER heads of a sequence from `i_first` on.
 
     A centre is cos x mean + sin x partner, coordinate by coordinate. So the products of all heads are two matrix products with
-    the turns, which are read once. BN: lanes of these heads, padded. STAGES: parts of the turns that are prefetched.
+    the turns, which are read once. PAIRS: coordinates that far from each other have the same cos and opposite sin, so one
+    column of the turns serves both (`turns.pair_stride`); 0 if they do not. BN: lanes of these heads, padded. STAGES: parts of
+    the turns that are prefetched.
     """
     o_n, o_span = tl.arange(0, BN), i_block * BR + tl.arange(0, BR)
     m_n, m_span = o_n < TOGETHER * LANES, o_span < spans
@@ -44,20 +58,27 @@ def write_shifts(
     p_query = p_queries + (i_row.to(tl.int64) * G + o_n % LANES)[None, :] * D
     p_mean = p_means + ((i_row % MAPS) * D)[None, :]
     b_shift = tl.zeros([BR, BN], tl.float32)
-    for i_k in tl.range(0, BD, BK, num_stages=STAGES):
+    END: tl.constexpr = BD if PAIRS == 0 else triton.cdiv(D, 2 * PAIRS) * PAIRS
+    for i_k in tl.range(0, END, BK, num_stages=STAGES):
         o_k = i_k + tl.arange(0, BK)
-        m_table, m_query = m_span[:, None] & (o_k < D)[None, :], (o_k < D)[:, None] & m_n[None, :]
+        if PAIRS > 0:
+            o_k = o_k // PAIRS * (2 * PAIRS) + o_k % PAIRS
+        m_k = o_k < D
+        m_table, m_query = m_span[:, None] & m_k[None, :], m_k[:, None] & m_n[None, :]
         b_cos = tl.load(p_cos + o_span[:, None] * D + o_k[None, :], mask=m_table, other=0.0)
         b_sin = tl.load(p_sin + o_span[:, None] * D + o_k[None, :], mask=m_table, other=0.0)
-        b_q = tl.load(p_query + o_k[:, None], mask=m_query, other=0.0).to(tl.float32)
-        if MEAN:
-            for g in tl.static_range(1, G):
-                b_q += tl.load(p_query + g * D + o_k[:, None], mask=m_query, other=0.0).to(tl.float32)
-            b_q = b_q / G
+        b_q = query_part(p_query, o_k, m_k, m_n, D, G, MEAN)
         b_mean = tl.load(p_mean + o_k[:, None], mask=m_query, other=0.0)
-        b_partner = tl.load(p_mean + MEANS + o_k[:, None], mask=m_query, other=0.0)
-        b_shift = tl.dot(b_cos, b_q * b_mean, b_shift, input_precision="tf32x3")
-        b_shift = tl.dot(b_sin, b_q * b_partner, b_shift, input_precision="tf32x3")
+        if PAIRS > 0:
+            o_p = o_k + PAIRS
+            b_other = query_part(p_query, o_p, o_p < D, m_n, D, G, MEAN)
+            b_partner = tl.load(p_mean + o_p[:, None], mask=(o_p < D)[:, None] & m_n[None, :], other=0.0)
+            b_plain, b_turned = b_q * b_mean + b_other * b_partner, b_q * b_partner - b_other * b_mean
+        else:
+            b_partner = tl.load(p_mean + MEANS + o_k[:, None], mask=m_query, other=0.0)
+            b_plain, b_turned = b_q * b_mean, b_q * b_partner
+        b_shift = tl.dot(b_cos, b_plain, b_shift, input_precision="tf32x3")
+        b_shift = tl.dot(b_sin, b_turned, b_shift, input_precision="tf32x3")
     tl.store(p_shifts + (o_lane * SPANS)[None, :] + o_span[:, None], b_shift, mask=m_span[:, None] & m_n[None, :])
     p_sum = p_sums + (o_lane * tl.cdiv(SPANS, BR) + i_block) * 2
     tl.store(p_sum, tl.sum(b_shift, 0), mask=m_n)
@@ -68,9 +89,9 @@ def write_shifts(
 def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total, MAP, MEANS,
                   HEADS, START, SPANS, MAPS,
                   D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
-                  ROWS: tl.constexpr, PIECES: tl.constexpr, TOGETHER: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-                  STAGES: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr, FIELDS: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  ROWS: tl.constexpr, PIECES: tl.constexpr, TOGETHER: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr,
+                  BR: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr,
+                  FIELDS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: stride of the maps of heads, 0 for one shared
@@ -102,7 +123,7 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
         if (tl.load(p_fire + i_bh // HEADS) != 0) & (i_block * BR < spans):
             write_shifts(
                 p_queries, p_means, MEANS, p_cos, p_sin, p_shifts, p_sums, i_bh - i_turn, i_block, spans, SPANS, MAPS, D, BD,
-                BK, G, LANES, TOGETHER, BN, BR, STAGES, MEAN,
+                BK, G, LANES, TOGETHER, BN, PAIRS, BR, STAGES, MEAN,
             )  # fmt: skip
     end(PDL)
 
