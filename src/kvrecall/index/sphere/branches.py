@@ -18,8 +18,8 @@ _DIVIDED, _EACH = 8 * 196_608, 2_097_152
 """Tokens, times sequences and KV heads, from which on a search is split; and those of one branch. A smaller search takes as
 long as its kernels' latencies, which a split does not shorten."""
 _FEWEST, _MOST = 4, 14
-_LONG, _LONG_BRANCHES = 786_432, 3
-"""From this length on, one or two heads fill the GPU."""
+_LONG, _LONG_BRANCHES = 786_432, 2
+"""From this length on, a few heads fill the GPU: two branches are the fastest number."""
 _URGENT = 3
 """Branches with a higher priority than all others, the first above the second."""
 

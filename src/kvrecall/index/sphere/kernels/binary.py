@@ -205,8 +205,8 @@ def half(b_pair, WHICH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["START", "TABLE"])
 def binary_kernel(
-    p_signs, p_norms, p_weights, p_table, p_zero_norms, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores,
-    p_reach, p_total, scale, units, HEADS, START, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, ZEROS,
+    p_signs, p_norms, p_weights, p_table, p_zeros, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores,
+    p_reach, p_total, scale, units, HEADS, START, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES,
     BLOCK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
     WARPS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
     BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NORMS: tl.constexpr, UNIT: tl.constexpr,
@@ -315,9 +315,8 @@ def binary_kernel(
                     b_count += b_a[0] + b_b[0]
                     b_count_64 += b_a[1] + b_b[1]
             b_words, b_codes = b_next, b_next_codes
-        p_zero_norm = p_zero_norms + i_bh // OWN_HEADS * ZEROS + i_h
-        if HAS_BARRED or tl.load(p_zero_norm) != 0:
-            tally(p_score, p_weights, p_own, p_zero_norm, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
+        if HAS_BARRED or tl.load(p_zeros + i_bh) != 0:
+            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
                   CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TILE, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
         else:
             o_bin = tl.arange(0, 32)

@@ -89,8 +89,8 @@ def tally(
 
 @triton.jit(do_not_specialize=["START", "TABLE"])
 def collision_kernel(
-    p_signs, p_weights, p_table, p_zero_norms, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START,
-    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES, ZEROS,
+    p_signs, p_weights, p_table, p_zeros, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START,
+    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES,
     BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
     BARRED: tl.constexpr, PDL: tl.constexpr,
@@ -98,8 +98,9 @@ def collision_kernel(
     """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
 
     table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and stride
-    BYTES in bytes. HEADS is smaller if each KV head is searched as a sequence of its own. zero_norms int32 `[b, OWN_HEADS]` has
-    stride ZEROS between sequences. BARRED: the first BARRED tokens of each sequence are not found.
+    BYTES in bytes. HEADS is smaller if each KV head is searched as a sequence of its own. zeros int32 `[bh]`: not 0 for heads
+    that may have a key of zero norm; nothing writes it during the scan. BARRED: the first BARRED tokens of each sequence are
+    not found.
     """
     begin(PDL)
     i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
@@ -132,7 +133,6 @@ def collision_kernel(
                     if w * 4 + lane < LANES:
                         b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
             write_scores(p_score, b_score + 2, start + o_in, tokens, BARRED)
-        p_zero_norm = p_zero_norms + i_bh // OWN_HEADS * ZEROS + i_h
-        tally(p_score, p_weights, p_own, p_zero_norm, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
+        tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
               i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
     end(PDL)

@@ -151,6 +151,7 @@ class GpuSearch:
         self._bins = next_power_of_2(most + 3)
         self._reach = scratch(pairs, self._bins, self._tiles)
         self._total = scratch(pairs, self._bins)
+        self._zeros = scratch(pairs)
         self._ids = scratch(pairs, candidates)
         self._estimates = scratch(pairs, kept, candidates, dtype=torch.float32)
         self._slots = next_power_of_2(top_k)
@@ -193,7 +194,8 @@ class GpuSearch:
         together, padded = self._together(pairs), next_power_of_2(self._dim)
         rotate_kernel[(len(pairs), pieces + cdiv(self._sums.shape[2], together))](
             queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
-            self._sums, self._total, maps.stride, centring.between, self._heads, pairs.start, self._spans, maps.heads,
+            self._sums, self._total, tables.zero_norms, self._zeros, maps.stride, centring.between, self._heads, pairs.start,
+            self._spans, maps.heads, tables.places[0], tables.zero_norms.stride(0),
             D=self._dim, BD=padded, BK=max(32, min(padded, _SHIFT_NUMBERS // self._block)), G=self._group, LANES=self._lanes,
             ROWS=_ROTATED_ROWS, PIECES=pieces, TOGETHER=together, BN=max(16, next_power_of_2(together * self._lanes)),
             PAIRS=centring.pairs, BR=self._block, STAGES=3 if self._block < _MOST_SPANS else 1, SPAN=SPAN,
@@ -218,13 +220,13 @@ class GpuSearch:
         codes, width, size = tables.codes, self._blocks, tables.block_size
         barred = codes.signs if tables.barred is None else tables.barred
         written = plan, fire, self._scores, self._reach, self._total
-        sizes, places = (self._heads, pairs.start, self.tokens, self._tiles), (*tables.places, tables.zero_norms.stride(0))
+        sizes, places = (self._heads, pairs.start, self.tokens, self._tiles), tables.places
         if self._binary:
             read = gcd(width, 4)
             signs = codes.signs.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[read])
             offset, shift, top = self._scale
             binary_kernel[(self._tiles, len(pairs))](
-                signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, tables.zero_norms,
+                signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, self._zeros,
                 barred, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
                 float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, READ=read, STEPS=cdiv(self._dim, 128), LANES=self._lanes,
@@ -242,7 +244,7 @@ class GpuSearch:
             offset, shift, top = self._scale
             product_kernel[(self._tiles, len(pairs))](
                 codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
-                tables.zero_norms, barred, self._rotated, self._shifts, self._sums, *written,
+                self._zeros, barred, self._rotated, self._shifts, self._sums, *written,
                 PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
@@ -256,7 +258,7 @@ class GpuSearch:
         read = 4 if width % 4 == 0 else 1
         words = width // read
         collision_kernel[(self._tiles, len(pairs))](
-            codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, tables.zero_norms,
+            codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
             barred, self._tables, *written, *sizes, *places,
             BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
             T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,

@@ -86,8 +86,8 @@ def write_shifts(
 
 
 @triton.jit(do_not_specialize=["START"])
-def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total, MAP, MEANS,
-                  HEADS, START, SPANS, MAPS,
+def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total,
+                  p_zero_norms, p_zeros, MAP, MEANS, HEADS, START, SPANS, MAPS, OWN_HEADS, ZEROS,
                   D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
                   ROWS: tl.constexpr, PIECES: tl.constexpr, TOGETHER: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr,
                   BR: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr,
@@ -96,9 +96,10 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: stride of the maps of heads, 0 for one shared
     rotation. MAPS: heads with maps; HEADS is smaller if each is searched as a sequence of its own. One program per head clears
-    the histogram of the scores. Programs after the first PIECES are for centred keys: each writes the products of the queries
-    with BR centres, shifts `[BH, LANES, SPANS]`, and the sums of these and of their squares,
-    `[BH, LANES, ceil(SPANS / BR), 2]`, for TOGETHER heads of a sequence.
+    the histogram of the scores. It also copies zero_norms int32 `[b, OWN_HEADS]`, of stride ZEROS between sequences, to zeros
+    `[bh]`: a step beside this search may set the former while a scan runs, whose threads must all see the same. Programs after
+    the first PIECES are for centred keys: each writes the products of the queries with BR centres, shifts `[BH, LANES, SPANS]`,
+    and the sums of these and of their squares, `[BH, LANES, ceil(SPANS / BR), 2]`, for TOGETHER heads of a sequence.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
     if i_p < PIECES:
@@ -111,6 +112,7 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
         if tl.load(p_fire + i_bh // HEADS) != 0:
             if i_p == 0:
                 tl.store(p_total + i_bh * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+                tl.store(p_zeros + i_bh, tl.load(p_zero_norms + i_bh // OWN_HEADS * ZEROS + i_bh % OWN_HEADS))
             p_group = p_queries + i_bh.to(tl.int64) * G * D
             for lane in tl.static_range(LANES):
                 b_q = lane_query(p_group, lane, o_d, m_d, D, G, MEAN)
