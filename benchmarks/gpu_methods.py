@@ -10,6 +10,8 @@ captured: `host_threads` and `host_us` say how much of it the CPU does. Each has
 quarter of them static, LouisKV 512, CTkvr 512). Full attention as in `gpu_layer`.
 
 Data: keys, values and queries are standard normal in bf16; queries turn between steps, to a cosine of 0.93 with those before.
+A step of LouisKV that searches has the queries of five steps behind the search before: it re-uses the rows of a selection that
+is that old. `bus_bytes` counts the rows that were read.
 PRKV's static tokens are drawn at random, since what a step costs depends on how many there are; LouisKV's clusters are k-means
 of those keys, which have no structure, so sizes spread as they do for noise. CTkvr's observed queries are a chain of turning
 queries of which the decode steps are the continuation. A captured row is the engine's own step of a layer (`layer.slots`),
@@ -124,6 +126,7 @@ class Layers:
     def __init__(self, shape: str, tokens: int, name: str) -> None:
         self.query_heads, self.heads, self.dim = SHAPES[shape]
         self.tokens, self.method, self.params = tokens, METHODS[name](), AttentionParams(self.dim**-0.5)
+        self._between = _STRIDE if name == "louiskv" else 1  # steps from one search to the next
         self._generator, self._checked = torch.Generator("cuda").manual_seed(7), False
         self._parity = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.new = [self._random(h, 1) for h in (self.query_heads, self.heads, self.heads)]
@@ -181,9 +184,10 @@ class Layers:
             lse.append(logits.logsumexp(-1).unflatten(1, (group, -1)))
         return ObservedQueries(queries, torch.cat(lse, 2).flatten(0, 1), self.tokens - count)
 
-    def turn(self) -> None:
-        """Moves the queries on to the next step's."""
-        turn(self.new[0])
+    def turn(self, steps: int = 1) -> None:
+        """Moves the queries on by some steps, of which only the last is made."""
+        for _ in range(steps):
+            turn(self.new[0])
         self._parity.copy_(1 - self._parity)
 
     def full(self) -> None:
@@ -204,13 +208,14 @@ class Layers:
             self.layers[-1].check(queries, keys, values, self.params.scaling)
             self._checked = True
         self.step(True)  # rows for the steps that hold them
-        return timed(lambda: self.step(searching), len(self.layers), between=self.turn)
+        between = self._between if searching else 1
+        return timed(lambda: self.step(searching), len(self.layers), between=lambda: self.turn(between))
 
     def read(self) -> float:
         """Rows that a layer reads from the host in a captured step that searches: one more is made for it, behind one with the
-        queries before."""
+        queries of the search before."""
         self.step(True)
-        self.turn()
+        self.turn(self._between)
         before = self._read()
         self.step(True)
         return (self._read() - before) / len(self.layers)

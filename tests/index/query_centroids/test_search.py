@@ -82,6 +82,10 @@ def test_host_and_device_rerank_alike(seed: int, dtype: str, mode: str, top_k: i
     host, device = (rerank(queries, zone.pool, ids, counts, Budget(top_k, 0.125), mode, where) for where in (True, False))
     assert torch.equal(host.best[0], device.best[0]) and torch.equal(host.best[1], device.best[1])
     torch.testing.assert_close(host.scores, device.scores, atol=1e-4, rtol=1e-5)
+    one, other = (found.as_centroid(queries.flatten(0, 1), 20, 0.125) for found in (host, device))
+    assert torch.equal(one.ids, other.ids)
+    torch.testing.assert_close(one.lse, other.lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one.scores, other.scores, atol=0.02, rtol=0.01)  # bf16
 
 
 def recalled_by_hand(zone: Zone, query: Tensor, h: int) -> list[int]:

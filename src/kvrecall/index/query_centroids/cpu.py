@@ -1,6 +1,8 @@
-"""CTkvr's host side, by numba: deduplication of recalled lists and exact scores of rows where they lie.
+"""CTkvr's host side, by numba: deduplication of recalled lists, exact scores of rows where they lie, and the best of them.
 
-Bytes per search and KV head: the recalled keys, R * D numbers; nothing is copied.
+Bytes per search and KV head: the recalled keys, R * D numbers, once for all query heads of a group; nothing is copied. Threads
+share the recalled keys of all heads equally. What follows the scores is one pass per head: as torch functions it would be some
+forty small parallel regions, each of which wakes every thread.
 """
 
 # numba passes the typing context of an intrinsic itself; a type checker cannot know this.
@@ -10,14 +12,21 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import as_bits, load_float, prefetch, row_number
+from kvrecall.core.numeric import BFLOAT16, as_bits, bits_to_float, load_float, prefetch, row_number
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
 _AHEAD = 8
+_LINE = 64
+"""Bytes that one prefetch brings."""
+_QUERIES = 4
+"""Query heads whose sums are in registers while a row is read."""
+_TASKS_PER_THREAD = 4
+MODES = {"max": 0, "max_softmax": 1, "mean_softmax": 2}
+"""Numbers of the ways in which a group shares a ranking, see `select.gqa`."""
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
@@ -48,13 +57,54 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the rows of ascending ids `[H_kv, R]`.
 
-    table: addresses of the sequence's rows, for the CPU. Entries after a head's count are undefined.
+    table: addresses of the sequence's rows, for the CPU. Entries after a head's count are -inf.
     """
-    out = np.empty((queries.shape[0], queries.shape[1], ids.shape[1]), np.float32)
-    bits, kind = as_bits(table.rows.view(-1, 2, table.rows.shape[4]))
-    near, blocks = queries.contiguous().numpy(), table.blocks[0].numpy()
-    _score(near, bits, kind, blocks, table.block_size, ids.contiguous().numpy(), counts.numpy(), out)
+    (heads, group, dim), rows = queries.shape, table.rows.view(-1, 2, queries.shape[2])
+    bits, kind = as_bits(rows)
+    near = queries.new_zeros(heads, -(-group // _QUERIES) * _QUERIES, dim)
+    near[:, :group] = queries
+    if kind == BFLOAT16 and dim % 2 == 0:
+        bits = rows.detach().view(torch.uint32).numpy()  # two numbers at a time
+    step = dim // bits.shape[2]
+    even, odd = (near[:, :, first::step].contiguous().numpy() for first in (0, step - 1))
+    out, tasks = np.empty((heads, group, ids.shape[1]), np.float32), _TASKS_PER_THREAD * get_num_threads()
+    blocks, own = table.blocks[0].numpy(), ids.contiguous().numpy()
+    _score(even, odd, dim, bits, kind, blocks, table.block_size, own, counts.numpy(), tasks, out)
     return torch.from_numpy(out)
+
+
+def softmax_sums(scores: Tensor, counts: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Softmax over the first counts[h] scores `[H_kv, G, R]` times scaling: largest logit (-inf if there is none), and the sum
+    of the exponentials of all logits less this one, float64 `[H_kv, G]` each."""
+    peaks, sums = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2])
+    _softmax_sums(scores.numpy(), counts.numpy(), scaling, peaks, sums)
+    return torch.from_numpy(peaks), torch.from_numpy(sums)
+
+
+def pick(
+    scores: Tensor, ids: Tensor, counts: Tensor, softmax: tuple[Tensor, Tensor], k: int, mode: str, scaling: float,
+    barred: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The k best ids without `barred` (ascending, `[H_kv, m]`): int32 `[H_kv, K]`, ascending, padded with -1, and counts.
+
+    Ranked as `select.gqa.reduce_scores` does, ties to the lower id. mode: one of `MODES`. softmax: see `softmax_sums`.
+    """
+    heads, longest = ids.shape
+    best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
+    barred_ids = np.empty((heads, 0), np.int32) if barred is None else barred.cpu().int().contiguous().numpy()
+    peaks, sums = softmax
+    _pick(scores.numpy(), ids.contiguous().numpy(), counts.numpy(), peaks.numpy(), sums.numpy(), scaling, MODES[mode],
+          barred_ids, best, kept)  # fmt: skip
+    return torch.from_numpy(best[:, : int(kept.max()) if heads else 0]), torch.from_numpy(kept)
+
+
+def best_listed(scores: Tensor, ids: Tensor, lse: Tensor, list_tokens: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """The `list_tokens` ids `[H_kv, R]` (-1: none) of the largest score times scaling minus lse fp32 `[H_kv, G]`, largest over
+    the group: ascending int32 `[H_kv, list_tokens]`, padded with -1, and these numbers, fp32, padded with -inf."""
+    heads = ids.shape[0]
+    listed, ranked = np.full((heads, list_tokens), -1, np.int32), np.full((heads, list_tokens), -np.inf, np.float32)
+    _best_listed(scores.numpy(), ids.contiguous().numpy(), lse.contiguous().numpy(), np.float32(scaling), listed, ranked)
+    return torch.from_numpy(listed), torch.from_numpy(ranked)
 
 
 @njit(cache=True, parallel=True, nogil=True)
@@ -85,24 +135,116 @@ def _distinct(lists, tokens, first_always, barred, out, counts):
         counts[h] = at
 
 
-@njit(cache=True, parallel=True, nogil=True, fastmath=_FAST)
-def _score(queries, rows, kind, blocks, size, ids, counts, out):
-    heads, group, dim = queries.shape
-    pieces = 4
-    for task in prange(heads * pieces):
-        piece = task % pieces
-        h = task // pieces
-        row = np.empty(dim, np.float32)
-        base, stride = rows.ctypes.data, rows.strides[0]
-        first, last = counts[h] * piece // pieces, counts[h] * (piece + 1) // pieces
-        for i in range(first, last):
-            if i + _AHEAD < last:
-                prefetch(base + row_number(blocks, size, heads, h, ids[h, i + _AHEAD]) * stride)
-            own = row_number(blocks, size, heads, h, ids[h, i])
-            for d in range(dim):
-                row[d] = load_float(rows[own, 0, d], kind)
-            for g in range(group):
-                total = np.float32(0.0)
-                for d in range(dim):
-                    total += row[d] * queries[h, g, d]
-                out[h, g, i] = total
+@njit(cache=True, parallel=True, nogil=True)
+def _score(even, odd, dim, rows, kind, blocks, size, ids, counts, tasks, out):
+    heads = ids.shape[0]
+    before = np.zeros(heads + 1, np.int64)
+    for h in range(heads):
+        before[h + 1] = before[h] + counts[h]
+        out[h, :, counts[h] :] = -np.inf
+    for task in prange(tasks):
+        first, last = before[heads] * task // tasks, before[heads] * (task + 1) // tasks
+        for h in range(heads):
+            start, stop = max(first, before[h]) - before[h], min(last, before[h + 1]) - before[h]
+            if start < stop:
+                _score_head(even[h], odd[h], dim, rows, kind, blocks, size, heads, h, ids[h], start, stop, out[h])
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def _score_head(even, odd, dim, rows, kind, blocks, size, heads, h, ids, first, last, out):
+    """Scores of ids[first:last]. A row's words hold one number, for which `even` has the queries `[·, D]`, padded to whole
+    `_QUERIES`; or two numbers, for which `even` and `odd` have every second coordinate."""
+    group, width = out.shape[0], rows.shape[2]
+    base, stride = rows.ctypes.data, rows.strides[0]
+    for i in range(first, last):
+        if i + _AHEAD < last:
+            later = base + row_number(blocks, size, heads, h, ids[i + _AHEAD]) * stride
+            for line in range(0, stride // 2, _LINE):
+                prefetch(later + line)
+        own = row_number(blocks, size, heads, h, ids[i])
+        for g in range(0, group, _QUERIES):
+            s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+            if width != dim:
+                for d in range(width):
+                    word = rows[own, 0, d]
+                    low = bits_to_float(np.uint32(word << np.uint32(16)))
+                    high = bits_to_float(np.uint32(word & np.uint32(0xFFFF0000)))
+                    s_0 += low * even[g, d] + high * odd[g, d]
+                    s_1 += low * even[g + 1, d] + high * odd[g + 1, d]
+                    s_2 += low * even[g + 2, d] + high * odd[g + 2, d]
+                    s_3 += low * even[g + 3, d] + high * odd[g + 3, d]
+            else:
+                for d in range(width):
+                    number = load_float(rows[own, 0, d], kind)
+                    s_0 += number * even[g, d]
+                    s_1 += number * even[g + 1, d]
+                    s_2 += number * even[g + 2, d]
+                    s_3 += number * even[g + 3, d]
+            out[g, i] = s_0
+            if g + 1 < group:
+                out[g + 1, i] = s_1
+            if g + 2 < group:
+                out[g + 2, i] = s_2
+            if g + 3 < group:
+                out[g + 3, i] = s_3
+
+
+@njit(cache=True, parallel=True, nogil=True)
+def _softmax_sums(scores, counts, scaling, peaks, sums):
+    heads, group = scores.shape[0], scores.shape[1]
+    for task in prange(heads * group):
+        g = task % group
+        h = task // group
+        peak, total = -np.inf, 0.0
+        for i in range(counts[h]):
+            peak = max(peak, np.float64(scores[h, g, i]) * scaling)
+        for i in range(counts[h]):
+            total += np.exp(np.float64(scores[h, g, i]) * scaling - peak)
+        if counts[h]:
+            peaks[h, g], sums[h, g] = peak, total
+
+
+@njit(cache=True, parallel=True, nogil=True)
+def _pick(scores, ids, counts, peaks, sums, scaling, mode, barred, best, kept):
+    for h in prange(scores.shape[0]):
+        ranked, own, logs = np.empty(counts[h], np.float32), np.empty(counts[h], np.int32), np.log(sums[h])
+        at, b = 0, 0
+        for i in range(counts[h]):
+            while b < barred.shape[1] and barred[h, b] < ids[h, i]:
+                b += 1
+            if b < barred.shape[1] and barred[h, b] == ids[h, i]:
+                continue
+            ranked[at] = _rank(scores[h, :, i], peaks[h], sums[h], logs, scaling, mode)
+            own[at] = ids[h, i]
+            at += 1
+        kept[h] = top_k_of(ranked[:at], own[:at], best.shape[1], best[h])
+
+
+@njit(cache=True, nogil=True)
+def _rank(scores, peaks, sums, logs, scaling, mode):
+    """Rank of one key among those of its head, for the scores `[G]` of a group. logs: of sums."""
+    best, total = -np.inf, 0.0
+    for g in range(scores.shape[0]):
+        logit = np.float64(scores[g]) * scaling
+        if mode == 2:
+            total += np.exp(logit - peaks[g]) / sums[g]
+        elif mode == 1:
+            best = max(best, logit - peaks[g] - logs[g])
+        else:
+            best = max(best, np.float64(scores[g]))
+    return np.float32(total / scores.shape[0] if mode == 2 else best)
+
+
+@njit(cache=True, parallel=True, nogil=True)
+def _best_listed(scores, ids, lse, scaling, listed, ranked):
+    heads, group, longest = scores.shape
+    for h in prange(heads):
+        count = 0
+        while count < longest and ids[h, count] >= 0:
+            count += 1
+        every, places = np.full(count, -np.inf, np.float32), np.empty(listed.shape[1], np.int32)
+        for g in range(group):
+            for i in range(count):
+                every[i] = max(every[i], scores[h, g, i] * scaling - lse[h, g])
+        for j in range(top_k_of(every, np.arange(count), listed.shape[1], places)):
+            listed[h, j], ranked[h, j] = ids[h, places[j]], every[places[j]]

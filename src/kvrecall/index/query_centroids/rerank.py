@@ -23,27 +23,37 @@ class Rerank:
     """ids: int32 `[H_kv, R]`, the recalled ids, padded with -1. scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for
     padding.
 
-    best: (ids int32 `[H_kv, K]` ascending, padded; counts int32 `[H_kv]`), the selection.
+    best: (ids int32 `[H_kv, K]` ascending, padded; counts int32 `[H_kv]`), the selection. lse: fp32 `[H_kv, G]`, log-sum-exp of
+    the logits; None if the search did not need it.
     """
 
     ids: Tensor
     scores: Tensor
     best: tuple[Tensor, Tensor]
+    lse: Tensor | None = None
 
     def as_centroid(self, query: Tensor, list_tokens: int, scaling: float) -> CentroidLists:
         """The query `[H_q, D]` as a centroid with a list of the best reranked keys, padded with -1."""
-        logits = self.scores * scaling
-        lse = torch.logsumexp(logits, -1, keepdim=True)  # [H_kv, G, 1]
-        ranked = (logits - torch.where(lse.isfinite(), lse, 0.0)).amax(1)
-        place = best_positions(ranked, list_tokens).long()
-        missing = list_tokens - place.shape[-1]
-        ids = torch.nn.functional.pad(self.ids.gather(1, place), (0, missing), value=-1)
-        scores = torch.nn.functional.pad(ranked.gather(1, place), (0, missing), value=float("-inf"))
+        ids, ranked, lse = self._listed(list_tokens, scaling)
         norm = query.float().norm(dim=-1, keepdim=True).clamp_min(1e-30)
         unit = (query.float() / norm).to(query.dtype).unsqueeze(1)
         device = query.device
-        ids, scores = ids.unsqueeze(1).to(device), scores.unsqueeze(1).to(device, torch.bfloat16)
-        return CentroidLists(unit, norm, lse.flatten(0, 1).to(device), ids, scores)
+        ids, scores = ids.unsqueeze(1).to(device), ranked.unsqueeze(1).to(device, torch.bfloat16)
+        return CentroidLists(unit, norm, lse.flatten().unsqueeze(1).to(device), ids, scores)
+
+    def _listed(self, list_tokens: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The best ids `[H_kv, rho]`, their log shares, and the log-sum-exp `[H_kv, G]`."""
+        if self.lse is not None:
+            from kvrecall.index.query_centroids import cpu
+
+            return *cpu.best_listed(self.scores, self.ids, self.lse, list_tokens, scaling), self.lse
+        logits = self.scores * scaling
+        lse = torch.logsumexp(logits, -1)
+        ranked = (logits - torch.where(lse.isfinite(), lse, 0.0).unsqueeze(-1)).amax(1)
+        place = best_positions(ranked, list_tokens).long()
+        missing = list_tokens - place.shape[-1]
+        ids = torch.nn.functional.pad(self.ids.gather(1, place), (0, missing), value=-1)
+        return ids, torch.nn.functional.pad(ranked.gather(1, place), (0, missing), value=float("-inf")), lse
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -78,6 +88,10 @@ def rerank(
         from kvrecall.index.query_centroids import cpu
 
         scores = cpu.score_rows(queries, table, ids, counts)
+        if mode in cpu.MODES:
+            peaks, sums = cpu.softmax_sums(scores, counts, budget.scaling)
+            best = cpu.pick(scores, ids, counts, (peaks, sums), budget.top_k, mode, budget.scaling, barred)
+            return Rerank(ids, scores, (best[0].to(device), best[1].to(device)), (peaks + sums.log()).float())
     elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels
 
