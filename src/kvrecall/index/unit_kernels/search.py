@@ -86,9 +86,8 @@ class GpuUnitSearch:
         count = cdiv(units, self._block)
         self._chunks = next_power_of_2(count) if count < 4 else 4 * cdiv(count, 4)  # few values, as each is compiled
         self._length = SCORE_STEP * cdiv(cdiv(units, self._chunks), SCORE_STEP)
-        self._enough = next_power_of_2(needed) if kind.ordered else max(1, _CANDIDATES // self._chunks)
-        self._slots = min(self._block, max(needed, self._enough))
-        self._enough = min(self._enough, self._slots)
+        self._slots = min(self._block, next_power_of_2(needed) if kind.ordered else needed)
+        self._enough = self._slots if kind.ordered else max(1, min(self._slots, _CANDIDATES // self._chunks))
         pairs = sequences * heads
 
         def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
