@@ -46,8 +46,8 @@ BALANCED_SCHEDULE = (
 )
 """For balanced keys, whose one-bit products rank better than collisions, so that fewer candidates are enough.
 
-The number of candidates that catch 0.002 less attention than 10 % of the keys grows more slowly than the zone: 370 to 520 at 8K
-tokens, 650 to 990 at 16K, 1,420 at 32K (top_k 100, Qwen2.5-Coder-0.5B, `benchmarks/results/recall_beta.csv`). The steps
+The number of candidates that catch 0.002 less attention than 10 % of the keys grows more slowly than the zone: 360 to 510 at 8K
+tokens, 620 to 1,030 at 16K, 1,330 at 32K (top_k 100, Qwen2.5-Coder-0.5B, `benchmarks/results/recall_beta.csv`). The steps
 below 40,000 tokens are measured and have a margin. The later ones are extrapolated: the number grows by about a half per
 doubling, as from 16K to 32K. Products do not use the collision ratio."""
 
