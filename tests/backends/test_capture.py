@@ -141,7 +141,9 @@ class Borrowing:
     borrowed = 0
     steps = 0
 
-    def __init__(self, model: Any, cache: kvrecall.RetrievalCache, room: int, call: Any, compiled: bool, ids: Any) -> None:
+    def __init__(
+        self, model: Any, cache: kvrecall.RetrievalCache, room: int, call: Any, compiled: bool, ids: Any, width: int = 1
+    ) -> None:  # fmt: skip
         Borrowing.borrowed += 1
         self.cache, self.call, self.input_ids = cache, call, torch.zeros_like(ids)
         self._own(Mock(side_effect=AssertionError("the graph owns the cache")))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.core.errors import CaptureError, ParameterError
+from kvrecall.core.errors import ParameterError
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS as COVERING
 from tests.engine.test_decoding import plain
@@ -152,10 +152,3 @@ def test_what_cannot_be_looked_up_is_refused(given: dict[str, Any], name: str) -
     with pytest.raises(ParameterError, match=name):
         engine.generate(model, None, given.pop("input_ids", text()), cache, max_new_tokens=5, **given)
     assert cache.get_seq_length() == 0
-
-
-def test_captured_look_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    with pytest.raises(CaptureError, match="prompt look-up"):
-        engine.generate(model, None, text(), SPARSE["pariskv"], max_new_tokens=5, capture=True, prompt_lookup_num_tokens=2)

@@ -313,6 +313,42 @@ def test_a_thousand_captured_steps_equal_the_uncaptured_ones(name: str) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("name", ["products", "balanced", "page-means", "full"])
+def test_captured_guesses_give_the_plain_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right ones, wrong ones and none. Equal tokens, zones and selections; a second turn goes on with them."""
+    from kvrecall.backends.transformers.capture.recorded import RecordedStep
+    from kvrecall.engine.lookup import LookupDecoding
+
+    method = kvrecall.Full() if name == "full" else METHODS[name]
+    model, taken = tiny(), []
+    prompt = torch.randint(5, 500, (1, 700), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    plain, cache = (kvrecall.RetrievalCache(model.config, method) for _ in range(2))
+    expected = engine.generate(model, None, prompt, plain, max_new_tokens=300, eos_token_id=511)
+    answer, take = expected.new_tokens[0], RecordedStep.take
+
+    def look_up(self: LookupDecoding) -> None:
+        at = len(self.steps)
+        wrong = at % 5
+        self._guess = [] if wrong == 4 else [t if i != wrong else (t + 1) % 500 for i, t in enumerate(answer[at : at + 3])]
+
+    def counted(self: RecordedStep, tokens: int) -> None:
+        taken.append(tokens)
+        take(self, tokens)
+
+    monkeypatch.setattr(LookupDecoding, "_look_up", look_up)
+    monkeypatch.setattr(RecordedStep, "take", counted)
+    options: dict[str, Any] = {"eos_token_id": 511, "prompt_lookup_num_tokens": 3, "capture": True}
+    made = engine.generate(model, None, prompt, cache, max_new_tokens=300, **options)
+    assert made.new_tokens == expected.new_tokens
+    assert set(taken) == {1, 2, 3, 4} and sum(taken) > 250
+    for ours, theirs in zip(cache.retrieval_layers, plain.retrieval_layers, strict=True):
+        assert ours.state is not None and theirs.state is not None
+        assert ours.state.store.zones(0) == theirs.state.store.zones(0)
+    more = torch.cat([made.sequences, prompt[:, :9]], 1)
+    again = [engine.generate(model, None, more, one, max_new_tokens=24, eos_token_id=511).new_tokens for one in (cache, plain)]
+    assert again[0] == again[1]
+
+
 @pytest.mark.parametrize("name", ["paper", "louiskv", "prkv", "early"])
 def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
     from kvrecall.backends.transformers.capture.decoder import CapturedDecoder

@@ -27,10 +27,17 @@ class ZonePlan(ABC):
     """By slot, before the next step; None without a sequence."""
     row: int
     """int32 numbers per slot."""
+    spare: int
+    """Tokens of a step beyond its first."""
 
     @abstractmethod
-    def rows(self, quiet: bool = False) -> Tensor:
-        """int32 `[slots, row]` on the CPU, for the next step. quiet: for a trial step, in which nothing leaves the window."""
+    def rows(self, quiet: bool = False, ahead: int = 0) -> Tensor:
+        """int32 `[slots, row]` on the CPU, for the next step. quiet: for a trial step, in which nothing leaves the window.
+        ahead: for a token of the step that has so many before it, none of which makes a zone grow."""
+
+    @abstractmethod
+    def until_growth(self, slot: int) -> int:
+        """How many further tokens of a sequence there are until one makes its retrieval zone grow, that one included."""
 
     @abstractmethod
     def attended(self, slot: int) -> int:

@@ -98,7 +98,7 @@ def asked(
     _check_shards(model)
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p, eos_token_id, prompt_lookup_num_tokens)
     if config.prompt_lookup_num_tokens is not None:
-        check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache, capture)
+        check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache)
     device = model.device.type
     return Asked(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,

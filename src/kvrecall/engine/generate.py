@@ -49,8 +49,9 @@ def generate(
     It has no effect on uncaptured steps, such as on a CPU, and is refused with capture=False.
 
     prompt_lookup_num_tokens: how many tokens to guess from the text (1 to 7) and check in one call, for one prompt; None: the
-    model's generation config decides. Greedy answers stay the same, with fewer calls if the text repeats itself. Such a request
-    decodes uncaptured.
+    model's generation config decides. Greedy answers stay the same, with fewer calls if the text repeats itself. Captured steps
+    have all these tokens, guessed or not; they need a method that searches by sphere codes in every step, and no other request
+    beside it.
 
     Other settings of the model's generation config apply (repetition penalty, suppressed tokens, …). Beams, several answers per
     prompt and assisted generation are refused. If prompt and answer exceed the model's context, raises ContextLengthError

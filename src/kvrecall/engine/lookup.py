@@ -4,7 +4,8 @@
    transformers).
 2. One call feeds the last token and the guess. Each is a decode query: it finds what it would find alone.
 3. A token is chosen from every row of logits. Right guesses are accepted, and the token after them.
-4. The cache removes the others exactly, with everything that was learnt from them.
+4. The cache removes the others exactly, with everything that was learnt from them. A captured step always has as many tokens as
+   a guess may have, and one more; those that are not taken leave nothing behind (`capture.recorded`).
 
 The first guess after the prompt is fed in a separate call, so that it is not part of the prompt. Random numbers are drawn as in
 transformers' assisted decoding, one row of a step per fed token.
@@ -23,7 +24,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.cache_name import output_with
-from kvrecall.core.errors import CaptureError, ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.prefill import context_limit
 
@@ -36,6 +37,8 @@ class LookupDecoding(Decoding):
     def _take(self, made: Any, ends: list[Tensor]) -> None:
         self._limit = context_limit(self.model)
         self._guess: list[int] = []
+        self._taking: Any = None
+        """The captured steps that made the last one, until its tokens are taken."""
         self._generator_of_guesses = PromptLookupCandidateGenerator(
             eos_token_id=torch.cat(ends) if ends else None, num_output_tokens=made.prompt_lookup_num_tokens,
             max_matching_ngram_size=made.max_matching_ngram_size or 2, max_length=self._most,
@@ -46,6 +49,10 @@ class LookupDecoding(Decoding):
     def joinable(self) -> bool:
         return False
 
+    @property
+    def goes_on(self) -> bool:
+        return False  # the host looks up the next guess
+
     def read(self) -> Tensor:
         """Logits `[1 + n, vocabulary]` after the prompt and after each of n guessed tokens."""
         logits = super().read()
@@ -54,9 +61,30 @@ class LookupDecoding(Decoding):
 
     def step(self) -> Tensor:
         """Logits `[1 + n, vocabulary]` after the last token and after each of n guessed tokens."""
+        self._taking = None
         self._look_up()
         self._tell()
         return self._feed(1)
+
+    def captured(self, capturing: Any) -> Tensor | None:
+        """As `step`, by `Capturing` steps of several tokens; None if this step must be uncaptured."""
+        self._taking = None
+        self._look_up()
+        last = self.steps[-1][0]
+        if self._limit is not None and self.stored + capturing.width > self._limit:
+            capturing.close()  # it would feed positions that the model does not have
+            return None
+        guess = capturing.guess(last, self._guess, self.room_tokens)
+        logits = None
+        if guess is not None:
+            self._guess = guess
+            logits = capturing.step(torch.tensor([capturing.padded([last, *guess])]), self.room_tokens)
+        if logits is None:
+            if capturing.refused:
+                say_uncaptured(capturing.reason)
+            return None
+        self._taking = capturing
+        return logits[0, : 1 + len(self._guess)]
 
     def choose(self, logits: Tensor) -> Tensor:
         """A token int64 `[1 + n]` from each row, given the guessed tokens before it."""
@@ -76,7 +104,12 @@ class LookupDecoding(Decoding):
 
     def settle(self) -> None:
         self._guess = []
-        self.cache.crop(self.stored - self.cache.get_seq_length())
+        taking, self._taking = self._taking, None
+        new = self.stored - self.cache.get_seq_length()
+        if taking is None:
+            self.cache.crop(new)
+        else:
+            taking.take(new)
 
     def close(self) -> None:
         for layer in self.cache.layers:
@@ -109,8 +142,8 @@ class LookupDecoding(Decoding):
         return self.model(**inputs, return_dict=True).logits[0, -count:]
 
 
-def check_lookup(tokens: object, sequences: int, cache: RetrievalCache, capture: bool | None) -> None:
-    """Raises ParameterError or CaptureError for requests that cannot use prompt look-up."""
+def check_lookup(tokens: object, sequences: int, cache: RetrievalCache) -> None:
+    """Raises ParameterError for requests that cannot use prompt look-up."""
     most = MOST_QUERIES - 1
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= most:
         remedy = "More tokens in one call would be attended densely."
@@ -122,11 +155,9 @@ def check_lookup(tokens: object, sequences: int, cache: RetrievalCache, capture:
     if fixed:
         got = f"one whose layer {fixed[0]} keeps a running state"
         raise ParameterError(NAME, "a model whose layers can remove tokens", got, f"Leave {NAME} out.")
-    if capture:
-        raise CaptureError("prompt look-up feeds several tokens in one call", f"Leave out `capture` or `{NAME}`.")
 
 
 @once
-def say_uncaptured() -> None:
-    """Warns once that steps of such requests are not captured."""
-    warnings.warn(f"decoding uncaptured: {NAME} feeds several tokens in one call", RuntimeWarning, stacklevel=2)
+def say_uncaptured(reason: str) -> None:
+    """Warns, once for each reason, that steps of such requests are not captured."""
+    warnings.warn(f"decoding uncaptured, with {NAME}: {reason}", RuntimeWarning, stacklevel=2)

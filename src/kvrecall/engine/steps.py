@@ -1,6 +1,7 @@
 """Makes one decode step for all decoding requests: captured, together, or in turn.
 
-1. Requests use captured steps if possible; requests of one method share a step, each in its own slots.
+1. Requests use captured steps if possible; requests of one method share a step, each in its own slots. A request with prompt
+   look-up has captured steps of several tokens while it decodes alone.
 2. Requests with retrieval layers only share one call of the model, each with its own rows.
 3. All others are called in turn.
 
@@ -26,7 +27,7 @@ from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
 from kvrecall.core.errors import CaptureError, InterruptedPassError
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding
-from kvrecall.engine.lookup import say_uncaptured
+from kvrecall.engine.lookup import LookupDecoding
 
 _ALONE_STEPS = 4
 """A request that is alone again makes this many uncaptured steps before it is captured again."""
@@ -71,6 +72,8 @@ class Member:
             self._uncaptured -= 1
             return None
         with self.asked.computing(), _decoding_modules(self.decoding.model):
+            if isinstance(self.decoding, LookupDecoding):
+                return self.decoding.captured(self._capturing)
             return self._capturing.step(self._tokens(), self.decoding.room_tokens)
 
     def go_ahead(self, tokens: Tensor) -> None:
@@ -95,7 +98,7 @@ class Member:
     @property
     def shares(self) -> bool:
         """Whether its steps can be captured together with those of others."""
-        if self._lost is not None or self._capturing is None or self._apart:
+        if self._lost is not None or self._capturing is None or self._apart or self.asked.looks_up:
             return False
         return self.shared is not None or self._capturing.ready
 
@@ -297,12 +300,10 @@ def _capturing(asked: Asked) -> Any:
     """Captured decoding, unless it is refused or impossible."""
     if asked.capture is False or asked.model.device.type != "cuda":
         return None
-    if asked.looks_up:
-        say_uncaptured()
-        return None
     from kvrecall.backends.transformers.capture.decoder import Capturing
 
-    return Capturing(asked.model, asked.cache, bool(asked.capture), asked.compiled)
+    width = 1 + (asked.config.prompt_lookup_num_tokens if asked.looks_up else 0)
+    return Capturing(asked.model, asked.cache, bool(asked.capture), asked.compiled, width=width)
 
 
 def _decoding_modules(model: Any) -> AbstractContextManager[Any]:

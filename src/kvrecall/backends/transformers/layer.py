@@ -189,9 +189,9 @@ class RetrievalLayer(CacheLayerMixin):
         running.attended.add(self.number)
         return out
 
-    def count_captured(self) -> None:
-        """Counts a token that captured decoding has added."""
-        self._logical += 1
+    def count_captured(self, tokens: int = 1) -> None:
+        """Counts tokens that captured decoding has added."""
+        self._logical += tokens
 
     def give_back(self) -> None:
         """Ends captured decoding; its tokens were not padding."""

@@ -34,13 +34,15 @@ class StepPlan(ZonePlan):
     top_k: int
     slots: int
     zones: dict[int, ZoneLengths] = field(default_factory=dict, compare=False)
+    spare: int = 0
+    """Tokens of a step beyond its first, which may come to the window before it moves."""
 
     row = ROW
 
     @property
     def ring(self) -> int:
         """Length of the window ring: the most window rows at a time."""
-        return self.sizes.local_tokens + self.sizes.update_interval
+        return self.sizes.local_tokens + self.sizes.update_interval + self.spare
 
     def stage(self, tokens: int) -> StageSizes:
         """Sizes of a search over `tokens` tokens."""
@@ -51,9 +53,15 @@ class StepPlan(ZonePlan):
         edges = [s.below_tokens - 1 for s in self.schedule if s.below_tokens is not None and s.below_tokens <= tokens]
         return max(self.stage(n).candidates for n in [*edges, tokens])
 
-    def rows(self, quiet: bool = False) -> Tensor:
-        """int32 `[slots, ROW]` on the CPU, for the next step. quiet: for a trial run, which encodes nothing."""
-        return torch.tensor([self._row(self.zones.get(slot), quiet) for slot in range(self.slots)], dtype=torch.int32)
+    def rows(self, quiet: bool = False, ahead: int = 0) -> Tensor:
+        """int32 `[slots, ROW]` on the CPU, for the next step. quiet: for a trial run, which encodes nothing. ahead: for a token
+        with so many before it in the step."""
+        rows = [self._row(self.zones.get(slot), quiet, ahead) for slot in range(self.slots)]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def until_growth(self, slot: int) -> int:
+        zones = self.zones[slot]
+        return max(1, self.sizes.local_tokens + self.sizes.update_interval - zones.local - zones.buffer)
 
     def advance(self) -> None:
         """After a step: every sequence has one more token, and a full buffer moves to the retrieval zone."""
@@ -65,16 +73,16 @@ class StepPlan(ZonePlan):
         """Tokens outside the retrieval zone that the next step attends to, its own included."""
         return self._after(self.zones[slot])[0].resident
 
-    def _row(self, zones: ZoneLengths | None, quiet: bool) -> list[int]:
+    def _row(self, zones: ZoneLengths | None, quiet: bool, ahead: int) -> list[int]:
         sink = self.sizes.sink_tokens
         if zones is None:  # an empty slot: its token attends to itself, finds nothing and is not stored
             return [*plan_row(0, self.stage(0)), 0, 1, 0, sink, -1, -1, 0]
-        window = zones.local + zones.buffer + 1
+        window = zones.local + zones.buffer + 1 + ahead
         buffer = max(0, window - self.sizes.local_tokens)
         newest = zones.retrieval + window - 1  # position after the sink
         leaving = zones.retrieval + buffer - 1 if buffer and not quiet else -1
         row = sink + leaving % self.ring if leaving >= 0 else -1
-        grows = self._after(zones)[1] > 0 and not quiet
+        grows = not ahead and self._after(zones)[1] > 0 and not quiet
         search = plan_row(zones.retrieval, self.stage(zones.retrieval))
         return [*search, zones.sink, window, zones.retrieval % self.ring, sink + newest % self.ring, row, leaving, int(grows)]
 

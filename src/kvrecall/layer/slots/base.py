@@ -98,9 +98,10 @@ class SlotLayer(ABC):
 
     @abstractmethod
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
-        """One token per slot, as `pipeline.decode_step`; queries `[slots, H_q, 1, D]`, keys, values `[slots, H_kv, 1, D]`.
+        """The T tokens of a step, each as `pipeline.decode_step`; queries `[slots, H_q, T, D]`, keys, values `[slots, H_kv, T,
+        D]`.
 
-        parity: int64 `[1]`, the step's number modulo 2. Launches kernels and asks nothing of the device.
+        parity: int64 `[T]` or `[T, ·]`, the tokens' numbers modulo 2. Launches kernels and asks nothing of the device.
         """
 
     def search_early(self) -> None:  # noqa: B027 - optional: only a speculative trigger searches twice
@@ -131,9 +132,12 @@ class SlotLayer(ABC):
         """
 
     def moved_on(self) -> None:
-        """A step was made."""
+        """A token of the last step was taken."""
         for group in self.groups:
             group.steps += 1
+
+    def settle(self, taken: int, fed: int) -> None:  # noqa: B027 - optional
+        """After a step of `fed` tokens, of which the first `taken` were taken: forgets the others."""
 
 
 def kind_of(state: LayerState) -> tuple[object, ...]:

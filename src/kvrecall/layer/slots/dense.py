@@ -39,7 +39,15 @@ class DenseSlots(SlotLayer):
         return state.index is None
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
-        return self._attention.launch(queries.contiguous(), keys.contiguous(), values.contiguous(), params)
+        made = []
+        for t in range(queries.shape[2]):
+            q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
+            made.append(self._attention.launch(q, k, v, params))
+        return made[0] if len(made) == 1 else torch.cat(made, 2)
+
+    def settle(self, taken: int, fed: int) -> None:
+        if taken < fed:  # later tokens are written to the same places
+            self._attention.counts -= (fed - taken) * self._attention.active
 
     def _join(self, group: Group, room: int) -> None:
         attention, store = self._attention, group.state.store

@@ -14,6 +14,8 @@ from kvrecall.layer.slots.dense import DenseSlots
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 
+_ALIGNED = 4
+"""int32 numbers of 16 bytes: kernels are compiled once for addresses that are multiples of these."""
 _SPARE = 8
 """Room is rounded up by up to an eighth, so that a sequence that is slightly longer still fits."""
 
@@ -56,12 +58,13 @@ class Joined:
 class Layers:
     """All layers, in order. Layers of one method share a plan; those whose zones live on the device need none."""
 
-    def __init__(self, like: list[LayerState], slots: int, tokens: int) -> None:
-        """like: states of the kind that is to join, with their static sets chosen. tokens: most tokens after the sink.
+    def __init__(self, like: list[LayerState], slots: int, tokens: int, width: int = 1) -> None:
+        """like: states of the kind that is to join, with their static sets chosen. tokens: most tokens after the sink. width:
+        tokens of a step; if there are several, `advance` tells how many were taken.
 
         Raises CaptureError if a layer refuses; the states are then unchanged.
         """
-        self.slots, self.tokens, self._pool = slots, tokens, like[0].store.pool
+        self.slots, self.tokens, self.width, self._pool = slots, tokens, width, like[0].store.pool
         device = like[0].shape.device
         self.table = torch.zeros(slots, cdiv(tokens, self._pool.block_size), dtype=torch.int32, device=device)
         """int32 `[slots, W]`: the blocks of each slot's sequence, the same in all layers."""
@@ -69,16 +72,17 @@ class Layers:
         self._numbers = [self._plan_of(state) for state in like]
         """The number of each layer's plan; None if it has none."""
         sizes = [slots * plan.row for plan in self.plans]
-        self._rows = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        """The rows of all plans for the next step."""
-        rows = [part.view(slots, -1) for part in self._rows.split(sizes)]
+        self._rows = torch.zeros(width, _ALIGNED * cdiv(sum(sizes), _ALIGNED), dtype=torch.int32, device=device)
+        """The rows of all plans for the next step, for each of its tokens."""
+        each = [own[: sum(sizes)].split(sizes) for own in self._rows]
+        rows = list(zip(*([part.view(slots, -1) for part in parts] for parts in each), strict=True))
         self.all: list[SlotLayer] = []
         for state, number in zip(like, self._numbers, strict=True):
             if state.index is None:
                 self.all.append(DenseSlots(state, slots, tokens, self.table))
             else:
-                plan = (None, None) if number is None else (self.plans[number], rows[number])
-                self.all.append(SearchSlots(state, slots, tokens, self.table, *plan))
+                plan, own = (None, ()) if number is None else (self.plans[number], rows[number])
+                self.all.append(SearchSlots(state, slots, tokens, self.table, plan, own, width))
         self._prepared = False
 
     def fits(self, joined: Joined) -> bool:
@@ -142,7 +146,10 @@ class Layers:
             else:
                 layer.renew()
         if self.plans:
-            rows = torch.cat([plan.rows(quiet=trial).view(-1) for plan in self.plans])
+            rows = torch.zeros(self._rows.shape, dtype=torch.int32)
+            for t, own in enumerate(rows):
+                told = torch.cat([plan.rows(trial, t).view(-1) for plan in self.plans])
+                own[: len(told)] = told
             if self._rows.is_cuda:  # from pinned memory the copy is asynchronous; the step before may still run
                 rows = staging(tuple(rows.shape), rows.dtype).copy_(rows)
             self._rows.copy_(rows, non_blocking=True)
@@ -156,12 +163,19 @@ class Layers:
             except Exception:  # `prepare` tries again at the next step and raises there
                 self._prepared = False
 
-    def advance(self) -> None:
-        """After a step."""
+    def advance(self, taken: int = 1) -> None:
+        """After a step, of whose tokens the first `taken` were taken, at most `most_taken`."""
+        for _ in range(taken):
+            for layer in self.all:
+                layer.moved_on()
+            for plan in self.plans:
+                plan.advance()
         for layer in self.all:
-            layer.moved_on()
-        for plan in self.plans:
-            plan.advance()
+            layer.settle(taken, self.width)
+
+    def most_taken(self, slots: list[int]) -> int:
+        """How many tokens of the next step can be taken: a zone may grow with the last of them only."""
+        return min([self.width, *(plan.until_growth(slot) for plan in self.plans for slot in slots)])
 
     def forget_trial(self) -> None:
         """Undoes a step that was a trial."""
@@ -192,6 +206,7 @@ class Layers:
         made = None if state.index is None else state.index.slot_plan(state.method.zone_sizes(), state.top_k, self.slots)
         if made is None:
             return None
+        made.spare = self.width - 1
         if made not in self.plans:
             self.plans.append(made)
         return self.plans.index(made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -35,12 +35,15 @@ class SearchSlots(SlotLayer):
     """
 
     def __init__(
-        self, like: LayerState, slots: int, tokens: int, table: Tensor, plan: ZonePlan | None = None, rows: Tensor | None = None
-    ) -> None:
+        self, like: LayerState, slots: int, tokens: int, table: Tensor, plan: ZonePlan | None = None,
+        rows: Sequence[Tensor] = (), width: int = 1,
+    ) -> None:  # fmt: skip
         """tokens: most tokens after the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence. plan, rows: of
-        the zones, and the device's copy of its rows; None if the device counts.
+        the zones, and the device's copies of its rows, one for each token of a step; none if the device counts. width: tokens
+        of a step.
 
-        like: a state whose static sets are chosen (`begin`). Raises CaptureError if they leave nothing to search.
+        like: a state whose static sets are chosen (`begin`). Raises CaptureError if they leave nothing to search, and for
+        parts that cannot take back tokens of a step.
         """
         super().__init__(like, slots)
         shape, sizes, index = self.shape, like.store.sizes, like.index
@@ -51,14 +54,15 @@ class SearchSlots(SlotLayer):
         top_k = like.top_k - min(chosen)
         if top_k < 1:
             raise CaptureError("the static set is the whole budget", "Lower its share, or decode uncaptured.")
-        front, ring = sizes.sink_tokens + _room_for_static(like), sizes.local_tokens + sizes.update_interval
+        if width > 1:
+            _check_several(like, plan, width)
+        front, ring = sizes.sink_tokens + _room_for_static(like), sizes.local_tokens + sizes.update_interval + width - 1
         host, none = like.store.on_host(table), torch.empty(0, dtype=shape.dtype, device=device)
         trigger = like.method.trigger_config()
         self.zones: SlotZones
         marks = None
         if plan is not None:
-            assert rows is not None
-            self.zones = PlannedZones(plan, rows)
+            self.zones = PlannedZones(plan, rows[0])
         else:
             self.zones = zones = DeviceZones(slots, heads, sizes, tokens, front, ring, device)
             marks = Marks(zones.marks, zones.coming) if like.marks_segments and like.segments is not None else None
@@ -70,6 +74,11 @@ class SearchSlots(SlotLayer):
             host, shape.query_heads, front, ring, top_k, keeps_rows(like, slots), none, part.estimated_parts, part.spread
         )
         self.bad = self.attention.bad
+        self._ahead = [self.zones, *(PlannedZones(plan, own) for own in rows[1:] if plan is not None)]
+        """The zones as each token of a step sees them."""
+        self._found = [(torch.zeros_like(part.ids), torch.zeros_like(part.counts)) for _ in range(width if width > 1 else 0)]
+        self._last = 0
+        """The selection of each token of the last step, and which of them was taken last."""
         self.trigger = DeviceTrigger(trigger, like.layer, slots, shape.query_heads, dim, part.width, none, marks)
         group = shape.query_heads // heads
         self._lse = torch.zeros(slots, shape.query_heads, dtype=torch.float32, device=device)
@@ -98,15 +107,28 @@ class SearchSlots(SlotLayer):
         self.part.search_early(self.trigger.before, self.trigger.always, self.zones, self._scaling)
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
-        asked = self.asked(queries.contiguous(), keys.contiguous(), values.contiguous(), parity, params)
-        self.trigger.launch(asked.queries)
-        return self.part.step(asked)
+        made = []
+        for t in range(queries.shape[2]):
+            q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
+            asked = self.asked(q, k, v, parity[t : t + 1], params, t)
+            self.trigger.launch(asked.queries)
+            made.append(self.part.step(asked))
+            if self._found:
+                for held, found in zip(self._found[t], (self.part.ids, self.part.counts), strict=True):
+                    held.copy_(found)
+        return made[0] if len(made) == 1 else torch.cat(made, 2)
 
-    def asked(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> SlotStep:
-        """A step's inputs for the index's part; all contiguous."""
-        return SlotStep(
-            queries, keys, values, params, parity, self.trigger.fire, self.zones, self.attention, self._log, self._lse
-        )
+    def asked(
+        self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams, before: int = 0
+    ) -> SlotStep:
+        """The inputs of the index's part for a token with `before` others before it in the step; all contiguous."""
+        zones = self._ahead[before]
+        return SlotStep(queries, keys, values, params, parity, self.trigger.fire, zones, self.attention, self._log, self._lse)
+
+    def settle(self, taken: int, fed: int) -> None:
+        """Rows of tokens that were not taken lie in the ring beyond the window, where later tokens are written."""
+        if taken:
+            self._last = taken - 1
 
     @property
     def ahead(self) -> bool:
@@ -224,7 +246,8 @@ class SearchSlots(SlotLayer):
             pool.extend(tokens)
             self.part.leave(slot, index, b, tokens, partial(self._keys, pool, start))
             state.store.resident.replace(b, 0, torch.cat([kept[:, : zones.sink], kept[:, self._window(zones)]], 1))
-            state.held[b] = HeldSelection(self.part.ids[slot].clone(), self.part.counts[slot].clone(), tokens)
+            ids, counts = self._found[self._last] if self._found else (self.part.ids, self.part.counts)
+            state.held[b] = HeldSelection(ids[slot].clone(), counts[slot].clone(), tokens)
             coming = zones.total - zones.sink
             if isinstance(self.zones, DeviceZones) and state.segments is not None and state.marks_segments:
                 for number in self.zones.marked(slot, coming - group.steps, coming):
@@ -273,6 +296,23 @@ class SearchSlots(SlotLayer):
             static=sum(steps * heads * s for s in static), read=int(self.attention.read[slots].sum()), moved=moved,
             estimated=sum(self._estimated[slot] for slot in slots),
         )  # fmt: skip
+
+
+def _check_several(state: LayerState, plan: ZonePlan | None, width: int) -> None:
+    """Raises CaptureError for a layer that cannot take back tokens of a step. Without trigger, static set and counts of sign
+    patterns, everything follows from lengths, which the host counts."""
+    index = state.method.index_config()
+    why = {
+        f"index {getattr(index, 'name', None)!r} counts its zones on the device": plan is None,
+        f"trigger {state.method.trigger_config().name!r} remembers queries": state.method.trigger_config().name != "every-step",
+        "static sets remember queries": state.static_config is not None,
+        "collisions count the keys of a sequence": getattr(index, "stage1", None) == "collision",
+        f"a window of {state.store.sizes.local_tokens} tokens": state.store.sizes.local_tokens < width,
+    }
+    for told, refused in why.items():
+        if refused:
+            remedy = "Decode uncaptured (capture=None), or feed one token at a time."
+            raise CaptureError(f"a step of {width} tokens with layer {state.layer}: {told}", remedy)
 
 
 def _static_tokens(state: LayerState) -> list[int]:

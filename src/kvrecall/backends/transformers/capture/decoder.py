@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 from warnings import warn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from kvrecall.layer.state import LayerState
 
 _CHECKED_STEPS = 64
 """Steps between two checks for non-finite keys."""
-_refused: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose step could not be recorded. Not tried again, because it takes long, unless capture is required."""
+_refused: WeakKeyDictionary[PreTrainedModel, set[int]] = WeakKeyDictionary()
+"""Models whose step could not be recorded, with the tokens of that step. Not tried again, because it takes long, unless capture
+is required."""
 
 
 class CapturedDecoder:
@@ -40,11 +41,12 @@ class CapturedDecoder:
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, room_tokens: int, call: Any = None, compiled: bool = False,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor | None = None, width: int = 1,
     ) -> None:  # fmt: skip
         """room_tokens: new tokens per sequence to make room for. call: the model's own forward, if it has been replaced.
         compiled: compile norms, feed-forward layers and rotary embedding by torch.compile (`capture.compiled`); logits may
-        then differ by rounding. input_ids: tokens `[B, 1]` of the first step, for checking the graph; by default token 0.
+        then differ by rounding. width: tokens of a step; if there are several, `take` must follow each. input_ids: tokens
+        `[B, width]` of the first step, for checking the graph; by default token 0.
 
         Raises CaptureError if the step cannot be captured or compiled, CaptureMismatchError if the graph differs from the
         uncaptured layers; the cache is then unchanged.
@@ -57,7 +59,7 @@ class CapturedDecoder:
                 raise CaptureError(reason, "Decode uncaptured until it is longer.")
         self._model, self._cache, self._call, self._compiled = model, cache, call or model.forward, compiled
         self._states: list[LayerState] = [x.state for x in cache.retrieval_layers if x.state is not None]
-        self._sequences, self._steps = self._states[0].shape.sequences, 0
+        self._sequences, self._steps, self._width = self._states[0].shape.sequences, 0, width
         self._step: RecordedStep
         self._member: Member | None = None
         self._borrow(room_tokens, input_ids)
@@ -74,22 +76,36 @@ class CapturedDecoder:
 
     @property
     def input_ids(self) -> Tensor:
-        """The tokens of the next step, `[B, 1]`; write them in place."""
+        """The tokens of the next step, `[B, width]`; write them in place."""
         return self._step.input_ids[: self._sequences]
 
     def step(self) -> Tensor:
-        """Feeds `input_ids` and returns logits `[B, vocabulary]`, valid until the next step. Does not synchronise."""
-        member = self._member
-        assert member is not None, "the decoder is closed"
-        if not member.left:
-            tokens, room = self.input_ids.clone(), 2 * member.joined.room
-            self.close()
-            self._borrow(room, tokens)
+        """Feeds `input_ids` and returns logits `[B, vocabulary]`, or `[B, width, vocabulary]` if it has several tokens, valid
+        until the next step. Does not synchronise."""
+        self.make_room()
         self._step.replay()
         self._steps += 1
         if self._steps % _CHECKED_STEPS == 0:
             self.check()
         return self._step.logits[: self._sequences]
+
+    def make_room(self) -> None:
+        """Gives the cache back and borrows it with more room, if there is none for another step."""
+        member = self._member
+        assert member is not None, "the decoder is closed"
+        if member.left < self._width:
+            tokens, room = self.input_ids.clone(), 2 * max(member.joined.room, self._width)
+            self.close()
+            self._borrow(room, tokens)
+
+    @property
+    def most_taken(self) -> int:
+        """How many tokens of the next step can be taken; the others are only fed."""
+        return self._step.most_taken
+
+    def take(self, tokens: int) -> None:
+        """Takes the first tokens of a step of several, at most `most_taken` before it; the others leave nothing behind."""
+        self._step.take(tokens)
 
     def check(self) -> None:
         """Raises NonFiniteError, on every rank, if some layer got a key or value that is not finite. Synchronises."""
@@ -106,9 +122,9 @@ class CapturedDecoder:
 
     def _borrow(self, room_tokens: int, input_ids: Tensor | None) -> None:
         slots = 1 << (self._sequences - 1).bit_length()
-        key = StepKey.of(self._model, self._compiled, self._ranks.size)
+        key = StepKey.of(self._model, self._compiled, self._ranks.size, self._width)
         with self._ranks.agreeing():
-            joined = Joined(self._states, list(range(self._sequences)), room_tokens)
+            joined = Joined(self._states, list(range(self._sequences)), room_tokens + self._width - 1)
         try:
             with graphs.taking:
                 self._take(key, joined, slots, input_ids)
@@ -142,7 +158,7 @@ class CapturedDecoder:
         others decode uncaptured by then. Failed and wrong steps are not tried again."""
         failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         if (failed or isinstance(error, CaptureMismatchError)) and not self._compiled:
-            _refused.add(self._model)
+            _refused.setdefault(self._model, set()).add(self._width)
         if failed or (self._ranks.size > 1 and isinstance(error, Exception) and not isinstance(error, CaptureError)):
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
             remedy = f"Leave out `compiled`. {PLAIN}" if self._compiled else PLAIN
@@ -153,16 +169,21 @@ class Capturing:
     """Captured steps of one cache, as soon as every sequence is long enough to search."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: RetrievalCache, required: bool, compiled: bool = False, call: Any = None
-    ) -> None:
-        """required: raise CaptureError if steps cannot be captured; otherwise they are uncaptured. compiled, call: as in
+        self, model: PreTrainedModel, cache: RetrievalCache, required: bool, compiled: bool = False, call: Any = None,
+        width: int = 1,
+    ) -> None:  # fmt: skip
+        """required: raise CaptureError if steps cannot be captured; otherwise they are uncaptured. compiled, call, width: as in
         CapturedDecoder; if nothing is captured, `compiled` has no effect, with a RuntimeWarning."""
         self._model, self._cache, self._required, self._compiled, self._call = model, cache, required, compiled, call
         self._decoder: CapturedDecoder | None = None
+        self.width = width
+        """Tokens of a step."""
+        self.reason = ""
+        """Why capturing has been given up."""
         self._refused = False
         try:
             with ranks_of(model).agreeing():
-                if model in _refused and not required:
+                if width in _refused.get(model, ()) and not required:
                     raise CaptureError("recording this model's step has failed before", "capture=True tries it again.")
                 check_capture(model, cache)
         except CaptureError as error:
@@ -188,12 +209,39 @@ class Capturing:
             return None
         try:
             if self._decoder is None:
-                self._decoder = CapturedDecoder(self._model, self._cache, room_tokens, self._call, self._compiled, input_ids)
+                self._decoder = self._made(room_tokens, input_ids)
             self._decoder.input_ids.copy_(input_ids)
             return self._decoder.step()  # captures anew if room has run out
         except (CaptureError, torch.OutOfMemoryError) as error:
             self._give_up(error)
             return None
+
+    def guess(self, known: int, guesses: list[int], room_tokens: int) -> list[int] | None:
+        """Prepares a step of several tokens of one sequence: `guesses` after the token `known`. Returns those that the step can
+        take, the first ones; None if this step must be uncaptured. `step` with these tokens, padded to `width`, follows."""
+        if self._refused or (self._decoder is None and not long_enough(self._cache)):
+            return None
+        try:
+            if self._decoder is None:
+                first = torch.tensor([self.padded([known, *guesses])])
+                self._decoder = self._made(room_tokens, first)
+            self._decoder.make_room()
+            return guesses[: self._decoder.most_taken - 1]
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._give_up(error)
+            return None
+
+    def padded(self, tokens: list[int]) -> list[int]:
+        """The tokens, and the last one again up to the width of a step."""
+        return [*tokens, *tokens[-1:] * (self.width - len(tokens))]
+
+    def take(self, tokens: int) -> None:
+        """Takes the first tokens of the last step, which had several."""
+        assert self._decoder is not None
+        self._decoder.take(tokens)
+
+    def _made(self, room_tokens: int, input_ids: Tensor) -> CapturedDecoder:
+        return CapturedDecoder(self._model, self._cache, room_tokens, self._call, self._compiled, input_ids, self.width)
 
     def ahead(self, tokens: Tensor) -> Tensor | None:
         """As `step`, for tokens int64 `[B]` on the device; does not synchronise. Returns None and makes no step, unless steps
@@ -227,7 +275,7 @@ class Capturing:
         if self._required:
             raise error
         _say_uncaptured(error, self._compiled)
-        self._refused = True
+        self._refused, self.reason = True, str(error)
 
 
 def _say_uncaptured(error: CaptureError, compiled: bool) -> None:

@@ -1,4 +1,8 @@
-"""One decode step of a model for a number of slots: recorded once as a CUDA graph, replayed for all sequences that join."""
+"""One decode step of a model for a number of slots: recorded once as a CUDA graph, replayed for all sequences that join.
+
+A step may have several tokens per sequence, the last ones guessed. After its replay `take` says how many of them stay; the
+others leave nothing behind, because a replay changes no length.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,10 @@ class Member:
         """Sets the tokens of its next step, int64 `[B]` on any device."""
         step.input_ids[self._place] = tokens.to(step.input_ids.device).unsqueeze(1)
 
+    def move(self, step: RecordedStep, tokens: int) -> None:
+        """Moves the positions of its next step on by so many tokens."""
+        step.positions[self._place] += tokens
+
 
 class RecordedStep:
     """Slots of all layers, and the graph of a step over them. It holds no reference to a model, cache or state."""
@@ -53,21 +61,26 @@ class RecordedStep:
     ) -> None:
         """Makes free slots for sequences like those of `joined`, with up to `tokens` tokens after the sink. Raises
         CaptureError if a layer refuses."""
-        self.key, self.slots, self._ranks = key, slots, ranks
+        self.key, self.slots, self.width, self._ranks = key, slots, key.width, ranks
         device = joined.states[0].shape.device
-        self.layers = Layers(joined.states, slots, tokens or roomy(joined.behind_sink))
+        self.layers = Layers(joined.states, slots, tokens or roomy(joined.behind_sink), self.width)
         self.windows = [
             SlidingSlots(cache, number, slots)
             for number, held in enumerate(cache.layers)
             if isinstance(held, DynamicSlidingWindowLayer)
         ]
-        self._parity = torch.zeros(1, dtype=torch.int64, device=device)
-        self.input_ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        """int64 `[slots, 1]`: the tokens of the next step; write them in place."""
-        self.positions = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        """int64 `[slots, 1]`: their positions."""
+        if self.windows and self.width > 1:
+            raise CaptureError(f"a step of {self.width} tokens with sliding windows", PLAIN)
+        self._parity = torch.arange(self.width, device=device).unsqueeze(1).repeat(1, 2) % 2
+        """int64 `[width, 2]`: the numbers of the step's tokens modulo 2, twice, so that all addresses are multiples of 16."""
+        self.input_ids = torch.zeros(slots, self.width, dtype=torch.int64, device=device)
+        """int64 `[slots, width]`: the tokens of the next step; write them in place."""
+        self.positions = torch.zeros(slots, self.width, dtype=torch.int64, device=device)
+        """int64 `[slots, width]`: their positions."""
         self.logits: Tensor
-        """`[slots, vocabulary]` of the last step."""
+        """`[slots, vocabulary]` of the last step, with width > 1 `[slots, width, vocabulary]`."""
+        self._untaken = False
+        """Whether a step of several tokens was replayed, and `take` has not been called."""
         self.members: list[Member] = []
         self.recorded = False
         self._graph: Any = None
@@ -109,7 +122,7 @@ class RecordedStep:
             holder.captured = partial(self._attend, layer)
         first = joined.states[0].store
         for b, slot in enumerate(joined.slots):
-            self.positions[slot] = first.zones(b).total
+            self.positions[slot] = first.zones(b).total + torch.arange(self.width, device=self.positions.device)
         self.members.append(member)
         return member
 
@@ -120,6 +133,7 @@ class RecordedStep:
         if self.positions.is_cuda:
             torch.cuda.current_stream().synchronize()
         with deferred_interrupt(), ExitStack() as every:  # runs in reverse order
+            self._untaken = False
             self.members.remove(member)
             for holder in member.cache.retrieval_layers:
                 every.callback(holder.give_back)
@@ -132,22 +146,46 @@ class RecordedStep:
                 self.positions[slot] = 0
 
     def replay(self) -> None:
-        """Makes a step of all slots, one token per sequence. The token is counted in all layers or in none."""
+        """Makes a step of all slots. Its token is counted in all layers or in none; if it has several, `take` counts them."""
+        if self._untaken:
+            self.take(0)
         with deferred_interrupt():
             self.layers.prepare()
             self._graph.replay()
-            self.layers.advance()
-            for member in self.members:
-                member.left -= 1
-                before = member.cache.get_seq_length()
-                for holder in member.cache.retrieval_layers:
-                    holder.count_captured()
-                member.cache.tokens.add(member.rows(self.input_ids), before, 1)
-                for window in member.windows:
-                    window.moved_on()
-                if (running := member.cache.running) is not None:  # layers were not called, so the pass must be told
-                    running.attended.update(holder.number for holder in member.cache.retrieval_layers)
-            self.layers.prepare_ahead()
+            if self.width > 1:
+                self._untaken = True
+            else:
+                self._count(1)
+
+    def take(self, tokens: int) -> None:
+        """Takes the first `tokens` tokens of the last step, at most what `most_taken` was before it. The others are as if they
+        had not been fed."""
+        assert self._untaken and 0 <= tokens <= self.width
+        with deferred_interrupt():
+            self._untaken = False
+            self._count(tokens)
+
+    @property
+    def most_taken(self) -> int:
+        """How many tokens of the next step can be taken."""
+        return self.layers.most_taken([slot for member in self.members for slot in member.joined.slots])
+
+    def _count(self, tokens: int) -> None:
+        """Counts the step's first tokens, in all layers."""
+        self.layers.advance(tokens)
+        for member in self.members:
+            member.left -= tokens
+            before = member.cache.get_seq_length()
+            for holder in member.cache.retrieval_layers:
+                holder.count_captured(tokens)
+            member.cache.tokens.add(member.rows(self.input_ids)[:, :tokens], before, tokens)
+            for window in member.windows:
+                window.moved_on()
+            if self.width > 1 and tokens:
+                member.move(self, tokens)
+            if (running := member.cache.running) is not None:  # layers were not called, so the pass must be told
+                running.attended.update(holder.number for holder in member.cache.retrieval_layers)
+        self.layers.prepare_ahead()
 
     def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
         """Warms up, records, and checks the first replay. Warm-up and first replay are trials: they write only what the first
@@ -171,8 +209,9 @@ class RecordedStep:
                 self._record(launch)
             self.layers.prepare(trial=True)
             self._graph.replay()
-            self.positions -= 1
-            self._parity.copy_(1 - self._parity)
+            if self.width == 1:
+                self.positions -= 1
+            self._flip()
             with self._ranks.agreeing(), torch.no_grad():
                 self._verify(launched)
             self.recorded = True
@@ -218,8 +257,14 @@ class RecordedStep:
             self._failed = None
 
     def _move_on(self) -> None:
-        self.positions += 1
-        self._parity.copy_(1 - self._parity)
+        """Part of the graph. Positions of several tokens move on when it is known how many are taken."""
+        if self.width == 1:
+            self.positions += 1
+        self._flip()
+
+    def _flip(self) -> None:
+        if self.width % 2:
+            self._parity.copy_(1 - self._parity)
 
     def _verify(self, launched: Tensor) -> None:
         """Compares the replay's results with the uncaptured layers, and with the logits of the warm-up."""
@@ -273,9 +318,9 @@ class RecordedStep:
         if (queries.shape[1], keys.shape[1]) != (shape.query_heads, shape.kv_heads):
             got, known = f"{queries.shape[1]}/{keys.shape[1]} heads", f"{shape.query_heads}/{shape.kv_heads}"
             raise CaptureError(f"layer {layer.layer} attends with {got}, but was made for {known}", PLAIN)
-        if queries.shape[0] != self.slots or queries.shape[2] != 1:
-            got = f"{queries.shape[2]} tokens of {queries.shape[0]} sequences"
-            raise CaptureError(f"layer {layer.layer} attends to {got}, but one of {self.slots} slots was fed", PLAIN)
+        if queries.shape[0] != self.slots or queries.shape[2] != self.width:
+            got, fed = f"{queries.shape[2]} tokens of {queries.shape[0]} sequences", "one" if self.width == 1 else self.width
+            raise CaptureError(f"layer {layer.layer} attends to {got}, but {fed} of {self.slots} slots was fed", PLAIN)
 
     def _search_early(self) -> None:
         """Starts early searches with the queries of the step before, on a branch of the graph, layer by layer, while the model
@@ -298,9 +343,9 @@ class RecordedStep:
             position_ids=self.positions,
             **cache_argument(cache),
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=self.width,
         )
-        return out.logits[:, -1]
+        return out.logits[:, -1] if self.width == 1 else out.logits[:, -self.width :]
 
 
 @lru_cache

@@ -19,17 +19,18 @@ class StepKey:
     """Two requests can share a recorded step if their keys are equal and their caches fit.
 
     model: a hash of the addresses of its weights, its modules, their hooks and settings. compiled: whether small operations are
-    compiled. ranks: number of processes that run the model together.
+    compiled. ranks: number of processes that run the model together. width: tokens of a step.
     """
 
     model: int
     compiled: bool
     ranks: int
+    width: int = 1
 
     @staticmethod
-    def of(model: PreTrainedModel, compiled: bool, ranks: int) -> StepKey:
+    def of(model: PreTrainedModel, compiled: bool, ranks: int, width: int = 1) -> StepKey:
         """The key of a model in its current state."""
-        return StepKey(hash(tuple(_parts(model))), compiled, ranks)
+        return StepKey(hash(tuple(_parts(model))), compiled, ranks, width)
 
 
 def _parts(model: PreTrainedModel) -> Iterator[Any]:

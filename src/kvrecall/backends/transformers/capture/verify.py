@@ -28,7 +28,8 @@ _REMEDY = "Decode uncaptured (capture=None), and report it with the model, the m
 
 @dataclass(frozen=True)
 class Attended:
-    """One layer's inputs in a step, queries, keys and values `[slots, H, 1, D]`, and its output `[slots, H_q, 1, D]`."""
+    """One layer's inputs in a step of T tokens, queries, keys and values `[slots, H, T, D]`, and its output
+    `[slots, H_q, T, D]`."""
 
     queries: Tensor
     keys: Tensor
@@ -68,7 +69,7 @@ def check_logits(replayed: Tensor, launched: Tensor) -> None:
 
 
 def uncaptured_answer(state: LayerState, asked: Attended) -> Tensor:
-    """The uncaptured layer's output for a step, `[B, H_q, 1, D]`. state: borrowed by a captured layer, before its first step;
+    """The uncaptured layer's output for a step, `[B, H_q, T, D]`. state: borrowed by a captured layer, before its first step;
     not changed."""
     every = list(range(state.shape.sequences))
     try:
@@ -96,7 +97,9 @@ def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     copy = state.copied(sequences)  # with its own counters, unlike `select`
     copy.__class__ = _Glance
     copy.held, copy.fetched, copy.on_search = {}, {}, None
-    return decode_step(copy, queries, keys, values, None, asked.params)
+    tokens = [slice(t, t + 1) for t in range(queries.shape[2])]
+    made = [decode_step(copy, queries[:, :, t], keys[:, :, t], values[:, :, t], None, asked.params) for t in tokens]
+    return made[0] if len(made) == 1 else torch.cat(made, 2)
 
 
 def _require(what: str, error: float, tolerance: float) -> None:
