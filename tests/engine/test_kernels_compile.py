@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, HostRows, HostTable, Partial, Rows
 from tests.index.sphere.calibrated import OWN, Model
 from tests.layers import DIM, ZONES, state, tokens
@@ -226,6 +227,32 @@ def test_searches_over_centred_keys(
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     scan = "binary_kernel" if capability < 100 else "product_kernel"
     assert names == {"rotate_kernel", scan, "compact_kernel", "rerank_kernel", "top_kernel"}
+    compile_all(launches, capability)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "chunks", "group", "top_k", "mode", "capability"),
+    [
+        (2048, 1, 4, 100, "mean_softmax", 90), (2000, 2, 20, 100, "max_softmax", 80), (9000, 5, 4, 100, "mean_softmax", 100),
+        (9000, 2, 1, 2048, "max", 90),
+    ],
+)  # fmt: skip
+def test_selections_of_one_and_of_two_levels(
+    candidates: int, chunks: int, group: int, top_k: int, mode: str, capability: int, launches: dict[str, Any]
+) -> None:
+    from kvrecall.index.sphere import SphereConfig
+    from kvrecall.index.sphere.kernels.search import GpuSearch, plan_row
+    from kvrecall.index.sphere.schedule import stage_sizes
+
+    config = SphereConfig(gqa=mode, **OWN)
+    made = config.build(Model(1, 2, group, 64).layer(1, tokens=20)).maps
+    search = GpuSearch(1, 2, group, 64, mode, "product", top_k, 100_000, candidates, made)
+    plan = torch.tensor([plan_row(100_000, stage_sizes(config.steps, 100_000, top_k, 4), 0)], dtype=torch.int32)
+    search.pick(plan, torch.ones(1, dtype=torch.int32), 0.1)
+    ((kernel, signature, constants, *_),) = launches.values()
+    names = list(signature)
+    assert kernel.__name__ == "top_kernel" and (constants.get((names.index("CHUNKS"),)) == 1) == (chunks == 1)
+    assert cdiv(candidates, constants[names.index("N"),]) == chunks
     compile_all(launches, capability)
 
 

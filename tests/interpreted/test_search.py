@@ -113,8 +113,10 @@ def test_keys_and_queries_of_sixteen_bits(dtype: str, kind: dict[str, Any]) -> N
     search_both(index, gaussian(3, 2, 6, 80).to(DTYPES[dtype]), 15)
 
 
-@pytest.mark.parametrize(("rows", "tiles"), [(32, 1024), (128, 2)])
-def test_many_tiles_many_chunks_and_ties(rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "tiles", "at_once"), [(32, 1024, 0), (128, 2, 4096)])
+def test_many_tiles_many_chunks_and_ties(rows: int, tiles: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """at_once: candidates up to which there is one chunk."""
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._AT_ONCE", at_once)
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search._RERANKED", rows)
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search._MAX_TILES", tiles)
     keys = [synthetic_keys("repeated", 1, 1, 3100, 64), synthetic_keys("repeated", 2, 1, 1025, 64)]

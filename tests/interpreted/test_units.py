@@ -114,6 +114,18 @@ def test_equal_units_go_to_the_lower_one_and_the_last_is_cut() -> None:
         assert ids[0].tolist() == [list(range(top_k))] * 2
 
 
+def test_equal_units_beside_units_that_are_better_by_one_bit() -> None:
+    """Parts of a range of few values reach beyond its end."""
+    bits = [
+        0, 12, 0, 4, 1, 6, 8, 7, 4, 4, 5, 14, 11, 13, 13, 11, 9, 17, 14, 2, 8, 11, 5, 8, 11, 5, 2, 6, 4, 3, 1, 15, 11, 0, 0, 17,
+    ]  # fmt: skip
+    keys, queries = torch.zeros(1, len(bits), 64), torch.zeros(1, 2, 64)
+    keys[0, :, 0], queries[..., 0] = 1 + torch.tensor(bits) * 2**-23, 1
+    index = index_of(PageConfig(page_tokens=1, bounds="mean", gqa="max"), [keys], 2)
+    for top_k in range(1, 12):
+        search_both(index, queries, top_k)
+
+
 @pytest.mark.parametrize(("page", "mode", "top_k"), [(1, "mean_softmax", 11), (1, "max", 30), (2, "max", 7), (2, "mean_q", 26)])
 def test_many_units_in_chunks(page: int, mode: str, top_k: int, small_blocks: None) -> None:
     keys = [whole_numbers(1, 1, 8, 64).repeat(1, 12, 1), gaussian(2, 1, 55, 64)]

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels.score import scores_of, unit_sizes
-from kvrecall.select.kernels import LOWEST, lse_of, ordered, shares
+from kvrecall.select.kernels import LOWEST, ordered, shares
 
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
 
@@ -51,10 +51,10 @@ def six_sums(b_1, b_2, b_3, b_4, b_5, b_6, ALONE: tl.constexpr):
 
 
 @triton.jit
-def reaching(b_key, b_size, low, step):
-    """Per unit: its tokens if its key reaches low + step, low + 2 step and low + 3 step, else 0; then 1 or 0 likewise. Ignored
-    units have size 0."""
-    most = tl.full([], _HIGHEST, tl.int64)
+def reaching(b_key, b_size, low, high, step):
+    """Per unit: its tokens if its key reaches low + step, low + 2 step and low + 3 step, else 0; then 1 or 0 likewise. Keys
+    above `high` reach all of them, also where these lie beyond the end of a range of few values. Ignored units have size 0."""
+    most = tl.minimum(high.to(tl.int64) + 1, _HIGHEST)
     m_u = b_size > 0
     m_1 = m_u & (b_key >= tl.minimum(low + step, most).to(tl.int32))
     m_2 = m_u & (b_key >= tl.minimum(low + 2 * step, most).to(tl.int32))
@@ -85,16 +85,16 @@ def narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3,
 @triton.jit
 def fill_kernel(
     p_peak, p_mass, p_plan, p_fire, p_keys, p_firsts, p_sizes, p_kept, scaling, BUDGET, HEADS, LENGTH, PARTS,
-    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
+    LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, AT_ONCE: tl.constexpr,
     BC: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ENOUGH: tl.constexpr, ORDERED: tl.constexpr,
     ALONE: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of LENGTH <= BC units, sequence and KV head): keeps the units that would fill BUDGET, or what the plan
     allows, if there were no other chunk; or up to ENOUGH <= SLOTS units among which these are.
 
-    Units are ranked by the softmax shares of their scores (peak, mass: see `score_kernel`, for parts of R units), or by the
-    largest of LANES scores. Writes keys, first members and sizes of the kept units, `[bh, CHUNKS, SLOTS]` if ORDERED, else
-    `[bh, SLOTS, CHUNKS]`, in which the first rows are full; and how many to kept `[bh, CHUNKS]`.
+    Units are ranked by the softmax shares of their scores (peak, mass: see `score_kernel`, for parts of R units; AT_ONCE: see
+    `shares`), or by the largest of LANES scores. Writes keys, first members and sizes of the kept units, `[bh, CHUNKS, SLOTS]`
+    if ORDERED, else `[bh, SLOTS, CHUNKS]`, in which the first rows are full; and how many to kept `[bh, CHUNKS]`.
     """
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
@@ -111,8 +111,8 @@ def fill_kernel(
         m_w = (o_i < LENGTH) & (o_c < width)  # whole vectors
         if SOFTMAX:
             o_lse = i_bh * LANES * PARTS
-            b_lse = lse_of(p_peak + o_lse, p_mass + o_lse, tl.cdiv(units, R), PARTS, LANES, BL, BT)
-            b_s = shares(p_own, b_lse, o_c, m_w, scaling, width, LANES, BL, MEAN)
+            b_s = shares(p_own, p_peak + o_lse, p_mass + o_lse, tl.cdiv(units, R), o_c, m_w, scaling, width, PARTS,
+                         LANES, MEAN, BT, AT_ONCE)  # fmt: skip
         else:
             b_s = tl.load(p_own + o_c, mask=m_w, other=0.0)
             for lane in tl.static_range(1, LANES):
@@ -123,7 +123,7 @@ def fill_kernel(
         over, above = 0, 0  # tokens and units above the range
         while (high > low) & (inside > 1) & (total > wanted) & (inside + above > ENOUGH):
             step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
-            b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_key, b_size, low, step)
+            b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_key, b_size, low, high, step)
             n_1, n_2, n_3, u_1, u_2, u_3 = six_sums(b_1, b_2, b_3, b_4, b_5, b_6, ALONE)
             low, high, total, over, inside, above = narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3,
                                                              u_1, u_2, u_3)  # fmt: skip
@@ -190,13 +190,13 @@ def budget_range(
     over, above = 0, 0
     while (high > low) & (inside > 1) & (total > wanted):
         step = (high.to(tl.int64) - low.to(tl.int64)) // 4 + 1
-        b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_rank, b_own, low, step)
+        b_1, b_2, b_3, b_4, b_5, b_6 = reaching(b_rank, b_own, low, high, step)
         if M < CHUNKS * SLOTS:
             i = M
             while i < places:
                 b_k, b_f, b_s = candidates(p_keys, p_firsts, p_sizes, p_kept, i + tl.arange(0, M), CHUNKS, SLOTS, ORDERED)
                 b_k, b_s = ranked(b_k, b_f, b_s, score, TIES)
-                c_1, c_2, c_3, c_4, c_5, c_6 = reaching(b_k, b_s, low, step)
+                c_1, c_2, c_3, c_4, c_5, c_6 = reaching(b_k, b_s, low, high, step)
                 b_1, b_2, b_3, b_4, b_5, b_6 = b_1 + c_1, b_2 + c_2, b_3 + c_3, b_4 + c_4, b_5 + c_5, b_6 + c_6
                 i += M
         n_1, n_2, n_3, u_1, u_2, u_3 = six_sums(b_1, b_2, b_3, b_4, b_5, b_6, False)

@@ -18,6 +18,7 @@ from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.index.unit_kernels import SCORE_STEP, UNIT_FIELDS
 from kvrecall.index.unit_kernels.fill import ascend_kernel, expand_kernel, fill_kernel
 from kvrecall.index.unit_kernels.score import score_kernel
+from kvrecall.select.kernels import lanes_at_once
 
 FIELDS = len(UNIT_FIELDS)
 _DOT_UNITS, _SUM_UNITS = 64, 32
@@ -144,12 +145,13 @@ class GpuUnitSearch:
     def fill(self, dtype: torch.dtype, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
         """Keeps the units of each chunk among which those are that fill the budget. dtype: of the scored queries."""
         rows, warps = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS, max(1, min(32, self._block // _UNITS_PER_WARP))
+        parts = next_power_of_2(cdiv(self.units, rows))
         fill_kernel[(self._chunks, self._pairs(plan))](
             self._peak, self._mass, plan, fire, self._keys, self._firsts, self._sizes, self._kept, scaling, top_k, self._heads,
             self._length, self._parts,
             LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
-            BL=next_power_of_2(self._stored), BT=next_power_of_2(cdiv(self.units, rows)), R=rows, BC=self._block,
-            CHUNKS=self._chunks, SLOTS=self._slots, ENOUGH=self._enough, ORDERED=self.kind.ordered, ALONE=warps == 1,
+            BT=parts, R=rows, AT_ONCE=lanes_at_once(self._block, parts, warps), BC=self._block, CHUNKS=self._chunks,
+            SLOTS=self._slots, ENOUGH=self._enough, ORDERED=self.kind.ordered, ALONE=warps == 1,
             FIELDS=FIELDS, num_warps=warps, **self._options,
         )  # fmt: skip
 

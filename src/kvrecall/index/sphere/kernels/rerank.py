@@ -35,7 +35,7 @@ def in_rows(p_x, o_x):
     return tl.multiple_of(tl.max_contiguous(p_x + o_x, (1, o_x.shape[1])), (1, 1))
 
 
-@triton.jit(do_not_specialize=["START", "TABLE"])
+@triton.jit(do_not_specialize=["START", "TABLE", "ROOM"])
 def rerank_kernel(
     p_signs, p_magnitudes, p_weights, p_table, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass,
     p_shifts, scaling, HEADS, START, ROOM, PARTS, UNITS, SPANS, OWN_HEADS, TABLE, BYTES,

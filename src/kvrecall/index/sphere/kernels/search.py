@@ -31,7 +31,7 @@ from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
 from kvrecall.index.sphere.turns import SPAN
-from kvrecall.select.kernels import top_kernel
+from kvrecall.select.kernels import lanes_at_once, top_kernel
 
 FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
@@ -57,6 +57,9 @@ _SHIFT_LANES, _SHIFT_NUMBERS = 64, 1024
 """Most lanes per program of the products with centres, and numbers of a table of turns that it reads at a time."""
 _RERANKED, _FEWEST_RERANKED, _RERANK_SUMS, _RERANK_WARPS = 128, 32, 2048, 4
 """Most and least candidates per program of the rerank, and the sums that fit into registers: rows x units x lanes."""
+_AT_ONCE, _AT_ONCE_ESTIMATES = 2048, 32_768
+"""Up to this many candidates, and estimates of all lanes, one program selects among all. For more, a
+first selection by chunks in parallel takes less time, though a second one follows: fewer warps wait for each other."""
 _CHUNK, _LONG_CHUNK, _LONG_CHOICE = 1024, 2048, 8192
 """Candidates per program of the first selection, for up to `_LONG_CHOICE` candidates and for more. At least four times the
 budget, otherwise a first selection saves nothing."""
@@ -135,10 +138,11 @@ class GpuSearch:
         self._reranked = max(_FEWEST_RERANKED, min(_RERANKED, _RERANK_SUMS // sums))
         self._parts = cdiv(candidates, self._reranked)
         self._chunk = max(_CHUNK if candidates <= _LONG_CHOICE else _LONG_CHUNK, next_power_of_2(4 * top_k))
-        self._chunks = cdiv(candidates, self._chunk)
+        kept = 1 if mode == "max" else self._lanes
+        at_once = candidates <= min(_AT_ONCE, _AT_ONCE_ESTIMATES // kept)
+        self._chunks = 1 if at_once else cdiv(candidates, self._chunk)
         if self._chunks == 1:
             self._chunk = max(256, next_power_of_2(candidates))
-        kept = 1 if mode == "max" else self._lanes
         self._rotated = scratch(pairs, self._lanes, dim, dtype=torch.float32)
         self._centring, self._centred = Centring.of(maps, tokens), maps.means is not None
         self._spans = cdiv(tokens, SPAN) if self._centred else 0
@@ -152,8 +156,9 @@ class GpuSearch:
         self._reach = scratch(pairs, self._bins, self._tiles)
         self._total = scratch(pairs, self._bins)
         self._zeros = scratch(pairs)
-        self._ids = scratch(pairs, candidates)
-        self._estimates = scratch(pairs, kept, candidates, dtype=torch.float32)
+        self._room = cdiv(candidates, 16) * 16  # aligned rows are read four numbers at a time
+        self._ids = scratch(pairs, self._room)
+        self._estimates = scratch(pairs, kept, self._room, dtype=torch.float32)
         self._slots = next_power_of_2(top_k)
         self._chunk_ids, self._chunk_keys = (scratch(pairs, self._chunks, self._slots) for _ in range(2))
         self._kept = scratch(pairs, self._chunks)
@@ -271,7 +276,7 @@ class GpuSearch:
         programs = self._tiles * len(self.pairs)
         compact_kernel[(self._tiles, len(pairs))](
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
-            pairs.start, self.tokens, self._tiles, self.candidates,
+            pairs.start, self.tokens, self._tiles, self._room,
             T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
             num_warps=1 if programs >= _MANY else _COMPACT_WARPS, **self._options,
         )  # fmt: skip
@@ -285,7 +290,7 @@ class GpuSearch:
             codes.signs.view(words), codes.magnitudes.view(words),
             weights.view(words) if weights.dtype == torch.uint8 else weights, tables.blocks, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
-            pairs.start, self.candidates, self._parts, self._blocks // unit, self._spans, *tables.places,
+            pairs.start, self._room, self._parts, self._blocks // unit, self._spans, *tables.places,
             BLOCK=tables.block_size, D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit),
             LANES=self._lanes, BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride,
             LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode, CENTRED=self._centred, SPAN=SPAN,
@@ -296,13 +301,14 @@ class GpuSearch:
         """Selects the best candidates."""
         softmax, pairs = "softmax" in self.mode, pairs or self.pairs
         left = next_power_of_2(self._chunks * self._slots)
-        block = max(self._chunk, left)
+        warps = max(4, min(32, max(self._chunk, left) // _TOP_ELEMENTS // 32))
+        parts = next_power_of_2(self._parts)
         top_kernel[(self._chunks, len(pairs))](
             self._ids, self._estimates, self._peak, self._mass, plan, fire, self.ids, self.counts, self._chunk_ids,
-            self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, self._heads, pairs.start, self.candidates,
-            self._chunks, self._parts,
-            LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
-            BL=next_power_of_2(self._lanes), BT=next_power_of_2(self._parts), P=self._reranked, N=self._chunk,
-            SLOTS=self._slots, M=max(256, left), FIELDS=self._stride,
-            num_warps=max(4, min(32, block // _TOP_ELEMENTS // 32)), **self._options,
+            self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, pairs.start, self._room, self._chunks,
+            self._parts,
+            HEADS=self._heads, LANES=self._lanes if softmax else 1, SOFTMAX=softmax, MEAN=self.mode == "mean_softmax",
+            BT=parts, P=self._reranked, N=self._chunk, SLOTS=self._slots, M=max(256, left),
+            FIELDS=self._stride,
+            AT_ONCE=lanes_at_once(self._chunk, parts, warps), num_warps=warps, **self._options,
         )  # fmt: skip
