@@ -8,7 +8,12 @@
 5. Every tensor checks its shape and wraps each number of it anew. Here tensors of one shape share what was made of it.
 6. Two operands are compared size by size before they are broadcast. Here those that share their shape are not.
 7. Both operands of a binary operation are checked, cast and filled to the full size. Here those of one type are neither checked
-   nor cast, and numpy broadcasts the smaller one, so that nothing is filled.
+   nor cast, and numpy broadcasts the smaller one, so that nothing is filled. The three of `where` likewise.
+8. Every function of `triton.language` is called through two wrappers. Here it is called through one.
+9. What holds an array is made in three calls, which compare sizes. Here it is one call, with the same comparison.
+10. Types are compared by their names, and whatever is given is asked for constants. Here what is the same is equal, and what is
+    plain is left.
+11. A new axis of length one is made by way of a builder, and its shape number by number. Here the array is indexed.
 """
 
 from __future__ import annotations
@@ -28,14 +33,54 @@ from triton.runtime import interpreter
 def take() -> None:
     """Replaces these parts of the interpreter in this process, once."""
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    tl.core._unwrap_if_constexpr = tl._unwrap_if_constexpr = unwrap_of(tl.core._unwrap_if_constexpr)
+    tl.dtype.__eq__ = equal_of(tl.dtype.__eq__)
+    interpreter._patch_attr = call_directly
     scope = interpreter._patch_lang(everything)
     interpreter._patch_lang = lambda fn: type(scope)()  # which restores nothing
     assert not interpreter.interpreter_builder.options.debug
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce_in_pairs
+    interpreter.TensorHandle.__init__ = hold
     share_shapes()
-    TritonSemantic.binary_op_type_checking_impl = operands_of(TritonSemantic.binary_op_type_checking_impl)
+    operands = operands_of(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.binary_op_type_checking_impl = operands
+    TritonSemantic.where = where_of(TritonSemantic.where, operands)
+    TritonSemantic.expand_dims = expand_of(TritonSemantic.expand_dims)
+    tl.tensor.__getitem__ = axes_of(tl.tensor.__getitem__)
+
+
+WRAPPER = tl.core.builtin(lambda _semantic: None).__code__
+
+
+def call_directly(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Makes a function of Triton's language one that Python calls."""
+    semantic: Any = interpreter.interpreter_semantic
+    inner = member.__wrapped__ if getattr(member, "__code__", None) is WRAPPER else member
+
+    def call(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return inner(*args, **named)
+
+    scope.set_attr(owner, name, call)
+
+
+def unwrap_of(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    plain = {int, float, bool, type(None), tl.tensor, tl.dtype}
+    return lambda given: given if type(given) in plain else unwrap(given)
+
+
+def equal_of(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or equal(self, other)
+
+
+def hold(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    """As `TensorHandle` does it."""
+    size = data.itemsize
+    if size > 1 and not isinstance(dtype, tl.pointer_type) and size * 8 > dtype.primitive_bitwidth:
+        raise ValueError(f"numbers of {size * 8} bits in a tensor of {dtype}")
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def remembered(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -49,19 +94,28 @@ def remembered(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return numpy_type_of
 
 
+def sizes_of(shape: Any) -> tuple[int, ...]:
+    return tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+
+
 def share_shapes() -> None:
     """Types and tensors of blocks get the shape, its text and the number of elements of the first ones like them."""
     make_type, make_tensor, broadcast = tl.block_type.__init__, tl.tensor.__init__, TritonSemantic.broadcast_impl_value
     of_types: dict[tuple[Any, ...], tuple[Any, int, str]] = {}
+    of_shapes: dict[int, tuple[Any, int, str]] = {}  # by the ids of shapes, which live in the table above
     of_tensors: dict[int, tuple[Any, Any]] = {}  # by the id of a type's shape, which lives in the table above
 
     def type_of(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
-        if sizes not in of_types:
-            make_type(self, element_ty, shape)
-            of_types[sizes] = self.shape, self.numel, str(self.shape)
+        known = of_shapes.get(id(shape))
+        if known is None:
+            sizes = sizes_of(shape)
+            known = of_types.get(sizes)
+            if known is None:
+                make_type(self, element_ty, shape)
+                known = of_types[sizes] = self.shape, self.numel, str(self.shape)
+                of_shapes[id(self.shape)] = known
         self.element_ty = element_ty
-        self.shape, self.numel, text = of_types[sizes]
+        self.shape, self.numel, text = known
         self.name = f"<{text}, {element_ty}>"
 
     def tensor_of(self: Any, handle: Any, type: Any) -> None:
@@ -103,9 +157,6 @@ def operands_of(check: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[An
             constants[key] = semantic._cast_to_computation_type(value, kind)
         return constants[key]
 
-    def sizes_of(shape: Any) -> tuple[int, ...]:
-        return tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-
     def block(key: tuple[int, int], kind: Any, shape: Any) -> Any:
         """The type of the result of shapes `key`, of elements `kind`; None where `shape` is that of the result."""
         sizes = joined[key]
@@ -142,6 +193,66 @@ def operands_of(check: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[An
         return lhs if wide is None else tensor(lhs.handle, wide), rhs if tall is None else tensor(rhs.handle, tall)
 
     return operands
+
+
+def where_of(where: Callable[..., Any], operands: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """Blocks go to numpy as they are, which broadcasts them; scalars, and shapes that do not fit, go through `where`."""
+    tensor, joined = tl.tensor, dict[tuple[int, int], Any]()  # by the ids of two shapes, which `share_shapes` keeps
+
+    def choice(semantic: Any, condition: Any, x: Any, y: Any) -> Any:
+        if not condition.type.is_block() or condition.dtype.name != "int1":
+            return where(semantic, condition, x, y)
+        one, other = operands(semantic, x, y, True, True)
+        kind = one.type
+        if not kind.is_block() or one.shape is not other.shape:
+            return where(semantic, condition, x, y)
+        if condition.shape is not one.shape:
+            key = id(condition.shape), id(one.shape)
+            if key not in joined:
+                try:
+                    joined[key] = list(np.broadcast_shapes(sizes_of(condition.shape), sizes_of(one.shape)))
+                except ValueError:
+                    joined[key] = None
+            if joined[key] is None:
+                return where(semantic, condition, x, y)
+            kind = tl.block_type(one.dtype, joined[key])
+        return tensor(semantic.builder.create_select(condition.handle, one.handle, other.handle), kind)
+
+    return choice
+
+
+def expand_of(expand: Callable[..., Any]) -> Callable[..., Any]:
+    tensor, handle, longer = tl.tensor, interpreter.TensorHandle, dict[tuple[int, int], Any]()
+
+    def expanded(semantic: Any, given: Any, axis: int) -> Any:
+        kind = given.type
+        if not kind.is_block() or type(axis) is not int or not 0 <= axis <= len(kind.shape):
+            return expand(semantic, given, axis)
+        key = id(kind.shape), axis
+        if key not in longer:
+            sizes = sizes_of(kind.shape)
+            longer[key] = tl.block_type(tl.int32, [*sizes[:axis], 1, *sizes[axis:]]).shape
+        data = given.handle.data[(slice(None),) * axis + (None,)]
+        return tensor(handle(data, given.handle.dtype.scalar), tl.block_type(kind.scalar, longer[key]))
+
+    return expanded
+
+
+def axes_of(item: Callable[..., Any]) -> Callable[..., Any]:
+    whole = slice(None)
+
+    def axes(self: Any, slices: Any) -> Any:
+        if type(slices) is not tuple or not all(each is None or each == whole for each in slices):
+            return item(self, slices)
+        if len(slices) - slices.count(None) > len(self.shape):
+            return item(self, slices)
+        semantic, result = interpreter.interpreter_semantic, self
+        for axis, each in enumerate(slices):
+            if each is None:
+                result = semantic.expand_dims(result, axis)
+        return result
+
+    return axes
 
 
 def reduce_in_pairs(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
