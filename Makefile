@@ -23,13 +23,16 @@ demo: $(STAMP) ## Ask a small model questions about a long document (ARGS="--all
 	@$(BIN)/python -m scripts.offline_models
 	@$(BIN)/kvrecall demo $(ARGS)
 
-# One thread per process: several that each take all cores wait for one another.
-PARALLEL := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+# One thread per process: several that each take all cores wait for one another. Bytecode is kept: tests start many processes,
+# each of which would compile the package anew.
+PARALLEL := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS  ?= -n auto --maxprocesses 4 --dist worksteal
 SLOWEST  := --durations=10 --durations-min=1
 
-# Whether Triton interprets kernels is decided when it is imported, so those tests have a run of their own.
+# Whether Triton interprets kernels is decided when it is imported, so those tests have a run of their own. The whole suite needs
+# two models. They are fetched while tests are collected and others run; a test that needs one waits, or says why it is missing.
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
+	$(if $(ARGS),,$(BIN)/python -m scripts.offline_models smollm2-135m qwen2.5-coder-0.5b >/dev/null 2>&1 &) \
 	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(NOTEBOOKS) $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted
 
