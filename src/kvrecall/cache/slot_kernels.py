@@ -9,6 +9,9 @@ the retrieval zone · number of this step's token · kind of step: STEP, TRIAL o
 sink.
 """
 
+# The values of compile-time constants are numbers only inside a kernel, which type checkers do not know.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 import triton
@@ -31,18 +34,21 @@ def store_token(p_rows, p_zone, p_pool, p_table, i_kv, HEADS, BLOCK: tl.constexp
     p_row = p_rows + tl.load(p_zone + 3).to(tl.int64) * (2 * D) + o_d
     number = tl.load(p_zone + 5)
     p_host = p_pool + row_offset(p_table, number, number >= 0, i_kv, HEADS, BLOCK, D) + o_d
-    tl.store(p_host, tl.load(p_row, mask=o_d < D), mask=o_d < D)
-    tl.store(p_host + D, tl.load(p_row + D, mask=o_d < D), mask=o_d < D)
+    b_k, b_v = tl.load(p_row, mask=o_d < D), tl.load(p_row + D, mask=o_d < D)
+    tl.store(p_host, b_k, mask=o_d < D)
+    tl.store(p_host + D, b_v, mask=o_d < D)
 
 
 @triton.jit
 def remember(p_queries, p_lse, p_log, p_log_lse, place, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr):
     """Copies the queries `[G, D]` of this step and their lse `[G]` to a place of the log `[·, G, D]`, `[·, G]`."""
-    o_d = tl.arange(0, BD)
-    for g in range(G):
-        b_q = tl.load(p_queries + g * D + o_d, mask=o_d < D)
-        tl.store(p_log + (place * G + g) * D + o_d, b_q, mask=o_d < D)
-        tl.store(p_log_lse + place * G + g, tl.load(p_lse + g))
+    BG: tl.constexpr = triton.next_power_of_2(G)
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_queries + o_g[:, None] * D + o_d[None, :], mask=m_q)
+    b_lse = tl.load(p_lse + o_g, mask=o_g < G)
+    tl.store(p_log + (place * G + o_g)[:, None] * D + o_d[None, :], b_q, mask=m_q)
+    tl.store(p_log_lse + place * G + o_g, b_lse, mask=o_g < G)
 
 
 @triton.jit
