@@ -1,4 +1,4 @@
-"""Markers and the two real models that tests share."""
+"""Markers and the two real models that tests share. torch is imported late: pytest-xdist's own process has no need of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 NO_GPU = "needs a CUDA GPU; torch sees none"
 
@@ -35,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests with real weights come first: they take longest, and one worker of several gets them all and loads the models.
     """
+    import torch
+
     items.sort(key=lambda item: item.get_closest_marker("model") is None)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
@@ -55,6 +56,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2_was_unpacked() -> bool:
     """Whether `smollm2` comes from the folder of dequantised weights of an earlier run, and not from the GGUF file."""
+    import torch
     from scripts.offline_models import ensure
 
     from kvrecall.models.unpack import find_unpacked
@@ -65,6 +67,8 @@ def smollm2_was_unpacked() -> bool:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_was_unpacked: bool) -> tuple[Any, Any]:
     """(model, tokenizer): SmolLM2 135M in float32 on the CPU, where rounding decides no greedy token. Fetched on first use."""
+    import torch
+
     from kvrecall import models
 
     return models.load("smollm2-135m", dtype=torch.float32, device="cpu")
@@ -73,6 +77,7 @@ def smollm2(smollm2_was_unpacked: bool) -> tuple[Any, Any]:
 @pytest.fixture(scope="session")
 def qwen05b() -> tuple[Any, Any]:
     """(model, tokenizer): Qwen2.5-Coder 0.5B in bfloat16 on the CPU. Fetched on first use."""
+    import torch
     from scripts.offline_models import ensure
 
     from kvrecall import models

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.blocks import small_blocks
-
 REASON = "needs TRITON_INTERPRET=1, which `make test` sets for this folder"
 
 
@@ -23,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The retrieval zones of a test's layers have several blocks."""
+    from tests.blocks import small_blocks
+
     small_blocks(monkeypatch)
 
 
