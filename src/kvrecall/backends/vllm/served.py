@@ -171,7 +171,7 @@ def _check(config: Any) -> None:
         ),
         "dual-batch overlap": (getattr(parallel, "enable_dbo", False), "both halves of a batch would search at once"),
         f"speculation by {getattr(speculation, 'method', None)}": (
-            speculation is not None and speculation.method not in _DRAFTS, "its drafts come from attention layers of their own"
+            speculation is not None and speculation.method not in _DRAFTS, "only drafts that the CPU looks up are known to work"
         ),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
