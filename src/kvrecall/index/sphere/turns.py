@@ -82,6 +82,8 @@ def pair_stride(cos: Tensor, sin: Tensor, partner: Tensor) -> int:
     inside = wanted < len(own)
     if not torch.equal(partner[turned], wanted[turned]) or (turned[wanted[inside]] != turned[inside]).any():
         return 0
+    if cos.is_meta:  # sizes alone are asked for
+        return stride
     there, other = own[inside].to(cos.device), wanted[inside].to(cos.device)
     same = torch.equal(cos[:, there], cos[:, other]) and torch.equal(sin[:, there], -sin[:, other])
     return stride if same else 0
