@@ -3,100 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvrecall
 from kvrecall.core.launch import cdiv
-from kvrecall.core.structs import AttentionParams, HostRows, HostTable, Partial, Rows
+from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
+from tests.engine.compiled import DTYPES, SIZES, compile_all, empty_table, start_in
 from tests.index.sphere.calibrated import OWN, Model
 from tests.layers import DIM, ZONES, state, tokens
 
-triton: Any = pytest.importorskip("triton", reason="Triton is only there on Linux")
+pytest.importorskip("triton", reason="Triton is only there on Linux")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16",
-}  # fmt: skip
-
-
-def type_name(value: object) -> str:
-    """As a launch without a specialisation would name it."""
-    if isinstance(value, Tensor):
-        return "*" + TYPES[value.dtype]
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    assert isinstance(value, float)
-    return "fp32"
-
-
-def aligned(value: object) -> bool:
-    """Whether a launch tells the compiler that an address or number is a multiple of 16."""
-    return (value.data_ptr() if isinstance(value, Tensor) else value if isinstance(value, int) else 1) % 16 == 0
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Kernels by name, with the signature, constants and alignments of their launches; nothing runs."""
-    seen: dict[str, Any] = {}
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        names = [p.name for p in self.params]
-        given = dict(zip(names, args, strict=False)) | {k: v for k, v in options.items() if k in names}
-        special = {p.name for p in self.params if not p.do_not_specialize}
-        constant = {p.name for p in self.params if p.is_constexpr}
-        constant |= {n for n in special if type(given[n]) is int and given[n] == 1}
-        attributes = {
-            (i,): [["tt.divisibility", 16]]
-            for i, p in enumerate(self.params)
-            if p.name in special - constant and aligned(given[p.name]) and not p.do_not_specialize_on_alignment
-        }
-        signature = {n: "constexpr" if n in constant else type_name(given[n]) for n in names}
-        values = {(names.index(n),): given[n] for n in names if n in constant}
-        key = (self.__name__, *signature.values(), *values.values(), *attributes)
-        seen[str(key)] = (self, signature, values, attributes, {"num_warps": options.get("num_warps", 4)})
-
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", record)
-    monkeypatch.setattr(triton.knobs.compilation, "disable_line_info", True)  # for debuggers; it takes a tenth of the time
-    yield seen
-
-
-def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = None) -> None:
-    """names: only these kernels."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    for kernel, signature, constants, attributes, options in seen.values():
-        if names is not None and kernel.__name__ not in names:
-            continue
-        arguments = list(signature)
-        if "PDL" in arguments:  # as a GPU of this capability would launch it
-            constants = constants | {(arguments.index("PDL"),): capability >= 90}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert len(made.asm["cubin"]) > 0, kernel.__name__
-
-
-CAPABILITIES = (80, 90, 100)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SIZES = [(32, 80), (64, 90), (80, 100), (128, 90), (256, 80), (256, 100)]
-"""Head sizes and generations of GPUs. Each size is compiled once, the largest for two generations: that with the least shared
-memory, and the newest, which has as much as the one between. What fails (shared memory, instructions) fails for the largest
-first, and compiling takes most of the suite's time. In these kernels 80 is padded to 128 by a mask, as 96 is, and as 192 is to
-256: those two are compiled in captured layers and searches over units."""
-
-
-def paired(names: Iterable[str], every: str) -> list[tuple[str, int]]:
-    """Each name with one generation, and one of them with all."""
-    one = [(name, CAPABILITIES[i % 3]) for i, name in enumerate(names) if name != every]
-    return [*one, *((every, capability) for capability in CAPABILITIES)]
-
 
 METHODS = {
     "collisions": kvrecall.ParisKV(top_k=6, **ZONES),
@@ -344,81 +265,6 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     compile_all(launches, capability, names if dim == 128 else own)
 
 
-def empty_table(sequences: int, dim: int, dtype: torch.dtype) -> HostTable:
-    return HostTable(torch.zeros(3, 2, 64, 2, dim, dtype=dtype), torch.zeros(sequences, 3, dtype=torch.int32))
-
-
-def start_in(layer: Any, dtype: torch.dtype) -> None:
-    """Prefills without kernels, whatever the dtype."""
-    from kvrecall.layer.pipeline import prefill_layer
-
-    shape = layer.shape
-    dim, group = shape.head_dim, shape.query_heads // shape.kv_heads
-    made = tokens(0, shape.sequences, 90, group=group, dim=dim)
-    prefill_layer(layer, *(x.to(dtype) for x in made), None, AttentionParams(dim**-0.5))
-
-
-UNIT_CASES = [
-    (64, 4, "mean_softmax", torch.bfloat16), (80, 8, "max", torch.float16), (96, 1, "mean_softmax", torch.bfloat16),
-    (128, 4, "mean_q", torch.bfloat16), (192, 5, "max_softmax", torch.float32), (256, 7, "mean_softmax", torch.bfloat16),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("dim", "group", "mode", "dtype", "units", "capability"),
-    [(*case, units, CAPABILITIES[(i + units) % 3]) for i, case in enumerate(UNIT_CASES) for units in (200, 9000)],
-)
-def test_search_over_units(
-    dim: int, group: int, mode: str, dtype: torch.dtype, units: int, capability: int, launches: dict[str, Any]
-) -> None:
-    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
-
-    volume, like = units > 200, torch.zeros(1, dtype=dtype)
-    kind = UnitKind(volume, sized=not volume, ordered=volume, least_tokens=32 if volume else 1)
-    search = GpuUnitSearch(2, 2, group, dim, mode, kind, 100, units, like)
-    reps = torch.zeros(2, 3, (1 + volume) * dim, dtype=dtype)
-    row = plan_row(reps, torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32), search.scores[0])
-    plan, fire = torch.tensor([row, row]), torch.ones(2, dtype=torch.int32)
-    search.launch(torch.zeros(2, 2 * group, dim, dtype=dtype), plan, fire, 0.1, 100)
-    names = {kernel.__name__ for kernel, *_ in launches.values()}
-    assert names == {"score_kernel", "fill_kernel", "expand_kernel"} | (set() if volume else {"ascend_kernel"})
-    compile_all(launches, capability)
-
-
-UNIT_LAYERS = {
-    "louiskv": (kvrecall.LouisKV(top_k=9, dense_layers=(), **ZONES | {"update_interval": 64}), torch.bfloat16),
-    "prkv": (kvrecall.PRKV(top_k=32, **ZONES), torch.bfloat16),
-    "landmarks": (kvrecall.Method(top_k=10, index="pages:page_tokens=8,bounds=mean", **ZONES), torch.float16),
-    "early": (kvrecall.methods.Quest(top_k=32, dense_layers=(), trigger="speculative", **ZONES), torch.float32),
-    "dense": (kvrecall.LouisKV(top_k=9, dense_layers=(0,), **ZONES | {"update_interval": 64}), torch.bfloat16),
-    "exact": (kvrecall.Exact(top_k=9, **ZONES), torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize(("name", "capability"), paired(UNIT_LAYERS, every="prkv"))
-def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launches: dict[str, Any]) -> None:
-    from tests.interpreted.slots import in_slots
-
-    method, dtype = UNIT_LAYERS[name]
-    layer = state(method, 2, dtype=dtype)
-    start_in(layer, dtype)
-    captured = in_slots([layer], 16)[0].all[0]
-    if captured.early:
-        captured.search_early()
-    softcap = 30.0 if name in ("dense", "landmarks") else 0.0
-    new = (x.to(dtype) for x in tokens(1, 2, 1))
-    captured.step(*new, torch.zeros(1, dtype=torch.int64), AttentionParams(DIM**-0.5, softcap))
-    names = {kernel.__name__ for kernel, *_ in launches.values()}
-    searching = {"score_kernel", "fill_kernel", "expand_kernel", "attend_kernel", "page_kernel", "merge_kernel"}
-    assert names == {
-        "louiskv": searching - {"page_kernel"} | {"trigger_kernel", "ascend_kernel", "segment_kernel"},
-        "prkv": searching - {"merge_kernel"} | {"merge_lse_kernel"}, "landmarks": searching,
-        "early": searching | {"turned_kernel"}, "dense": {"zone_step_kernel", "merge_kernel"},
-        "exact": {"attend_kernel", "merge_kernel", "row_kernel", "tokens_kernel"},
-    }[name]  # fmt: skip
-    compile_all(launches, capability)
-
-
 @pytest.mark.parametrize(
     ("dim", "dtype", "capability"),
     [(32, torch.bfloat16, 90), (64, torch.float32, 80), (80, torch.float16, 90), (128, torch.bfloat16, 100)]
@@ -439,19 +285,4 @@ def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, laun
         WholeAttention(torch.zeros(1, 2, capacity, 2, dim, dtype=dtype), 8).launch(queries, new, new, params)
     merging = {"merge_kernel"} | ({"merge_lse_kernel"} if dim == 256 else set())
     assert {kernel.__name__ for kernel, *_ in launches.values()} == {"attend_kernel", "whole_kernel"} | merging
-    compile_all(launches, capability)
-
-
-@pytest.mark.parametrize(
-    ("dim", "dtype", "capability"),
-    [(80, torch.float16, 80), (128, torch.bfloat16, 90), (32, torch.bfloat16, 100)]
-    + [(256, torch.float32, capability) for capability in (80, 100)],
-)
-def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
-
-    NearestCentroids(torch.zeros(8, 20, dim, dtype=dtype), 2, 4).find(torch.zeros(8, dim, dtype=dtype))
-    score_rows(torch.zeros(2, 4, dim), empty_table(1, dim, dtype), torch.zeros(2, 5, dtype=torch.int32))
-    names = {kernel.__name__ for kernel, *_ in launches.values()}
-    assert names == {"score_kernel", "fill_kernel", "expand_kernel", "score_rows_kernel"}
     compile_all(launches, capability)
