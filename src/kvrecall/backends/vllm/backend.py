@@ -153,12 +153,12 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         """The pass for a GPU, which reads lengths itself: with asynchronous scheduling the host knows only bounds. Rows of at
         most 1 + drafts tokens are decoded."""
         blocks, rows = told.block_table_tensor, len(told.seq_lens)
-        begins = told.query_start_loc_cpu.tolist()
         if told.max_query_len <= 1 + self._drafts:
             # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
             decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
-            return Pass(begins[rows] if self._drafts else rows, [], plan, decoded, blocks, told.slot_mapping, {})
-        most = told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
+            tokens = int(told.query_start_loc_cpu[rows]) if self._drafts else rows
+            return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping, {})
+        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
         counts = [stop - start for start, stop in pairwise(begins)]
         decodes = next(row for row, count in enumerate(counts) if count > 1 + self._drafts)
         decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)

@@ -74,7 +74,7 @@ class SearchSlots(SlotLayer):
             host, shape.query_heads, front, ring, top_k, keeps_rows(like, slots), none, part.estimated_parts, part.spread
         )
         self.bad = self.attention.bad
-        self._ahead = [self.zones, *(PlannedZones(plan, own) for own in rows[1:] if plan is not None)]
+        self._zones_of = [self.zones, *(PlannedZones(plan, own) for own in rows[1:] if plan is not None)]
         """The zones as each token of a step sees them."""
         self._found = [(torch.zeros_like(part.ids), torch.zeros_like(part.counts)) for _ in range(width if width > 1 else 0)]
         self._last = 0
@@ -122,7 +122,7 @@ class SearchSlots(SlotLayer):
         self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams, before: int = 0
     ) -> SlotStep:
         """The inputs of the index's part for a token with `before` others before it in the step; all contiguous."""
-        zones = self._ahead[before]
+        zones = self._zones_of[before]
         return SlotStep(queries, keys, values, params, parity, self.trigger.fire, zones, self.attention, self._log, self._lse)
 
     def settle(self, taken: int, fed: int) -> None:
