@@ -246,7 +246,7 @@ def paged_step_kernel(
             b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
             if REUSE:
                 p_kept_row = p_sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
-                # One token of a sequence keeps them, of which all others know only in the next step.
+                # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
                 m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
                 tl.store(p_kept_row, b_k, mask=m_keep_row)
                 tl.store(p_kept_row + D, b_v, mask=m_keep_row)
