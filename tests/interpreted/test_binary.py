@@ -89,6 +89,27 @@ def test_scores_and_counts_are_those_by_bytes(kind: dict[str, Any], monkeypatch:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "bytes"])
+def test_sums_of_shifts_may_be_more_than_are_read_at_once(binary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of several million tokens: the same scores, whether a loop reads them or not."""
+    model, made = Model(128, 1, 4, 128), []
+    own: dict[str, Any] = {"gqa": "max", "stage1": "product", "schedule": ((None, 0.2, 0.3),), "weight_dtype": "float32"}
+    index, queries = filled(model.layer(), [model.keys(1, 4500)], **own | CENTRED), model.queries(3, 1, 5_000).transpose(0, 1)
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.binary_products", lambda _: binary)
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search._FEWEST_SPANS", 1)
+    for at_once in (1024, 32):
+        for module in ("binary", "products"):
+            monkeypatch.setattr(f"kvrecall.index.sphere.kernels.{module}.UNROLLED_SUMS", tl.constexpr(at_once))
+        index._kernels, index._gpu = True, None
+        index.search(queries, Budget(10, 0.1), [0])
+        search = index._gpu
+        assert search is not None and search._sums.shape[2] > 32
+        made.append((search._scores[:, :4500].clone(), search._reach[:, 1:].clone()))
+    assert int(made[0][0].max()) > int(made[0][0].min()) > 0
+    for ours, theirs in zip(*made, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_more_query_heads_than_it_is_for_are_scored_by_bytes() -> None:
     index = index_of([gaussian(1, 1, 100, 64)], 9, gqa="max", stage1="product", schedule=(RatioStep(None, 0.2, 0.3),))
     index._kernels = True

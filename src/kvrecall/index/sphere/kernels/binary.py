@@ -32,7 +32,7 @@ from kvrecall.core.lanes import (
 )
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
-from kvrecall.index.sphere.kernels.scan import row_of_scores, tally
+from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally
 
 CHUNK = tl.constexpr(64)
 """Tokens that a warp scores at once, four matrix products high."""
@@ -118,6 +118,17 @@ def read_shifts(p_shift, o_token, o_word, tokens, SPANS, LANES: tl.constexpr, SP
 
 
 @triton.jit
+def with_sums(b_mean, b_varied, p_own, m_head, blocks, b_lane, first, COUNT: tl.constexpr):
+    """Adds sums of shifts and of their squares `[blocks, 2]`, COUNT from `first` on, per thread of a warp."""
+    for i in tl.static_range((COUNT + 31) // 32):
+        o_b = first + 32 * i + b_lane
+        m_own = m_head & (o_b < blocks)
+        b_mean += tl.load(p_own + o_b * 2, mask=m_own, other=0.0)
+        b_varied += tl.load(p_own + o_b * 2 + 1, mask=m_own, other=0.0)
+    return b_mean, b_varied
+
+
+@triton.jit
 def planes_of(
     p_rotated, p_sums, b_lane, b_warp, scale, units, spans, SUMS, D: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
     CENTRED: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, PEAK: tl.constexpr, FROM: tl.constexpr,
@@ -136,13 +147,14 @@ def planes_of(
         b_exact = b_exact + (b_x,)
     b_mean, b_varied = tl.zeros(b_lane.shape, tl.float32), tl.zeros(b_lane.shape, tl.float32)
     if CENTRED:
-        blocks = tl.cdiv(spans, BR)
-        for i in tl.static_range((BB + 31) // 32):
-            o_b = 32 * i + b_lane
-            p_own = p_sums + (b_head * SUMS + o_b) * 2
-            m_own = (b_head < LANES) & (o_b < blocks)
-            b_mean += tl.load(p_own, mask=m_own, other=0.0)
-            b_varied += tl.load(p_own + 1, mask=m_own, other=0.0)
+        blocks, p_own = tl.cdiv(spans, BR), p_sums + b_head * SUMS * 2
+        if BB <= UNROLLED_SUMS:
+            b_mean, b_varied = with_sums(b_mean, b_varied, p_own, b_head < LANES, blocks, b_lane, 0, BB)
+        else:  # unrolled, they would be thousands of loads
+            for first in range(0, blocks, UNROLLED_SUMS):
+                b_mean, b_varied = with_sums(
+                    b_mean, b_varied, p_own, b_head < LANES, blocks, b_lane, first, UNROLLED_SUMS
+                )
         b_mean = sum_of_warp(b_mean) / spans
         b_varied = tl.maximum(sum_of_warp(b_varied) / spans - b_mean * b_mean, 0.0)
     b_long = tl.sqrt(sum_of_warp(b_square) + D * b_varied)

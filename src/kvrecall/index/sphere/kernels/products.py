@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
-from kvrecall.index.sphere.kernels.scan import row_of_scores, tally, write_scores
+from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally, write_scores
 
 
 @triton.constexpr_function
@@ -46,12 +46,16 @@ def upper(b_codes, NATIVE: tl.constexpr):
 @triton.jit
 def shift_spread(p_sums, blocks, o_lane, m_lane, spans, BLOCKS, BB: tl.constexpr):
     """Mean and variance of the shifts of lanes `o_lane`, from the sums `[LANES, BLOCKS, 2]` of `blocks` <= BB blocks."""
-    o_b = tl.arange(0, BB)
-    p_own = p_sums + (o_lane[:, None] * BLOCKS + o_b[None, :]) * 2
-    m_own = m_lane[:, None] & (o_b < blocks)[None, :]
-    b_mean = tl.sum(tl.load(p_own, mask=m_own, other=0.0), 1) / spans
-    b_square = tl.sum(tl.load(p_own + 1, mask=m_own, other=0.0), 1) / spans
-    return b_mean, tl.maximum(b_square - b_mean * b_mean, 0.0)
+    PIECE: tl.constexpr = min(BB, UNROLLED_SUMS)
+    b_sum, b_squares = tl.zeros(o_lane.shape, tl.float32), tl.zeros(o_lane.shape, tl.float32)
+    for first in range(0, blocks, PIECE):
+        o_b = first + tl.arange(0, PIECE)
+        p_own = p_sums + (o_lane[:, None] * BLOCKS + o_b[None, :]) * 2
+        m_own = m_lane[:, None] & (o_b < blocks)[None, :]
+        b_sum += tl.sum(tl.load(p_own, mask=m_own, other=0.0), 1)
+        b_squares += tl.sum(tl.load(p_own + 1, mask=m_own, other=0.0), 1)
+    b_mean = b_sum / spans
+    return b_mean, tl.maximum(b_squares / spans - b_mean * b_mean, 0.0)
 
 
 @triton.jit

@@ -12,6 +12,9 @@ import triton.language as tl
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, one_block, rows_of
 
+UNROLLED_SUMS = tl.constexpr(1024)
+"""Sums of shifts that a program reads without a loop; 4M tokens have as many."""
+
 
 @triton.jit
 def row_of_scores(CAPACITY):
