@@ -152,9 +152,7 @@ def planes_of(
             b_mean, b_varied = with_sums(b_mean, b_varied, p_own, b_head < LANES, blocks, b_lane, 0, BB)
         else:  # unrolled, they would be thousands of loads
             for first in range(0, blocks, UNROLLED_SUMS):
-                b_mean, b_varied = with_sums(
-                    b_mean, b_varied, p_own, b_head < LANES, blocks, b_lane, first, UNROLLED_SUMS
-                )
+                b_mean, b_varied = with_sums(b_mean, b_varied, p_own, b_head < LANES, blocks, b_lane, first, UNROLLED_SUMS)
         b_mean = sum_of_warp(b_mean) / spans
         b_varied = tl.maximum(sum_of_warp(b_varied) / spans - b_mean * b_mean, 0.0)
     b_long = tl.sqrt(sum_of_warp(b_square) + D * b_varied)
