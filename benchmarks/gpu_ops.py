@@ -149,7 +149,7 @@ def _gather(rows: int) -> Callable[[str, int], Op]:
 
         heads, dim = SHAPES[shape][1:]
         device = torch.device("cuda")
-        zone = LayerStore(1, heads, dim, torch.bfloat16, device, ZoneSizes(0, 0, 1)).host[0]
+        zone = LayerStore(1, heads, dim, torch.bfloat16, device, ZoneSizes(0, 1, 1)).host[0]
         zone.append(torch.randn(heads, _ZONE_TOKENS, 2, dim, dtype=torch.bfloat16, device="cuda"))
         torch.cuda.synchronize()
         table = zone.table(device)
