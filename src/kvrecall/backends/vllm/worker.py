@@ -18,6 +18,7 @@ from kvrecall.backends.vllm.capacity import Capacity
 from kvrecall.backends.vllm.metrics import Teller
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.stream import HostBlocks
+from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.window_pages import ahead_of, passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
@@ -34,6 +35,8 @@ class Worker(StockWorker):
     """This platform's worker, for engines with kvrecall's backend."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        if not current_platform.is_cpu():  # vLLM gives the workers of a CPU threads of their own
+            one_thread_after_fork()
         Served.of(self.vllm_config).gives_later = True
         return super().load_model(*args, **kwargs)
 
