@@ -138,7 +138,7 @@ def nearest(lists: CentroidLists, queries: Tensor, kv_heads: int, count: int) ->
     """The `count` centroids most similar to queries `[H_q, D]`, int64 `[H_kv, count]`: cosine, largest over the group."""
     unit = torch.nn.functional.normalize(queries.float(), dim=-1)
     cosine = inner_products(unit.unsqueeze(1), lists.queries).squeeze(1)
-    return top_k_positions(cosine.unflatten(0, (kv_heads, -1)).amax(1), count)
+    return best_positions(cosine.unflatten(0, (kv_heads, -1)).amax(1), count).long()
 
 
 def group_scores(queries: Tensor, lse: Tensor, keys: Tensor, scaling: float) -> Tensor:
