@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from numba import get_num_threads
 from torch import Tensor
 
 from benchmarks.bandwidth import bandwidths
@@ -335,7 +336,7 @@ def measure(shape: str, tokens: int, system: str) -> Row:
         shape, tokens, system, captured, len(layers.layers) if captured else 1, p20, p50, p80, *full,
         backend, full[1] / p50,
         attended_tokens=layers.resident + state.top_k, fetched_rows=0 if "held" in system else fetched, units=layers.units,
-        host_threads=torch.get_num_threads() if name == "ctkvr" else 0, host_us=host if name == "ctkvr" else 0.0,
+        host_threads=get_num_threads() if name == "ctkvr" else 0, host_us=host if name == "ctkvr" else 0.0,
         device_bytes=moved.device, bus_bytes=moved.bus, roofline_us=band.roofline_us(moved.device, moved.bus),
         full_bytes=full_bytes, full_roofline_us=band.roofline_us(full_bytes),
     )  # fmt: skip
