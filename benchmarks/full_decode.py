@@ -20,6 +20,7 @@ from benchmarks.gpu_time import Times, percentiles
 from benchmarks.models import attention_of, let_go, model_of
 from benchmarks.verify import agree, check_compiled
 from kvrecall.backends.transformers.capture.compiled import compiled_modules
+from kvrecall.backends.transformers.capture.projections import join_projections
 from kvrecall.cache.device_memory import free_device_bytes
 
 SPARE_BYTES = 1 << 30
@@ -111,6 +112,7 @@ def time_full(model: LlamaForCausalLM, context: int, batch: int, steps: int, com
     CheckError as `full_step` does."""
     if compiled:
         check_compiled(model)
+        join_projections(model)  # as retrieval's captured steps do
     attention = FullAttention(model, context, batch)
     found: dict[str, Times] = {}
     with attention_of(model, attention), torch.no_grad():

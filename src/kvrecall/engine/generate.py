@@ -45,7 +45,8 @@ def generate(
     chunk_tokens: as in `prefill`. temperature: 0 decodes greedily. on_text gets pieces of the answer (one sequence, needs a
     tokenizer); on_token gets the number of answer tokens so far. capture: replay CUDA graphs of steps
     (`backends.transformers.capture`); None: if possible; True: raises CaptureError if not. compiled: compile the model's norms,
-    feed-forward layers and rotary embedding by torch.compile, which may round differently; the first time takes some seconds.
+    feed-forward layers and rotary embedding by torch.compile, and join projections of the same input, whose weights become
+    views of one tensor; both may round differently, and the first time takes some seconds.
     It has no effect on uncaptured steps, such as on a CPU, and is refused with capture=False.
 
     prompt_lookup_num_tokens: how many tokens to guess from the text (1 to 7) and check in one call, for one prompt; None: the

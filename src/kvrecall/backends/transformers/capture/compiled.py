@@ -23,11 +23,12 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers.capture.projections import gated, gated_group, shared_products, untouched
+
 ROTARY = "apply_rotary_pos_emb"
 """Name of the function that rotates queries and keys in transformers' modeling files."""
 _SHAPES = 64
 """Most shapes, dtypes and devices per piece in one process; torch's default of 8 is less than the batch sizes of one server."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -47,8 +48,13 @@ def compiled_modules(model: PreTrainedModel, backend: str | Callable[..., Any] =
         limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
         undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         for module in pieces(model):
-            module.forward = partial(_compiled(type(module).forward, backend), module)
+            together = gated_group(module)
+            if together is None:
+                module.forward = partial(_compiled(type(module).forward, backend), module)
+            else:
+                module.forward = partial(_compiled_gated(type(module).forward, backend), module, *together)
             undo.callback(delattr, module, "forward")
+        shared_products(model, undo)
         for file in _modeling_files(model):
             plain = getattr(file, ROTARY)
             setattr(file, ROTARY, _compiled(plain, backend))
@@ -69,7 +75,7 @@ def compiled_modules(model: PreTrainedModel, backend: str | Callable[..., Any] =
 def pieces(model: nn.Module) -> list[nn.Module]:
     """The modules that `compiled_modules` compiles, in order."""
     experts = {child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module.children()}
-    return [x for x in model.modules() if _untouched(x) and (_is_norm(x) or (x not in experts and _is_feed_forward(x)))]
+    return [x for x in model.modules() if untouched(x) and (_is_norm(x) or (x not in experts and _is_feed_forward(x)))]
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -85,14 +91,9 @@ def _is_feed_forward(module: nn.Module) -> bool:
         and len(others) == 1
         and not isinstance(others[0], nn.Dropout)
         and not any(True for _ in (*others[0].children(), *others[0].parameters(), *others[0].buffers()))
-        and all(map(_untouched, module.children()))
+        and all(map(untouched, module.children()))
         and len(signature(type(module).forward).parameters) == 2
     )
-
-
-def _untouched(module: nn.Module) -> bool:
-    """Whether a module has no hooks and its class's own forward."""
-    return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
 
 
 def _modeling_files(model: nn.Module) -> list[ModuleType]:
@@ -111,3 +112,9 @@ def _said(error: BaseException) -> str:
 def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """The compiled function, cached for later captures."""
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+
+
+@cache
+def _compiled_gated(forward: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a feed-forward layer whose gate and up projections are one product."""
+    return torch.compile(gated(forward), backend=backend, dynamic=False, fullgraph=True)

@@ -44,9 +44,10 @@ class CapturedDecoder:
         input_ids: Tensor | None = None, width: int = 1,
     ) -> None:  # fmt: skip
         """room_tokens: new tokens per sequence to make room for. call: the model's own forward, if it has been replaced.
-        compiled: compile norms, feed-forward layers and rotary embedding by torch.compile (`capture.compiled`); logits may
-        then differ by rounding. width: tokens of a step; if there are several, `take` must follow each. input_ids: tokens
-        `[B, width]` of the first step, for checking the graph; by default token 0.
+        compiled: compile norms, feed-forward layers and rotary embedding by torch.compile (`capture.compiled`), and join
+        projections of the same input (`capture.projections`); logits may then differ by rounding. width: tokens of a step; if
+        there are several, `take` must follow each. input_ids: tokens `[B, width]` of the first step, for checking the graph; by
+        default token 0.
 
         Raises CaptureError if the step cannot be captured or compiled, CaptureMismatchError if the graph differs from the
         uncaptured layers; the cache is then unchanged.
@@ -122,7 +123,7 @@ class CapturedDecoder:
 
     def _borrow(self, room_tokens: int, input_ids: Tensor | None) -> None:
         slots = 1 << (self._sequences - 1).bit_length()
-        key = StepKey.of(self._model, self._compiled, self._ranks.size, self._width)
+        key = graphs.key_of(self._model, self._compiled, self._ranks.size, self._width)
         with self._ranks.agreeing():
             joined = Joined(self._states, list(range(self._sequences)), room_tokens + self._width - 1)
         try:

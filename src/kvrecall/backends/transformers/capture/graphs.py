@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.capture.projections import join_projections
 from kvrecall.backends.transformers.capture.recorded import RecordedStep
 from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.layer.slots.layers import Joined
@@ -44,6 +45,15 @@ def find(
             kept.append(step)
             return step
     return None
+
+
+def key_of(model: PreTrainedModel, compiled: bool, ranks: int, width: int = 1) -> StepKey:
+    """The key of a model's step, see `StepKey`. For compiled steps the model's projections are joined first, except while a
+    recorded step is in use: its graph has the addresses of the separate weights."""
+    with taking:
+        if compiled and not any(step.members for step in _steps.get(model, [])):
+            join_projections(model)
+        return StepKey.of(model, compiled, ranks, width)
 
 
 def keep(model: PreTrainedModel, step: RecordedStep) -> None:

@@ -14,7 +14,6 @@ from kvrecall.backends.transformers.capture import graphs
 from kvrecall.backends.transformers.capture.check import PLAIN
 from kvrecall.backends.transformers.capture.ranks import Ranks
 from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
-from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.core.errors import CaptureError, NonFiniteError
 from kvrecall.layer.slots.layers import Joined, roomy
 
@@ -144,7 +143,7 @@ class SharedSteps:
 
     def _begin(self, turns: Sequence[Turn]) -> None:
         """Joins all caches to another recorded step, or records one."""
-        count, key = sum(turn.cache.sequences for turn in turns), StepKey.of(self._model, self._compiled, 1)
+        count, key = sum(turn.cache.sequences for turn in turns), graphs.key_of(self._model, self._compiled, 1)
         slots, every, first = 1 << (count - 1).bit_length(), list[Joined](), 0
         try:
             for turn in turns:
