@@ -111,7 +111,7 @@ class _Product:
         self._version = 0
         self._parts: list[Tensor | None] = []
 
-    def part(self, number: int, input: Tensor) -> Tensor:  # noqa: A002 - the name of nn.Linear's own
+    def part(self, number: int, input: Tensor) -> Tensor:
         """What module `number` gives for an input. An input that the first one did not see gets a product of its own."""
         if not number:
             self._input, self._version = input, _version(input)
