@@ -231,9 +231,12 @@ class Bench:
         return {"engine": self.args.engine, "ranks": self.args.ranks, "context": context, "tokens": made.answers[0],
                 "logprobs": made.logprobs[0]}  # fmt: skip
 
-    def write_answers(self) -> None:
-        """Behind the prompts that were asked for."""
-        self.args.answers.write_text(json.dumps([self.answers(int(n)) for n in self.args.answers_at.split(",")]))
+    def write_answers_and_profile(self, ones: list[int]) -> None:
+        """Answers behind the prompts that were asked for, and a profile behind the longest of `ones`, if they are wanted."""
+        if self.args.answers:
+            self.args.answers.write_text(json.dumps([self.answers(int(n)) for n in self.args.answers_at.split(",")]))
+        if self.args.profile:
+            profile(self, ones[-1], self.args.profile)
 
     def _shorten(self, short: bool) -> None:
         """Prompts attend to their own chunks alone, or as they should."""
@@ -343,8 +346,8 @@ def main() -> None:
         rows = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         rows.writeheader()
         for number, (context, wanted) in enumerate([*((n, 1) for n in ones), *batches]):
-            if args.answers and number == len(ones):
-                bench.write_answers()
+            if number == len(ones):
+                bench.write_answers_and_profile(ones)
             sequences = bench.fits(context, wanted)
             short = bool(args.short_prompts) and (wanted > 1 or context >= args.short_prompts)
             try:
@@ -355,10 +358,8 @@ def main() -> None:
             rows.writerow({k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()})
             file.flush()
             print(row, flush=True)
-    if args.answers and not batches:
-        bench.write_answers()
-    if args.profile:
-        profile(bench, ones[-1], args.profile)
+    if not batches:
+        bench.write_answers_and_profile(ones)
 
 
 if __name__ == "__main__":
