@@ -283,7 +283,7 @@ RESTS = {
 @pytest.mark.parametrize(("name", "softcap"), [("balanced", 0.0), ("collisions", 20.0), ("many-pages", 0.0)])
 def test_page_means_stand_for_the_rest(name: str, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages become whole meanwhile and lose tokens to the selection; with few of them to a program it takes several blocks."""
-    monkeypatch.setattr("kvrecall.index.page_means.step._PAGES", 16)
+    monkeypatch.setattr("kvrecall.index.page_means.step.pages_at_once", lambda *_: 16)
     monkeypatch.setattr("kvrecall.index.page_means.step._MOST_PARTS", 2)
     lengths = (190, 161) if name == "many-pages" else (90, 61)
     params = AttentionParams(DIM**-0.5, softcap)

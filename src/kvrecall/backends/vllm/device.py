@@ -221,18 +221,18 @@ class DeviceLayer:
         )  # fmt: skip
 
     def _estimate(self, q: Tensor, means: Tensor, pages: Tensor, blocks: Tensor, pairs: range) -> None:
-        """Means of whole pages, as the last parts of the merge. A launch of its own: its programs wait for the search with few
-        registers, those of `paged_step_kernel` with many, which other branches' searches need."""
-        from kvrecall.index.page_means.kernels import page_means_kernel
+        """Means of whole pages, as the last parts of the merge, in a launch of its own: it needs the ids, but not the selected
+        rows, so it runs while those come over the bus."""
+        from kvrecall.index.page_means.kernels import page_means_kernel, pages_at_once
 
         scratch, shape, dim = self.scratch, self.shape, self.shape.head_dim
         page_means_kernel[(len(pairs) * scratch.mean_parts,)](
             q, means, blocks, pages, self._search.ids, scratch.out, scratch.lse, self._params.scaling, self._params.softcap,
             shape.kv_heads, pairs.start, blocks.stride(0), means.stride(0), means.shape[2], scratch.top_k,
             scratch.mean_tokens, scratch.sinks, BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim),
-            G=shape.query_heads // shape.kv_heads, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
-            SHARES=scratch.mean_parts, FIRST=scratch.parts - scratch.mean_parts, PARTS=scratch.parts,
-            CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
+            G=shape.query_heads // shape.kv_heads, W=pages_at_once(dim, shape.dtype.itemsize),
+            BK=next_power_of_2(scratch.top_k), SHARES=scratch.mean_parts, FIRST=scratch.parts - scratch.mean_parts,
+            PARTS=scratch.parts, CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
     def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:

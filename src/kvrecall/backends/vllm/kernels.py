@@ -197,6 +197,9 @@ def paged_step_kernel(
     p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
     if i_p < CHOSEN:
         begin(PDL)  # only readers of selected rows depend on the search
+    if PARTS > OWN_PARTS:
+        end(PDL)  # the launch of the later parts depends on the search, not on this one
+    if i_p < CHOSEN:
         o_k = i_p * R + tl.arange(0, R)
         found = tl.where(tl.load(p_fire + i_b) != 0, K, 0)
         b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < found, other=-1)

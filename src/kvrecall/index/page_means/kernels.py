@@ -8,19 +8,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.pdl import begin, end
 from kvrecall.core.softcap import capped
 
+_MOST_PAGES, _FEWEST_PAGES, _TILE_BYTES = 64, 16, 16_384
+
+
+def pages_at_once(dim: int, itemsize: int) -> int:
+    """Pages per tile of `attend_pages`: two tiles of keys and values lie in registers."""
+    return max(_FEWEST_PAGES, min(_MOST_PAGES, _TILE_BYTES // (next_power_of_2(dim) * itemsize)))
+
 
 @triton.jit
-def found_in(p_ids, o_p, K, PAGE, W: tl.constexpr, BK: tl.constexpr):
-    """Number of the K selected ids (-1: none) in each of the pages o_p `[W]`."""
-    b_found = tl.zeros([W], tl.int32)
-    for i_k in range(0, BK, 64):
-        o_k = i_k + tl.arange(0, 64)
-        b_id = tl.load(p_ids + o_k, mask=o_k < K, other=-1)
-        b_found += tl.sum(((o_p[:, None] == (b_id // PAGE)[None, :]) & (b_id >= 0)[None, :]).to(tl.int32), 1)
-    return b_found
+def rows_of(p_means, b_block, o_p, pages, NUMBERS, PAGE, SINKS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Mean keys and values `[W, BD]` of pages o_p `[W]` in their blocks b_block; zeros where there is none: behind `pages`,
+    and where all tokens are sinks. Other arguments as in `attend_pages`."""
+    o_d = tl.arange(0, BD)
+    o_row = o_p - ((o_p + 1) * PAGE - 1) // BLOCK * BLOCK // PAGE
+    m_row = ((o_p < pages) & ((o_p + 1) * PAGE > SINKS))[:, None] & (o_d < D)[None, :]
+    p_row = p_means + (b_block.to(tl.int64) * NUMBERS + o_row * (2 * D))[:, None] + o_d[None, :]
+    return tl.load(p_row, mask=m_row, other=0.0), tl.load(p_row + D, mask=m_row, other=0.0)
 
 
 @triton.jit
@@ -42,25 +50,31 @@ def attend_pages(
     means: this head's, in the cache's dtype, in blocks of BLOCK tokens that are NUMBERS elements apart; see
     `index.table.RowLayout`. table: the sequence's blocks; the first `pages` pages are valid. A page of PAGE tokens counts with
     log m on its logit, where m tokens are neither among the first SINKS tokens nor in ids `[K]`. Softmax and sums are those of
-    `attend.kernels.attend_block`, tile by tile. The blocks of a tile are looked up while the tile before is read.
+    `attend.kernels.attend_block`, tile by tile. While a tile is attended to, the rows of the next one are read, and the blocks
+    of the one after it are looked up.
     """
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    STEP: tl.constexpr = SHARES * W
+    IDS: tl.constexpr = max(64, BK)
     o_g, o_d, o_w = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, W)
-    m_q, m_d = (o_g < G)[:, None] & (o_d < D)[None, :], (o_d < D)[None, :]
+    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(p_means.dtype.element_ty)
+    b_id = tl.load(p_ids + tl.arange(0, IDS), mask=tl.arange(0, IDS) < K, other=-1)
+    b_chosen = tl.where(b_id >= 0, b_id // PAGE, -1)
     b_peak = tl.full([BG], float("-inf"), tl.float32)
     b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
-    b_next = blocks_of(p_table, i_share * W + o_w, pages, PAGE, BLOCK)
-    for i in range(tl.cdiv(pages, SHARES * W)):
-        o_p = (i * SHARES + i_share) * W + o_w
-        b_block = b_next.to(tl.int64)
-        b_next = blocks_of(p_table, o_p + SHARES * W, pages, PAGE, BLOCK)
-        o_row = o_p - ((o_p + 1) * PAGE - 1) // BLOCK * BLOCK // PAGE
-        b_left = PAGE - tl.minimum(tl.maximum(SINKS - o_p * PAGE, 0), PAGE) - found_in(p_ids, o_p, K, PAGE, W, BK)
+    first = i_share * W
+    o_p = first + o_w
+    b_k, b_v = rows_of(p_means, blocks_of(p_table, o_p, pages, PAGE, BLOCK), o_p, pages, NUMBERS, PAGE, SINKS, BLOCK, D, BD)
+    b_block = blocks_of(p_table, o_p + STEP, pages, PAGE, BLOCK)
+    for _ in range(tl.cdiv(pages, STEP)):
+        b_k_next, b_v_next = rows_of(p_means, b_block, o_p + STEP, pages, NUMBERS, PAGE, SINKS, BLOCK, D, BD)
+        b_block = blocks_of(p_table, o_p + 2 * STEP, pages, PAGE, BLOCK)
+        b_place = b_chosen - first
+        m_here = (b_chosen >= 0) & (b_place >= 0) & (b_place < W)
+        b_found = tl.histogram(tl.where(m_here, b_place, 0), W, mask=m_here)
+        b_left = PAGE - tl.minimum(tl.maximum(SINKS - o_p * PAGE, 0), PAGE) - b_found
         m_p = (o_p < pages) & (b_left > 0)
-        p_row = p_means + (b_block * NUMBERS + o_row * (2 * D))[:, None] + o_d[None, :]
-        b_k = tl.load(p_row, mask=m_p[:, None] & m_d, other=0.0)
-        b_v = tl.load(p_row + D, mask=m_p[:, None] & m_d, other=0.0)
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, W]
         if CAP:
             b_logit = capped(b_logit, softcap)
@@ -71,6 +85,7 @@ def attend_pages(
         b_total = b_total * b_scale + tl.sum(b_p, 1)
         b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
         b_peak = b_higher
+        b_k, b_v, o_p, first = b_k_next, b_v_next, o_p + STEP, first + STEP
     b_out = b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None]
     tl.store(p_out + (o_g[:, None] * PARTS + o_part) * D + o_d[None, :], b_out, mask=m_q)
     b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
@@ -88,12 +103,15 @@ def page_means_kernel(
 
     means in blocks `[HEADS, ROWS, 2 D]`. table int32 `[B, TABLE]`: the blocks of each sequence; its first pages[b] pages are
     valid. ids `[BH, K]`. The first SINKS tokens are in no mean.
+
+    Nothing here depends on the launch before this one, which attends to the selected rows. So that one lets this one go as soon
+    as the ids are there, and both run at the same time.
     """
-    begin(PDL)
     i_bh, i_share = tl.program_id(0) // SHARES + START, tl.program_id(0) % SHARES
     i_b, i_kv, o_part = i_bh // HEADS, i_bh % HEADS, i_bh.to(tl.int64) * G * PARTS
     attend_pages(p_queries + i_bh.to(tl.int64) * G * D, p_means + i_kv * ROWS * (2 * D), p_table + i_b * TABLE,
                  p_ids + i_bh.to(tl.int64) * K, p_out + o_part * D, p_lse + o_part, i_share, FIRST + i_share,
                  tl.load(p_pages + i_b), scaling, softcap, NUMBERS, K, PAGE, SINKS, BLOCK, D, BD, G, W, BK, SHARES,
                  PARTS, CAP)  # fmt: skip
+    begin(PDL)  # so that this launch ends behind the one before it
     end(PDL)

@@ -17,14 +17,14 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import Index
-from kvrecall.index.page_means.kernels import page_means_kernel
+from kvrecall.index.page_means.kernels import page_means_kernel, pages_at_once
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
 
 if TYPE_CHECKING:
     from kvrecall.index.page_means.index import PageMeansIndex
 
-_PAGES, _MOST_PARTS = 64, 32
-"""Pages that a program attends to at a time, and the most parts that one merge takes besides the others."""
+_MOST_PARTS = 32
+"""The most parts that one merge takes besides the others."""
 
 
 class SlotMeans:
@@ -34,7 +34,8 @@ class SlotMeans:
         """like: any index of this kind. spec: of the step."""
         self.memory, self.page_tokens, self._table = like.means.memory, like.page_tokens, spec.host.blocks
         capacity = max(1, spec.tokens // self.page_tokens)
-        self.parts = min(_MOST_PARTS, cdiv(capacity, _PAGES))
+        self._tile = pages_at_once(spec.shape.head_dim, spec.shape.dtype.itemsize)
+        self.parts = min(_MOST_PARTS, cdiv(capacity, self._tile))
         self.pages = torch.zeros(spec.slots, dtype=torch.int32, device=self._table.device)
         """int32 `[slots]`: whole pages."""
 
@@ -51,7 +52,7 @@ class SlotMeans:
         page_means_kernel[(len(pairs) * self.parts,)](
             queries, means, self._table, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start,
             self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, 0, BLOCK=layout.block_size, D=dim,
-            BD=next_power_of_2(dim), G=query_heads // heads, W=_PAGES, BK=next_power_of_2(top_k), SHARES=self.parts,
+            BD=next_power_of_2(dim), G=query_heads // heads, W=self._tile, BK=next_power_of_2(top_k), SHARES=self.parts,
             FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
         )  # fmt: skip
 

@@ -92,6 +92,8 @@ def step_kernel(
     p_zone, p_own = p_plan + i_b * STRIDE + FIRST, p_table + i_b * TABLE
     if i_p < CHOSEN:
         begin(PDL)  # only readers of selected rows depend on the search
+    if OTHERS > 0:
+        end(PDL)  # the launch of the other parts depends on the search, not on this one
     if (i_p >= CHOSEN) & (i_p < CHOSEN + PIECES):
         leave(p_rows, p_zone, p_pool, p_own, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
               p_weights, p_norms, p_counts, p_live, p_zero_norms, i_bh, i_kv, i_p - CHOSEN, HEADS, CAPACITY, BYTES, MAP, MEANS,
