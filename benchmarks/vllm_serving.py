@@ -11,6 +11,10 @@ random weights: no direction matters more than another.
 `--short-prompts` lets prompts of batches, and of `--one` lengths from the given number of tokens on, attend to their own chunk
 alone, which makes them in a third of the time or less: with ours only. Their keys are as random as others, and decode steps
 search and fetch them as they do others. Times of such prompts are left empty.
+
+`--first-prompts 65536` asks two other prompts of this length before everything else. The log and the note of every row say how
+many kernels Triton compiled, or loaded from its cache, while the row's prompt was read: none, if the engine has warmed up. Only
+for one GPU, since workers of several are other processes.
 """
 
 # vLLM is installed where this is run.
@@ -24,7 +28,9 @@ import json
 import os
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -94,6 +100,32 @@ class Asked:
     cached: int
 
 
+class Compiled:
+    """The names of the kernels that Triton makes ready while the context is entered; vLLM's own hook is still called."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __enter__(self) -> Compiled:
+        from triton import knobs
+
+        self._runtime: Any = knobs.runtime
+        self._before = self._runtime.jit_post_compile_hook
+        self._runtime.jit_post_compile_hook = self._seen
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.jit_post_compile_hook = self._before
+
+    def _seen(self, **told: Any) -> Any:
+        self.names.append(str(getattr(told.get("fn"), "name", "unknown")).rsplit(".", 1)[-1])
+        return None if self._before is None else self._before(**told)
+
+    def __str__(self) -> str:
+        named = f" ({', '.join(self.names)})" if self.names else ""
+        return f"kernels compiled in the first prompt: {len(self.names)}{named};"
+
+
 def write_maps(model: Path, path: Path) -> None:
     """Statistics of keys without structure, for a model of this config."""
     from transformers import AutoConfig
@@ -151,7 +183,7 @@ class Bench:
         """The first tokens of a sequence's text."""
         text = self._texts.setdefault(number, [])
         if len(text) < context:  # the same whatever was asked before
-            draw = torch.Generator().manual_seed(number)
+            draw = torch.Generator().manual_seed(number % 2**32)
             text[:] = torch.randint(3, self.vocabulary, (self.args.longest,), generator=draw).tolist()
         return text[:context]
 
@@ -185,7 +217,10 @@ class Bench:
         """One length. short: whether the prompts attend to their own chunks alone."""
         prompts = [self.prompt(number, context) for number in range(sequences)]
         self._shorten(short)
-        first = self.ask(prompts, 8)
+        with self.compiled() as made:
+            first = self.ask(prompts, 8)
+        if isinstance(made, Compiled):
+            note = f"{note} {made}".strip()
         before = self._counts()
         steps = self.ask(prompts, STEPS + 1)
         after, single = self._counts(), sequences == 1 and not short
@@ -216,6 +251,18 @@ class Bench:
         )  # fmt: skip
         self._shorten(False)
         return row
+
+    def compiled(self) -> AbstractContextManager[Compiled | None]:
+        """Counts kernels, if they are compiled in this process."""
+        counted = self.args.ranks == 1 and torch.cuda.is_available() and find_spec("triton") is not None
+        return Compiled() if counted else nullcontext()
+
+    def first_prompts(self, context: int) -> None:
+        """Tells the seconds of two prompts without a common prefix, the first ones of the engine."""
+        for number, name in enumerate(("first", "second")):
+            with self.compiled() as made:
+                seconds = self.ask([self.prompt(-1 - number, context)], 2).first_s
+            print(f"{name} prompt, {context} tokens: {seconds:.3f} s {made or ''}", flush=True)
 
     def fits(self, context: int, wanted: int) -> int:
         """Sequences of this length that the engine holds at once, `wanted` at most."""
@@ -311,6 +358,7 @@ def main() -> None:
     parser.add_argument("--name", default="8b", help="of the model's folder; engines that run at once need different ones")
     parser.add_argument("--one", default="", help="contexts of one sequence, the shortest first: 65536,131072")
     parser.add_argument("--batches", default="", help="CONTEXTxSEQUENCES, …; fewer where memory holds fewer")
+    parser.add_argument("--first-prompts", type=int, default=0, help="tokens of two prompts that are timed first of all")
     parser.add_argument("--short-prompts", type=int, default=0, help="tokens from which on prompts attend to their own chunks")
     parser.add_argument("--most", type=int, default=32, help="sequences that decode together")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
@@ -335,13 +383,15 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     ones = [int(n) for n in args.one.split(",") if n]
     batches = [(int(a), int(b)) for a, b in (text.split("x") for text in args.batches.split(",") if text)]
-    args.longest = max([*ones, *(n for n, _ in batches)])
+    args.longest = max([*ones, *(n for n, _ in batches), args.first_prompts])
     begun = time.perf_counter()
     llm = engine(args, -(-(args.longest + 2 * _FOLLOW_UP + STEPS + 8) // 1024) * 1024)
     start_s = time.perf_counter() - begun
     print(f"started in {start_s:.1f} s", flush=True)
     wait_for(args.wait_for, args.ready)
     bench = Bench(llm, args, start_s)
+    if args.first_prompts:
+        bench.first_prompts(args.first_prompts)
     with args.out.open("w", newline="") as file:
         rows = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         rows.writeheader()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.backends.vllm.counts import Counts, forget
+from kvrecall.backends.vllm.device import Pass, Window
+from kvrecall.backends.vllm.warmup import Layout, Limits, Told, trials
 from tests.backends.vllm import test_paged as paged
-from tests.backends.vllm.on_device import MOST, Device
-from tests.backends.vllm.test_paged import DIM, GROUP, HEADS, cut, dense, method_of, tokens
+from tests.backends.vllm.on_device import MOST, PAGE, Device
+from tests.backends.vllm.test_paged import DIM, GROUP, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
 GIVEN = paged.GIVEN[:2]
 
@@ -152,3 +154,31 @@ def test_kernels_have_no_place_for_groups_that_share_nothing() -> None:
     assert GROUP > 1
     with pytest.raises(ValueError, match="gqa"):
         Device(paged.GIVEN[2], top_k=24)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_warming_up_changes_no_block_of_a_sequence_and_no_answer(drafts: int) -> None:
+    """Of a new layer, and of one that has served: what is in its blocks stays there."""
+    device, text = Device(GIVEN[0], top_k=512, drafts=drafts), tokens(140, 3)
+    limits = Limits(80, 200, 38, 16, drafts, MOST * (1 + drafts), MOST * (1 + drafts))
+
+    def warm_up() -> None:
+        before = [x.clone() for x in (device.pages, device.host.rows, device.layer_pages)]
+        for trial in trials(limits, gpu=True):
+            q, k, v = Layout.contiguous(SHAPE).random(sum(trial.counts), device.on)
+            told, near = (Told.of(trial, size, limits.longest, device.on) for size in (SIZE, PAGE))
+            window = Window(device.pages, near.block_table_tensor, near.slot_mapping)
+            device.layer.forward(q, k, v, Pass.of(told, device.plan, SIZE, drafts), window, torch.empty_like(q))
+        for old, new in zip(before, (device.pages, device.host.rows, device.layer_pages), strict=True):
+            assert torch.equal(old[1:].nan_to_num(7), new[1:].nan_to_num(7))
+        forget([device.layer], [device.plan])
+        assert Counts.of([device.layer], [device.plan]) == Counts()
+        assert not device.layer.bad.any() and not device.layer._zero_norms.any()
+
+    warm_up()
+    assert not device.host.rows[0].isnan().any()
+    device.feed({0: cut(text, 0, 130)})
+    for at in range(130, 136):
+        if at == 133:
+            warm_up()
+        close(device.feed({0: cut(text, at, at + 1)})[0][0], dense(text, at))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend.reference import softmax_rows
-from kvrecall.core.launch import capability
+from kvrecall.core.launch import capability, cdiv
 from kvrecall.core.structs import Partial
 
 _WORK = 1 << 28
@@ -20,9 +20,14 @@ _CAPABILITY = (9, 0)
 """Compute capability from which on cuDNN is faster."""
 
 
+def least_among(queries: int) -> int:
+    """Rows of all calls together from which on cuDNN attends to so many queries."""
+    return cdiv(_WORK, queries)
+
+
 def is_better(queries: Tensor, rows: int, among: int) -> bool:
     """Whether cuDNN is better for queries `[H_q, T, D]` that attend to these rows and others, `among` in all."""
-    if rows < _LEAST_ROWS or queries.shape[1] * among < _WORK or capability(queries.device) < _CAPABILITY:
+    if rows < _LEAST_ROWS or among < least_among(queries.shape[1]) or capability(queries.device) < _CAPABILITY:
         return False
     return queries.dtype in (torch.bfloat16, torch.float16) and _is_right(queries.device, queries.dtype, queries.shape[2])
 

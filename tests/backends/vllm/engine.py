@@ -7,6 +7,7 @@ place of rounds and tokens: so many, which come, end and are aborted at random.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Answers of every round, and what vLLM counts."""
     from vllm import LLM, SamplingParams
 
+    log: list[str] = []
+    logging.getLogger("vllm.kvrecall").addFilter(lambda told: log.append(told.getMessage()) or True)  # vLLM drops handlers
     llm: Any = LLM(model=job["model"], skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, **job["settings"])
+    start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:
         return soak(llm, job["requests"])
     asked = SamplingParams(
@@ -35,8 +39,28 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "rounds": rounds, "preemptions": counts.get("vllm:num_preemptions", 0),
         **{name: counts.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")},
-        "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
+        "start": start, "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
     }  # fmt: skip
+
+
+def inspected(llm: Any) -> dict[str, Any]:
+    """What an engine of ours has done to its blocks, before anything is asked: blocks that are not zero, free ones, counts."""
+    from kvrecall.backends.vllm.served import Served
+
+    served = Served.of(llm.llm_engine.vllm_config)
+    names, layers = list(served.groups), llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    windows = {window.name for window, _ in served.windows.values()}
+    held = {
+        "pages": [layers[name].kv_cache for name in names if name not in windows],
+        "window": [layers[name].kv_cache for name in windows], "rows": [host.rows for _, host in served.windows.values()],
+    }  # fmt: skip
+    written = {
+        name: sorted({b for each in all_ for b in each.flatten(1).ne(0).any(1).nonzero().flatten().tolist()})
+        for name, all_ in held.items()
+    }
+    assert all(len(all_) == 3 for all_ in held.values())
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return {"written": written, "free": pool.get_num_free_blocks(), "counts": llm.collective_rpc("retrieval_counts")[0]}
 
 
 def soak(llm: Any, requests: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from kvrecall.backends.transformers.calibration import describe
 from kvrecall.backends.transformers.calibration_file import path_for, write
+from kvrecall.backends.vllm.device import Pass
 from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
 from kvrecall.engine.plan_vllm import VllmPlan, plan_vllm
@@ -128,6 +129,21 @@ def test_rows_may_lie_beside_the_pages(home: Path, stock: dict[str, Any]) -> Non
         answers(home, TWICE, METHODS["balanced"] | {"residency": "device"}, num_gpu_blocks_override=stock["blocks"])
 
 
+@pytest.mark.parametrize(
+    ("own", "given"), [(METHODS["balanced"], 120), (METHODS["exact"] | {"residency": "device"}, 0)], ids=["host", "device"]
+)
+def test_an_engine_warms_up_once_and_only_in_the_block_of_no_sequence(
+    home: Path, stock: dict[str, Any], own: dict[str, Any], given: int
+) -> None:
+    """It comes before the first prompt; what vLLM hands out then is as it was allocated."""
+    made = answers(home, TWICE | {"inspected": True}, own, num_gpu_blocks_override=120)
+    told = [text for text in made["start"]["log"] if "warmed up" in text]
+    assert len(told) == 1 and f"host memory for {given} blocks" in told[0] and " 4 passes" in told[0]
+    assert made["start"]["written"] == {"pages": [0], "rows": [0], "window": [0]}
+    assert not any(made["start"]["counts"].values()) and made["start"]["free"] == 119
+    assert tokens(made) == tokens(stock)
+
+
 def test_drafts_change_no_token(home: Path, stock: dict[str, Any]) -> None:
     """Hardly any is right here, so what is rejected is written over."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -230,11 +246,6 @@ def test_a_recorded_pass_decodes_a_whole_draft(drafts: int | None, expected: int
 )  # fmt: skip
 def test_decoded_tokens_are_those_of_the_first_rows(counts: list[int], drafts: int, decodes: int, rows: int) -> None:
     """Behind a longer chunk a short one is a prompt, too: it follows no recorded pass."""
-    from kvrecall.backends.vllm.backend import RetrievalBuilder
-
-    told = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
-    config = SimpleNamespace(**(vars(CONFIG) | {"speculative_config": told}))
-    builder = RetrievalBuilder(SimpleNamespace(block_size=128), [], config, torch.device("cpu"))
     begins = torch.tensor([0, *counts]).cumsum(0).int()
     lengths, blocks = torch.tensor(counts).int() + 200, torch.zeros(len(counts), 3, dtype=torch.int32)
     common = SimpleNamespace(
@@ -243,7 +254,7 @@ def test_decoded_tokens_are_those_of_the_first_rows(counts: list[int], drafts: i
     )  # fmt: skip
     asked: list[int] = []
     plan: Any = SimpleNamespace(fill=lambda *given: asked.append(given[3]) or blocks)
-    made = builder._pass(plan, common, 128)
+    made = Pass.of(common, plan, 128, drafts)
     assert (made.decodes, asked) == (decodes, [rows])
     assert [chunk.row for chunk in made.chunks] == list(range(rows, len(counts)))
     assert all(chunk.past == 200 for chunk in made.chunks)

@@ -8,7 +8,8 @@ live as long as the block. So prefix caching, preemption, abort and several answ
    model.
 3. `backend.py`: the classes that vLLM needs. `window.py`: the recent tokens, a cache group of vLLM. `window_pages.py`: the
 manager of its pages. `refill.py`: restores the window of a sequence that begins behind cached blocks. `worker.py`, `memory.py`,
-`capacity.py`: limit the blocks to what device and host hold. `counts.py`: counters of steps; `metrics.py`: vLLM's `/metrics`.
+`capacity.py`: limit the blocks to what device and host hold. `warmup.py`: the passes before the first prompt. `counts.py`:
+counters of steps; `metrics.py`: vLLM's `/metrics`.
 4. `stream.py`: rows in host memory, and copies back to a GPU. 5. On a CPU: `paged.py`, one layer; `summaries.py`, the content
 of pages and its search; `means.py`, the means of pages. 6. On a GPU: `plan.py`, the plan of a pass; `device.py`, one layer;
 `kernels.py`; `finite.py`, the check for finite keys and values. 7. `command.py`: the command by which `kvrecall serve` starts

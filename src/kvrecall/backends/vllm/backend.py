@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
+from kvrecall.backends.vllm.device import DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.means import PagedMeans, means_in
 from kvrecall.backends.vllm.paged import Batch, PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
@@ -43,9 +43,9 @@ from kvrecall.backends.vllm.summaries import (
     summary_bytes,
     width_of,
 )
-from kvrecall.backends.vllm.window import PassWindow, WindowLayer
+from kvrecall.backends.vllm.warmup import Layout, Limits, Told, trials
+from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import HEAD_DIMS
@@ -131,6 +131,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._plan: PassPlan | None = None
         served = Served.of(vllm_config)
+        served.builders |= dict.fromkeys(layer_names, self)
         self._drafts, size = served.drafts, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
@@ -139,7 +140,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
-        asked = self._batch(told, size) if self._plan is None else self._pass(self._plan, told, size)
+        asked = self._batch(told, size) if self._plan is None else Pass.of(told, self._plan, size, self._drafts)
         return RetrievalMetadata(asked, told.slot_mapping, size)
 
     def _batch(self, told: Any, size: int) -> Batch:
@@ -148,27 +149,6 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         if told.is_prefilling is not None:
             prompts = [a or b for a, b in zip(prompts, told.is_prefilling.tolist(), strict=False)]
         return Batch(begins, lengths, prompts, told.block_table_tensor, size)
-
-    def _pass(self, plan: PassPlan, told: Any, size: int) -> Pass:
-        """The pass for a GPU, which reads lengths itself: with asynchronous scheduling the host knows only bounds. Rows of at
-        most 1 + drafts tokens are decoded."""
-        blocks, rows = told.block_table_tensor, len(told.seq_lens)
-        if told.max_query_len <= 1 + self._drafts:
-            # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
-            decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
-            tokens = int(told.query_start_loc_cpu[rows]) if self._drafts else rows
-            return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping, {})
-        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
-        counts = [stop - start for start, stop in pairwise(begins)]
-        decodes = next(row for row, count in enumerate(counts) if count > 1 + self._drafts)
-        decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)
-        chunks = [
-            Chunk(row, slice(begins[row], begins[row + 1]), most[row] - count)
-            for row, count in enumerate(counts)
-            if row >= decodes and count
-        ]
-        tables = {c.row: blocks[c.row, : cdiv(c.past, size)].tolist() for c in chunks if c.past}
-        return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables)
 
 
 class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
@@ -214,8 +194,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             remedy = "Leave it out, or subclass kvrecall.backends.vllm.worker.Worker."
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", remedy)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
-        self._name, self._number, self._shape = name, extract_layer_index(name), shape
+        self._name, self._number, self._shape, self._layout = name, extract_layer_index(name), shape, Layout.contiguous(shape)
         self._served.shapes.append(shape)
+        self._served.impls.append(self)
         self._calibration = self._served.calibration(self._number)
         self._means = settings.method.rest_config()
         width = width_of(settings.index, self._means, shape)
@@ -234,23 +215,59 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     ) -> Tensor:  # fmt: skip
         """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`; the pass's tokens, then padding."""
         if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
+            self._layout = Layout.of([query, key, value])
             if isinstance(self._layer, DeviceLayer):
                 self._layer.rehearse(query, key, value)
             return output.fill_(0)
-        asked, near = attn_metadata.asked, get_forward_context().attn_metadata[self._near.name]
-        self._bind(kv_cache, attn_metadata.block_size)
+        near = get_forward_context().attn_metadata[self._near.name]
+        self._run(query, key, value, kv_cache, attn_metadata, near, output)
+        return output
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: RetrievalMetadata, near: WindowMetadata,
+        output: Tensor,
+    ) -> None:  # fmt: skip
+        asked = metadata.asked
+        self._bind(kv_cache, metadata.block_size)
         if isinstance(asked, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            window = Window(self._near.kv_cache, near.blocks, near.slots)
-            self._layer.store(key, value, asked, window)
-            self._layer.prompts(query, key, value, asked, output)
-            self._layer.decode(query, key, value, asked, window, output)
-            return output
+            self._layer.forward(query, key, value, asked, Window(self._near.kv_cache, near.blocks, near.slots), output)
+            return
         assert isinstance(self._layer, PagedLayer)
         window = PassWindow(self._near, near)
-        self._layer.store(key, value, attn_metadata.slots.long(), asked, window)
+        self._layer.store(key, value, metadata.slots.long(), asked, window)
         self._layer.attend(query, key, value, asked, window, output)
-        return output
+
+    @property
+    def kind(self) -> object:
+        """Equal for layers that run the same code."""
+        return self._shape, self._params
+
+    def prepare(self) -> None:
+        """Starts using the pages that vLLM has allocated."""
+        self._bind(self._own.kv_cache, self._builder.kv_cache_spec.block_size)
+
+    def warm_up(self, limits: Limits) -> int:
+        """Runs the passes of `warmup.trials` over block 0. Returns their number."""
+        shape, builder, page = self._shape, self._builder, self._near.kv_cache.shape[2]
+        passes = list(trials(limits, shape.device.type == "cuda"))
+        for trial in passes:
+            query, key, value = self._layout.random(sum(trial.counts), shape.device)
+            metadata = builder.build(0, Told.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
+            recent = Told.of(trial, page, limits.longest, shape.device)
+            near = WindowMetadata(recent.block_table_tensor, recent.slot_mapping)
+            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            self._run(query, key, value, self._own.kv_cache, metadata, near, output)
+        return len(passes)
+
+    @property
+    def _own(self) -> Any:
+        """The attention layer of vLLM."""
+        return self._config.compilation_config.static_forward_context[self._name]
+
+    @property
+    def _builder(self) -> RetrievalBuilder:
+        return self._served.builders[self._name]
 
     @property
     def _near(self) -> WindowLayer:

@@ -10,6 +10,8 @@ tables from device memory (`plan.py`). The search is the sphere index's, over vL
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
 _CHOSEN_ROWS, _DENSE_ROWS, _STORED = 16, 64, 16
 """Rows per program: selected rows, other rows, and tokens of prompts."""
-_TOGETHER = 32
+TOGETHER = 32
 """Tokens of a pass that are searched at a time; the next ones reuse the scratch."""
 _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `_DENSE_ROWS` page means per program, and most programs for them per KV head."""
@@ -89,6 +91,28 @@ class Pass:
     slots: Tensor
     tables: dict[int, list[int]]
 
+    @staticmethod
+    def of(told: Any, plan: PassPlan, block_size: int, drafts: int) -> Pass:
+        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. Fills the
+        plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
+        blocks, rows = told.block_table_tensor, len(told.seq_lens)
+        if told.max_query_len <= 1 + drafts:
+            # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
+            decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
+            tokens = int(told.query_start_loc_cpu[rows]) if drafts else rows
+            return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping, {})
+        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
+        counts = [stop - start for start, stop in pairwise(begins)]
+        decodes = next(row for row, count in enumerate(counts) if count > 1 + drafts)
+        decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)
+        chunks = [
+            Chunk(row, slice(begins[row], begins[row + 1]), most[row] - count)
+            for row, count in enumerate(counts)
+            if row >= decodes and count
+        ]
+        tables = {c.row: blocks[c.row, : cdiv(c.past, block_size)].tolist() for c in chunks if c.past}
+        return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables)
+
 
 class Scratch:
     """Scratch that all layers of one shape share."""
@@ -101,7 +125,7 @@ class Scratch:
             raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
-        self.together, self.longest = min(most, _TOGETHER), longest
+        self.together, self.longest = min(most, TOGETHER), longest
         self.means = method.rest_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
         self.chosen_rows = _CHOSEN_ROWS
@@ -234,6 +258,12 @@ class DeviceLayer:
             BK=next_power_of_2(scratch.top_k), SHARES=scratch.mean_parts, FIRST=scratch.parts - scratch.mean_parts,
             PARTS=scratch.parts, CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, window: Window, out: Tensor) -> None:
+        """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`."""
+        self.store(keys, values, asked, window)
+        self.prompts(queries, keys, values, asked, out)
+        self.decode(queries, keys, values, asked, window, out)
 
     def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""

@@ -153,7 +153,7 @@ def take_mean(
         tl.store(p_mean + D + o_d, b_v / count, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE"])
+@triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE", "START"])
 def paged_step_kernel(
     p_queries, p_keys, p_values, p_plan, p_fire, p_bad, p_ids, p_pool, p_table, p_window, p_window_table, p_sinks, p_kept_ids,
     p_kept, p_read, p_out, p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
@@ -307,7 +307,7 @@ def store_kernel(
     tl.store(p_near + D, b_v, mask=m_near)
 
 
-@triton.jit(do_not_specialize=["past"])
+@triton.jit(do_not_specialize=["p_table", "past"])
 def mean_kernel(
     p_keys, p_values, p_pool, p_table, p_page_means, past, K_TOKEN, V_TOKEN, HEADS, MEAN_BLOCK, MEAN_TOKENS, SINKS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,

@@ -13,6 +13,8 @@ _SHARE = 0.8
 """Share of the free host memory that an engine takes by default."""
 _SLAB_BYTES = 4 << 30
 """Bytes of all layers that are page-locked at a time."""
+AT_START_BYTES = 32 << 30
+"""Most bytes of all layers that are page-locked at the start, at some 0.1 s per GiB."""
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -45,6 +47,11 @@ class HostPlan:
     def blocks(self) -> int:
         """Whole blocks that fit."""
         return self.limit // self.block_bytes
+
+    @property
+    def at_start(self) -> int:
+        """Most blocks that are page-locked at the start."""
+        return min(self.blocks, AT_START_BYTES // self.block_bytes)
 
     @property
     def slab(self) -> int:

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
+import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kvrecall.backends.vllm.counts import Counts, forget
-from kvrecall.backends.vllm.device import DeviceLayer, Scratch
+from kvrecall.backends.vllm.device import TOGETHER, DeviceLayer, Scratch
 from kvrecall.backends.vllm.finite import FiniteWatch
 from kvrecall.backends.vllm.maps import calibrations_of
 from kvrecall.backends.vllm.memory import HostPlan
@@ -22,6 +25,7 @@ from kvrecall.backends.vllm.refill import refill
 from kvrecall.backends.vllm.settings import Settings
 from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.summaries import check_maps
+from kvrecall.backends.vllm.warmup import Limits
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.backends.vllm.window_pages import drafts_of
 from kvrecall.core.errors import CompositionError, ParameterError
@@ -30,6 +34,8 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
+
+_log = logging.getLogger("vllm.kvrecall")
 
 _DRAFTS = ("ngram", "suffix")
 """Kinds of speculation that look up drafts in the text. Each drafted token is decoded as if alone."""
@@ -50,17 +56,23 @@ class Served:
         self.shapes: list[LayerShape] = []
         """Shapes of the served layers."""
         self.plan: HostPlan | None = None
+        self.first_blocks = 1
+        """Blocks of one sequence of the longest length, and those that vLLM keeps for itself."""
         self.gives_later = False
         """Whether the worker calls `give` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
         """By number, for layers with pages."""
         self.plans: list[PassPlan] = []
+        self.impls: list[Any] = []
+        """The layers' `RetrievalImpl`."""
+        self.builders: dict[str, Any] = {}
+        """The latest `RetrievalBuilder` of every attention layer, by name."""
         self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
         """By name of the attention layer, for layers with pages."""
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self._hosts: list[HostBlocks] = []
-        self._given = 1
+        self._given, self._warm = 1, False
         _check(vllm_config)
         if self.drafts >= self.settings.method.local_tokens:
             told = f"more than the {self.drafts} tokens of a draft, which are attended in full"
@@ -121,6 +133,42 @@ class Served:
             self._given = cdiv(blocks, slab) * slab
             for host in self._hosts:
                 host.give(self._given)
+
+    def begin(self, kv_cache_config: Any) -> None:
+        """Called when vLLM has allocated its pages: stores the cache group of each layer. Host memory of one sequence of the
+        longest length, of at most `memory.AT_START_BYTES`, will be page-locked with the first pass."""
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        self.groups = {name: i for i, group in groups for name in group.layer_names}
+        self._hosts.clear()  # they were for a trial
+        if self.plan is not None:
+            self.give(min(self.first_blocks, self.plan.at_start))
+
+    def warm_up(self) -> None:
+        """Does at the start what the first prompt would wait for (`warmup.py`), once per engine. The pages are allocated, and
+        no graph is recorded yet. Every rank does it by itself, without communication."""
+        if self._warm or not self.impls:
+            return
+        self._warm, begun = True, perf_counter()
+        scheduler, method = self._config.scheduler_config, self.settings.method
+        means, decodes = method.rest_config(), self.most * (1 + self.drafts)
+        limits = Limits(
+            scheduler.max_num_batched_tokens, self.longest, method.sink_tokens + method.local_tokens,
+            1 if means is None else means.page_tokens, self.drafts, decodes, min(decodes, TOGETHER),
+        )  # fmt: skip
+        with torch.inference_mode():
+            for impl in self.impls:
+                impl.prepare()
+            locked, passes = perf_counter(), 0
+            for impl in {impl.kind: impl for impl in self.impls}.values():
+                passes += impl.warm_up(limits)
+            if self.shapes[0].device.type == "cuda":
+                torch.cuda.synchronize(self.shapes[0].device)
+        self.forget_counts()
+        _log.info(
+            "kvrecall: warmed up in %.1f s: host memory for %d blocks (%.1f s), %d passes that compile kernels (%.1f s)",
+            perf_counter() - begun, max((host.given for host in self._hosts), default=0), locked - begun, passes,
+            perf_counter() - locked,
+        )  # fmt: skip
 
     def counts(self) -> Counts:
         """This rank's counters since the engine was ready. Synchronises with a GPU."""

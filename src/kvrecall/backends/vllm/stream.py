@@ -16,7 +16,7 @@ from kvrecall.core.pieces import PIECE_TOKENS
 from kvrecall.core.structs import HostTable, lasting_tensors
 from kvrecall.index.base import LayerShape
 
-_STREAMED_TOKENS, _PLACES = 8192, 3
+STREAMED_TOKENS, PLACES = 8192, 3
 """Tokens per streamed piece, at least one block, and the number of pieces in flight."""
 
 
@@ -28,7 +28,8 @@ class HostBlocks:
         self._gpu = shape.device if shape.device.type == "cuda" else None
         self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, self._gpu)
         self.rows, self.block_size = self._region.tensor, block_size
-        self._given = 0
+        self.given = 0
+        """Blocks with memory."""
         self.borders: set[int] = set()
         """Blocks that begin another page-locked piece; no copy may cross them."""
         self.give(blocks if given is None else given)
@@ -36,9 +37,9 @@ class HostBlocks:
     def give(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
         if self._region.missing(min(blocks, len(self.rows))):
-            self.borders.add(self._given)
+            self.borders.add(self.given)
             self._region.give(min(blocks, len(self.rows)))
-            self._given = blocks
+            self.given = min(blocks, len(self.rows))
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
             raise ParameterError("host memory", "memory that a GPU can read", "a refusal to page-lock it", remedy)
@@ -69,7 +70,7 @@ class DeviceBlocks(HostBlocks):
     """The same in device memory, without page-locking."""
 
     def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
-        self.block_size, self.borders = block_size, set()
+        self.block_size, self.borders, self.given = block_size, set(), blocks
         with lasting_tensors():
             size = blocks, shape.kv_heads, block_size, 2, shape.head_dim
             self.rows = torch.empty(size, dtype=shape.dtype, device=shape.device)
@@ -84,7 +85,7 @@ class Stream:
     def __init__(self, shape: LayerShape) -> None:
         self._device = shape.device
         with lasting_tensors():
-            size = _PLACES, _STREAMED_TOKENS * shape.kv_heads * 2 * shape.head_dim
+            size = PLACES, STREAMED_TOKENS * shape.kv_heads * 2 * shape.head_dim
             self._places = torch.empty(size, dtype=shape.dtype, device=shape.device)
         gpu = shape.device.type == "cuda"
         self._stream = torch.cuda.Stream(shape.device, priority=-1) if gpu else None
@@ -99,9 +100,9 @@ class Stream:
             yield host.pieces(table, stop)
             return
         size, stream, here = host.block_size, self._stream, torch.cuda.current_stream(self._device)
-        most = _STREAMED_TOKENS // size  # blocks of a piece
+        most = STREAMED_TOKENS // size  # blocks of a piece
         starts, sent = list(range(0, cdiv(stop, size), most)), []
-        places = self._places.view(_PLACES, most, *host.rows.shape[1:])
+        places = self._places.view(PLACES, most, *host.rows.shape[1:])
 
         def send(number: int) -> None:
             if number >= len(starts):
@@ -109,7 +110,7 @@ class Stream:
             stream.wait_stream(here)  # readers of the old content
             with torch.cuda.stream(stream):
                 own = table[starts[number] : min(starts[number] + most, cdiv(stop, size))]
-                place = places[number % _PLACES]
+                place = places[number % PLACES]
                 for at, first, count in runs(own, host.borders):
                     place[at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
                 sent.append(torch.cuda.Event())
@@ -119,11 +120,11 @@ class Stream:
             for number, start in enumerate(starts):
                 here.wait_event(sent[number])
                 count = min(most, cdiv(stop, size) - start)
-                rows = places[number % _PLACES, :count].transpose(0, 1).flatten(1, 2)[:, : stop - start * size]
-                send(number + _PLACES)
+                rows = places[number % PLACES, :count].transpose(0, 1).flatten(1, 2)[:, : stop - start * size]
+                send(number + PLACES)
                 yield rows
 
-        for number in range(_PLACES):
+        for number in range(PLACES):
             send(number)
         try:
             yield taken()

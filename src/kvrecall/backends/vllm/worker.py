@@ -1,5 +1,5 @@
-"""vLLM's worker with a limit by host memory: blocks must fit on device and host. Rows are page-locked when blocks are handed
-out."""
+"""vLLM's worker with a limit by host memory: blocks must fit on device and host. Rows are page-locked at the start or when
+blocks are handed out."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
@@ -55,6 +55,7 @@ class Worker(StockWorker):
         plan = served.plan = capacity.host
         kinds = [group.kv_cache_spec for group in groups]
         needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
+        served.first_blocks = needed
         if plan.blocks < needed:
             raise HostMemoryError(needed * plan.block_bytes, plan.limit, served.longest)
         asked = config.cache_config.num_gpu_blocks_override
@@ -80,20 +81,17 @@ class Worker(StockWorker):
         return blocks * per_block
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Stores the cache group of each layer."""
-        groups = enumerate(kv_cache_config.kv_cache_groups)
-        Served.of(self.vllm_config).groups = {name: i for i, group in groups for name in group.layer_names}
         super().initialize_from_config(kv_cache_config)
+        Served.of(self.vllm_config).begin(kv_cache_config)
 
     _teller: Teller | None = None
 
     def compile_or_warm_up_model(self) -> Any:
-        """Starts the counters' thread after graphs have been recorded, because it would disturb recording."""
-        made, served, parallel = (
-            super().compile_or_warm_up_model(),
-            Served.of(self.vllm_config),
-            self.vllm_config.parallel_config,
-        )
+        """Warms up first, since vLLM watches for compilers from the end of its own warm-up on. Starts the counters' thread
+        after graphs have been recorded, because it would disturb recording."""
+        served, parallel = Served.of(self.vllm_config), self.vllm_config.parallel_config
+        served.warm_up()
+        made = super().compile_or_warm_up_model()
         served.forget_counts()
         if self._teller is None:
             device = served.shapes[0].device

@@ -131,8 +131,10 @@ def eleven_bits(b_x):
 
 
 @triton.jit(
-    do_not_specialize=["p_signs", "p_magnitudes", "p_weights", "p_norms", "p_zero_norms", "number", "tokens", "TABLE", "BYTES"]
-)
+    do_not_specialize=[
+        "p_signs", "p_magnitudes", "p_weights", "p_norms", "p_table", "p_zero_norms", "number", "tokens", "TABLE", "BYTES",
+    ]
+)  # fmt: skip
 def encode_kernel(
     p_keys, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_table,
     p_zero_norms, number, tokens, HEAD, TOKEN, MAP, MEANS, TABLE, BYTES, HIGHEST, LOWEST, MIN_ALPHA,
