@@ -12,9 +12,9 @@ random weights: no direction matters more than another.
 alone, which makes them in a third of the time or less: with ours only. Their keys are as random as others, and decode steps
 search and fetch them as they do others. Times of such prompts are left empty.
 
-`--first-prompts 65536` asks two other prompts of this length before everything else. The log and the note of every row say how
-many kernels Triton compiled, or loaded from its cache, while the row's prompt was read: none, if the engine has warmed up. Only
-for one GPU, since workers of several are other processes.
+Random tokens have queries that share nothing, so hardly a row that one step selects is there from the step before.
+`--alike 0.93` makes queries of two steps alike, as they are in a text (`vllm_weights.weights`). Tokens are then drawn,
+because the likeliest one would be the same at every step.
 """
 
 # vLLM is installed where this is run.
@@ -126,8 +126,8 @@ class Compiled:
         return f"kernels compiled in the first prompt: {len(self.names)}{named};"
 
 
-def write_maps(model: Path, path: Path) -> None:
-    """Statistics of keys without structure, for a model of this config."""
+def write_maps(model: Path, path: Path, alike: float = 0.0) -> None:
+    """Statistics of keys without structure, for a model of this config. alike: of `vllm_weights.weights`."""
     from transformers import AutoConfig
 
     from benchmarks.vllm_weights import SPREAD
@@ -137,7 +137,7 @@ def write_maps(model: Path, path: Path) -> None:
 
     config = AutoConfig.from_pretrained(model)
     heads, dim = config.num_key_value_heads, config.head_dim
-    square = (torch.eye(dim) * config.hidden_size * SPREAD**2).expand(heads, dim, dim).double()
+    square = (torch.eye(dim) * config.hidden_size * SPREAD**2 * (1 - alike)).expand(heads, dim, dim).double()
     known = KeyStatistics(4096, torch.zeros(heads, dim).double(), square, square)
     layers = dict.fromkeys(range(config.num_hidden_layers), known)
     write(path, CalibrationFile(fingerprint_of_config(config), "random", 4096, "none", layers))
@@ -156,12 +156,13 @@ def engine(args: argparse.Namespace, longest: int) -> Any:
         "model": str(folder), "load_format": "seeded", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_model_len": longest, "max_num_seqs": args.most, "max_num_batched_tokens": 8192, "enable_prefix_caching": True,
         "gpu_memory_utilization": args.utilization, "disable_log_stats": False, "tensor_parallel_size": args.ranks,
+        "model_loader_extra_config": {"alike": args.alike},
     }  # fmt: skip
     if args.cache_gib:
         settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
     if args.engine == "kvrecall":
         maps = folder / "maps.safetensors"
-        write_maps(folder, maps)
+        write_maps(folder, maps, args.alike)
         own = {"method": "pariskv-balanced", "maps": str(maps), **json.loads(args.kvrecall)}
         settings |= {"attention_backend": "CUSTOM", "block_size": args.block_size, "additional_config": {"kvrecall": own}}
     return LLM(**settings)
@@ -192,7 +193,8 @@ class Bench:
         from vllm import SamplingParams
 
         own, llm_engine = [], self.llm.llm_engine
-        asked = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs)
+        sampled = 1.0 if self.args.alike else 0.0  # a model whose hidden states are alike would repeat one token
+        asked = SamplingParams(max_tokens=tokens, temperature=sampled, ignore_eos=True, detokenize=False, logprobs=logprobs)
         begun = time.perf_counter()
         for ids in prompts:
             name = str(next(_NAMES))
@@ -238,6 +240,8 @@ class Bench:
                 reused = 1 - done["fetched_rows"] / done["selected_rows"]
             if done["searches"] != searches:
                 note = f"{note} searches: {done['searches']} of {searches};".strip()
+        if self.args.alike:
+            note = f"{note} embeddings at a cosine of {self.args.alike:g};".strip()
         if short:
             note = f"{note} prompts attend to their own chunks alone;".strip()
         preempted = self._preemptions()
@@ -334,12 +338,12 @@ def _bus_bandwidth() -> float | None:
     return host.numel() / min(times)
 
 
-def profile(bench: Bench, context: int, path: Path) -> None:
+def profile(bench: Bench, context: int, path: Path, sequences: int = 1) -> None:
     """Writes what the kernels of 32 decode steps took, the longest first."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
-        bench.ask([bench.prompt(0, context)], 33)
+        bench.ask([bench.prompt(number, context) for number in range(sequences)], 33)
         torch.cuda.synchronize()
     path.write_text(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90))
 
@@ -362,6 +366,9 @@ def main() -> None:
     parser.add_argument("--short-prompts", type=int, default=0, help="tokens from which on prompts attend to their own chunks")
     parser.add_argument("--most", type=int, default=32, help="sequences that decode together")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
+    parser.add_argument(
+        "--alike", type=float, default=0, help="cosine of two tokens' embeddings: queries then turn as a text's do"
+    )
     parser.add_argument("--layers", type=int, default=0, help="of the model; all if left out")
     parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages; a share of it if left out")
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
@@ -374,6 +381,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=Path, help="file for the time of each kernel in decode steps behind the last of --one"
     )
+    parser.add_argument("--profile-batch", type=Path, help="the same behind the last of --batches")
     parser.add_argument("--ready", type=Path, help="file that is made when the engine is ready")
     parser.add_argument("--wait-for", type=Path, help="file to wait for, before anything is measured")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
@@ -410,6 +418,9 @@ def main() -> None:
             print(row, flush=True)
     if not batches:
         bench.write_answers_and_profile(ones)
+    elif args.profile_batch:
+        context, wanted = batches[-1]
+        profile(bench, context, args.profile_batch, bench.fits(context, wanted))
 
 
 if __name__ == "__main__":

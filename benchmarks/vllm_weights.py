@@ -19,6 +19,7 @@ from torch import Tensor
 
 SPREAD = 0.02
 """Standard deviation of the weights: scores of 128 numbers spread by 1.6 before the softmax."""
+_LITTLE = 0.02
 
 
 def shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -35,12 +36,27 @@ def shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape for name, shape in (ends | layers).items()}
 
 
-def weights(config: Any, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """One tensor after the other; those of norms are ones."""
+def weights(config: Any, device: torch.device, dtype: torch.dtype, alike: float = 0.0) -> Iterator[tuple[str, Tensor]]:
+    """One tensor after the other; those of norms are ones.
+
+    alike: the cosine of any two tokens' embeddings, and nearly that of the queries of two steps, as a text's turn slowly. For
+    that, layers add little to the residual stream, and keys see nothing of what all embeddings share, so they stay random.
+    """
+    common = torch.ones(config.hidden_size, dtype=dtype, device=device)
+    common.normal_(0, SPREAD, generator=torch.Generator(device).manual_seed(zlib.crc32(b"common")))
     for name, shape in shapes(config).items():
         draw = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         made = torch.ones(shape, dtype=dtype, device=device)
-        yield name, made if len(shape) == 1 else made.normal_(0, SPREAD, generator=draw)
+        if len(shape) > 1:
+            made.normal_(0, SPREAD, generator=draw)
+        if alike and name.startswith("model.embed_tokens"):
+            made.mul_((1 - alike) ** 0.5).add_(common * alike**0.5)
+        if alike and "k_proj" in name:
+            along = common.float() / common.float().norm()
+            made -= ((made.float() @ along).unsqueeze(1) * along).to(dtype)
+        if alike and ("o_proj" in name or "down_proj" in name):
+            made *= _LITTLE
+        yield name, made
 
 
 def register() -> None:
@@ -53,7 +69,7 @@ def register() -> None:
             pass
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            device = next(model.parameters()).device
-            model.load_weights(weights(model_config.hf_config, device, model_config.dtype))
+            device, alike = next(model.parameters()).device, self.load_config.model_loader_extra_config.get("alike", 0.0)
+            model.load_weights(weights(model_config.hf_config, device, model_config.dtype, alike))
 
     register_model_loader("seeded")(Seeded)
