@@ -62,7 +62,10 @@ def test_plan_of_vllm(cli: Cli, tiny: Path) -> None:
     told = cli.json(*asked)
     assert told["method"] == "pariskv-balanced" and told["blocks"] == min(told["host_blocks"], told["device_blocks"]) > 0
     shown = cli(*asked).stdout
-    assert "blocks" in shown and "yes" in shown
+    assert "blocks" in shown and "yes" in shown and "draft" not in shown
+    drafted = [*asked, "--num-speculative-tokens", 3]
+    assert cli.json(*drafted)["scratch_bytes"] > told["scratch_bytes"] and "3 tokens per sequence" in cli(*drafted).stdout
+    assert "--engine vllm" in cli.error("plan", "--num-speculative-tokens", 3)
     assert "--engine vllm" in cli.error("plan", "--host-memory", "1GiB")
 
 

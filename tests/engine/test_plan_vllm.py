@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from kvrecall.backends.vllm.capacity import held_bytes
+from kvrecall.backends.vllm.device import DeviceLayer
+from kvrecall.backends.vllm.plan import PassPlan
+from kvrecall.backends.vllm.settings import Settings
 from kvrecall.core.errors import KVRecallError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.plan_vllm import plan_vllm
+from kvrecall.index.base import LayerShape
+from kvrecall.index.sphere.config import SphereConfig
 from tests.engine.test_plan import LLAMA_8B
 
 GIVEN = {"method": "pariskv-balanced", "host_memory": "214GiB"}
@@ -52,6 +59,38 @@ def test_scratch_grows_with_rows_and_lengths() -> None:
     assert scratch(8, 1 << 20) > scratch(8, 65536)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_scratch_is_what_layers_allocate(drafts: int) -> None:
+    """Two layers of the same shape, with their plan of a pass."""
+    given = {"method": "pariskv-balanced", "top_k": 24, "host_memory": "1GiB"}
+    config = LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+    told = plan_vllm(
+        config, given, context_tokens=3000, batch=5, dtype=torch.float32, block_size=256, num_speculative_tokens=drafts
+    )
+    settings, params = Settings.of({"kvrecall": given}), AttentionParams(0.1)
+    index = settings.index
+    assert isinstance(index, SphereConfig)
+    here = LayerShape(1, 8, 2, 32, torch.float32, torch.device("cpu"))
+    first = DeviceLayer(0, here, settings.method, index, params, None, 5, 3000, drafts=drafts)
+    second = DeviceLayer(1, here, settings.method, index, params, None, 5, 3000, first.scratch, drafts=drafts)
+    plan = PassPlan(5, 3000, settings.method, index, 256, here.device, drafts)
+    shared = 4 * 32 * 32  # the rotation, counted for each layer because statistics of keys give each its own
+    assert told.scratch_bytes == held_bytes([first, second], plan) + shared
+
+
+def test_drafts_take_scratch_and_window() -> None:
+    """The tokens of two drafts may be rejected; vLLM has one pass in flight, not two. A draft keeps selected rows for each of
+    its tokens, and sinks for each of fewer sequences."""
+    none, some = (
+        plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=32, page_bytes=100 << 30, num_speculative_tokens=n)
+        for n in (0, 3)
+    )
+    assert none.needed_blocks == 1 + 128 + 3 * 9 and some.needed_blocks == 1 + 128 + 2 * 10
+    kept = 32 * 8 * 2 * 128 * 2  # rows of all layers
+    assert some.scratch_bytes - none.scratch_bytes >= kept * (16 * (64 + 2 * 4 * 100) - 32 * (64 + 2 * 100))
+    assert (some.blocks, some.host_bytes, some.num_speculative_tokens) == (none.blocks, none.host_bytes, 3)
+
+
 def test_memory_is_counted_once() -> None:
     one = torch.zeros(100, device="meta")
     assert held_bytes([one, one[:10], {"again": one}], torch.zeros(3, 5)) == 460
@@ -65,6 +104,8 @@ def test_memory_is_counted_once() -> None:
         ({}, {"block_size": 1000}, "block_size"),
         ({}, {"context_tokens": 0}, "context_tokens"),
         ({}, {"ranks": 5}, "ranks.*query heads"),
+        ({}, {"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({}, {"num_speculative_tokens": 1024}, "local_tokens: expected more than the 1024 tokens of a draft"),
     ],
 )
 def test_what_is_not_served_is_refused(given: dict[str, Any], more: dict[str, Any], said: str) -> None:

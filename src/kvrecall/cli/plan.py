@@ -35,17 +35,23 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="Of vLLM: per GPU, for pages; what a GPU here has beside weights if left out.")
     ] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=0, help="Of vLLM: tokens of a draft, as in its --speculative-config; 0 for no drafts.")
+    ] = 0,
     as_json: options.AsJson = False,
 ) -> Result:
     """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights count for vLLM alone."""
     context_tokens = options.token_count(context)
-    ours = {"--ranks": ranks if ranks > 1 else None, "--block-size": block_size, "--host-memory": host_memory}
+    ours = {
+        "--ranks": ranks if ranks > 1 else None, "--block-size": block_size, "--host-memory": host_memory,
+        "--device-memory": device_memory, "--num-speculative-tokens": num_speculative_tokens or None,
+    }  # fmt: skip
     if engine is Engine.VLLM:
         return _vllm(
             model, method or _VLLM_METHOD, settings, context_tokens, batch, dtype, ranks, block_size, host_memory,
-            device_memory, as_json,
+            device_memory, num_speculative_tokens, as_json,
         )  # fmt: skip
-    for name, value in (ours | {"--device-memory": device_memory}).items():
+    for name, value in ours.items():
         if value is not None:
             raise ParameterError(name, "--engine vllm with it", value, "It is a setting of vLLM.")
     chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
@@ -75,7 +81,7 @@ def _limit(model: str, config: Any, context_tokens: int) -> int | None:
 
 def _vllm(
     model: str, method: str, settings: list[str] | None, context_tokens: int, batch: int, dtype: str, ranks: int,
-    block_size: int | None, host_memory: str | None, device_memory: str | None, as_json: bool,
+    block_size: int | None, host_memory: str | None, device_memory: str | None, num_speculative_tokens: int, as_json: bool,
 ) -> Result:  # fmt: skip
     """The plan for vLLM's workers."""
     from kvrecall.backends.vllm.memory import bytes_of
@@ -92,6 +98,7 @@ def _vllm(
         config, given, context_tokens=context_tokens, batch=batch, ranks=ranks, dtype=as_dtype(dtype),
         block_size=block_size or BLOCK_TOKENS,
         page_bytes=None if device_memory is None else bytes_of(device_memory, "--device-memory"),
+        num_speculative_tokens=num_speculative_tokens,
     ).to_dict()  # fmt: skip
     told["model_context_tokens"] = limit
     if not as_json:
@@ -105,6 +112,8 @@ def _show_vllm(model: str, told: Result) -> None:
     shape = f"{told['layers']} layers, {told['kv_heads']} KV heads of {told['head_dim']}{each}, {told['dtype']}"
     table.add_row("model", f"{model}: {shape}, {size(told['weight_bytes'])} of weights{each}")
     table.add_row("context", f"{told['batch']} at once of {told['context_tokens']:,} tokens, method {told['method']}")
+    if told["num_speculative_tokens"]:
+        table.add_row("drafts", f"{told['num_speculative_tokens']} tokens per sequence and step")
     summaries = size(told["summary_bytes_per_token"])
     table.add_row("per token", f"{size(told['host_bytes_per_token'])} of rows, {summaries} of summaries on the device{each}")
     table.add_row("needed", f"{size(told['host_bytes'])} of host memory, {size(told['device_bytes'])} of pages{each}")

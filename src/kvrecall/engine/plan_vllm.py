@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.backends.vllm.capacity import Capacity, scratch_bytes
+from kvrecall.backends.vllm.capacity import Capacity, ahead_of, scratch_bytes
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
 
 UTILIZATION = 0.9
 """vLLM's default share of a GPU."""
-_PASSES = 2
-"""Passes in flight with asynchronous scheduling, vLLM's default."""
+_PASSES, _PASSES_WITH_DRAFTS = 2, 1
+"""Passes in flight with asynchronous scheduling, vLLM's default, and without, which vLLM takes with drafts from the text."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class VllmPlan:
     method: str
     context_tokens: int
     batch: int
+    num_speculative_tokens: int
     ranks: int
     layers: int
     kv_heads: int
@@ -67,18 +68,26 @@ class VllmPlan:
 
 def plan_vllm(
     config: PretrainedConfig, given: Mapping[str, Any], *, context_tokens: int, batch: int = 1, ranks: int = 1,
-    dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK_TOKENS, page_bytes: int | None = None, passes: int = _PASSES,
+    dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK_TOKENS, page_bytes: int | None = None,
+    passes: int | None = None, num_speculative_tokens: int = 0,
 ) -> VllmPlan:  # fmt: skip
     """The plan for `batch` sequences of up to `context_tokens` tokens on `ranks` GPUs by tensor parallelism.
 
     given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages; None: 0.9 of
-    this machine's GPU minus weights and scratch. passes: in flight. Raises errors of `kvrecall.core.errors` for unsupported
-    settings.
+    this machine's GPU minus weights and scratch. passes: in flight; None: vLLM's default. num_speculative_tokens: draft tokens
+    per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. Raises errors of `kvrecall.core.errors` for
+    unsupported settings.
     """
+    drafts = num_speculative_tokens
+    if drafts < 0:
+        raise ParameterError("num_speculative_tokens", "an integer >= 0", drafts, "It is a count; 0 is for none.")
+    if passes is None:
+        passes = _PASSES_WITH_DRAFTS if drafts else _PASSES
     for name, value in (("context_tokens", context_tokens), ("batch", batch), ("ranks", ranks)):
         if value < 1:
             raise ParameterError(name, "an integer >= 1", value, "It is a count.")
     settings, model = Settings.of({"kvrecall": dict(given)}), ModelSignature.of(config)
+    settings.check_drafts(drafts)
     if settings.residency == "device":
         raise ParameterError("residency", "host", "device", "Rows on the device take what full attention takes: plan for that.")
     layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
@@ -89,9 +98,9 @@ def plan_vllm(
     heads = max(1, model.kv_heads // ranks)
     shape = LayerShape(1, model.query_heads // ranks, heads, model.head_dim, dtype, torch.device("cpu"))
     shapes = [shape] * layers
-    capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks)
+    capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts))
     weights = _parameters(config) * dtype.itemsize // ranks
-    scratch = scratch_bytes(settings, shapes, batch, context_tokens)
+    scratch = scratch_bytes(settings, shapes, batch, context_tokens, block_size, drafts)
     if page_bytes is None and torch.cuda.is_available():
         page_bytes = max(0, int(torch.cuda.mem_get_info()[1] * UTILIZATION) - weights - scratch)
     host_blocks = capacity.host.blocks
@@ -99,9 +108,10 @@ def plan_vllm(
     blocks = host_blocks if page_bytes is None else capacity.blocks(page_bytes)
     held = batch * (capacity.sequence_blocks + capacity.steady_blocks)
     return VllmPlan(
-        settings.method.name, context_tokens, batch, ranks, layers, heads, model.head_dim, str(dtype).removeprefix("torch."),
-        block_size, capacity.host.block_bytes // block_size, capacity.device_block_bytes / block_size,
-        capacity.device_block_bytes, capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
+        settings.method.name, context_tokens, batch, drafts, ranks, layers, heads, model.head_dim,
+        str(dtype).removeprefix("torch."), block_size, capacity.host.block_bytes // block_size,
+        capacity.device_block_bytes / block_size, capacity.device_block_bytes,
+        capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
         device_blocks, blocks, blocks * block_size, capacity.sequences(blocks), held * capacity.host.block_bytes * ranks,
         held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, blocks >= max(capacity.needed, 1 + held),
     )  # fmt: skip

@@ -72,12 +72,12 @@ def answers(home: Path, job: dict[str, Any], kvrecall: dict[str, Any] | None, **
     return json.loads(out.read_text())
 
 
-def planned(home: Path, kvrecall: dict[str, Any]) -> VllmPlan:
+def planned(home: Path, kvrecall: dict[str, Any], **more: int) -> VllmPlan:
     """What `kvrecall plan --engine vllm` says of such an engine, which has 1 GiB for pages."""
     config, given = AutoConfig.from_pretrained(home / "tiny"), {**SMALL, "top_k": 4096, **kvrecall}
     return plan_vllm(
         config, given, context_tokens=ENGINE["max_model_len"], batch=ENGINE["max_num_seqs"], dtype=torch.float32,
-        block_size=ENGINE["block_size"], page_bytes=1 << 30,
+        block_size=ENGINE["block_size"], page_bytes=1 << 30, **more,
     )  # fmt: skip
 
 
@@ -147,9 +147,27 @@ def test_an_engine_warms_up_once_and_only_in_the_block_of_no_sequence(
 def test_drafts_change_no_token(home: Path, stock: dict[str, Any]) -> None:
     """Hardly any is right here, so what is rejected is written over."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    made = answers(home, TWICE, METHODS["balanced"], speculative_config=drafts)
+    own = METHODS["balanced"] | {"host_memory": "1GiB"}
+    made = answers(home, TWICE | {"inspected": True}, own, speculative_config=drafts)
     assert tokens(made) == tokens(stock)
     assert made["draft"] > made["accepted"]
+    assert said(planned(home, own, num_speculative_tokens=3)) in made["start"]["log"]
+
+
+def said(plan: VllmPlan) -> str:
+    """What an engine tells at its start, if it is as planned."""
+    return (
+        f"kvrecall: {plan.blocks} blocks of {plan.block_size} tokens (host memory: {plan.host_limit / 2**30:.1f} GiB hold "
+        f"{plan.host_blocks}, device memory: {plan.device_blocks}); {plan.context_tokens} tokens need {plan.needed_blocks}"
+    )
+
+
+def test_an_engine_tells_what_was_planned(home: Path) -> None:
+    """On a CPU vLLM has one pass in flight."""
+    own = METHODS["balanced"] | {"host_memory": "1GiB", "local_tokens": 300}
+    made = answers(home, {"rounds": [SHARED[:1]], "tokens": 2, "inspected": True}, own)
+    assert said(planned(home, own, passes=1)) in made["start"]["log"]
+    assert planned(home, own, passes=1).needed_blocks < planned(home, own).needed_blocks
 
 
 def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:

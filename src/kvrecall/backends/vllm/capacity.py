@@ -32,6 +32,11 @@ def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
     return 1 << (page // token).bit_length() - 1
 
 
+def ahead_of(drafts: int) -> int:
+    """Draft tokens of passes in flight that may be rejected. drafts: per sequence and decode step."""
+    return 2 * drafts
+
+
 def window_blocks(local_tokens: int, page_tokens: int, longest: int, passes: int = 0, ahead: int = 0) -> int:
     """Most blocks of one sequence's window: its own, and those that each of `passes` passes in flight will free. ahead: tokens
     of a pass that may be rejected. longest: tokens of a sequence."""
@@ -86,18 +91,20 @@ class Capacity:
         return max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks)
 
 
-def scratch_bytes(settings: Settings, shapes: Sequence[LayerShape], most: int, longest: int) -> int:
+def scratch_bytes(
+    settings: Settings, shapes: Sequence[LayerShape], most: int, longest: int, block_size: int = BLOCK_TOKENS, drafts: int = 0
+) -> int:
     """Device memory besides pages and weights: kept rows, scores, maps. shapes: of the layers, all equal. most: rows of a
-    batch. Nothing is allocated."""
+    batch. drafts: draft tokens per row and decode step. Nothing is allocated."""
     index = settings.index
     if not isinstance(index, SphereConfig):
         return 0
     shape = shapes[0]
     there = LayerShape(1, shape.query_heads, shape.kv_heads, shape.head_dim, shape.dtype, torch.device("meta"))
     params = AttentionParams(shape.head_dim**-0.5)
-    first = DeviceLayer(0, there, settings.method, index, params, None, most, longest)
-    second = DeviceLayer(1, there, settings.method, index, params, None, most, longest, first.scratch)
-    plan = PassPlan(most, longest, settings.method, index, BLOCK_TOKENS, there.device)
+    first = DeviceLayer(0, there, settings.method, index, params, None, most, longest, drafts=drafts)
+    second = DeviceLayer(1, there, settings.method, index, params, None, most, longest, first.scratch, drafts=drafts)
+    plan = PassPlan(most, longest, settings.method, index, block_size, there.device, drafts)
     one = held_bytes([first])
     return one + (len(shapes) - 1) * (held_bytes([first, second]) - one) + held_bytes(plan)
 

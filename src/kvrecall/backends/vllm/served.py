@@ -74,9 +74,7 @@ class Served:
         self._hosts: list[HostBlocks] = []
         self._given, self._warm = 1, False
         _check(vllm_config)
-        if self.drafts >= self.settings.method.local_tokens:
-            told = f"more than the {self.drafts} tokens of a draft, which are attended in full"
-            raise ParameterError("local_tokens", told, self.settings.method.local_tokens, "Take more.")
+        self.settings.check_drafts(self.drafts)
 
     @staticmethod
     def of(vllm_config: Any) -> Served:

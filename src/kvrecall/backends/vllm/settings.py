@@ -113,6 +113,12 @@ class Settings:
         limit = None if memory is None else bytes_of(memory)
         return Settings(method, None if maps is None else Path(maps), limit, residency)
 
+    def check_drafts(self, drafts: int) -> None:
+        """Raises ParameterError if drafts have so many tokens that the window does not hold them."""
+        if drafts >= self.method.local_tokens:
+            told = f"more than the {drafts} tokens of a draft, which are attended in full"
+            raise ParameterError("local_tokens", told, self.method.local_tokens, "Take more.")
+
     @property
     def index(self) -> SphereConfig | ExactConfig:
         """The index of the method."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
-from kvrecall.backends.vllm.capacity import window_page_tokens
-from kvrecall.backends.vllm.window_pages import WindowSpec, ahead_of, drafts_of, passes_of
+from kvrecall.backends.vllm.capacity import ahead_of, window_page_tokens
+from kvrecall.backends.vllm.window_pages import WindowSpec, drafts_of, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 
@@ -95,7 +95,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         return WindowSpec(
             block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
             dtype=shape.dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
-            passes=passes_of(vllm_config), ahead=ahead_of(vllm_config),
+            passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
         )  # fmt: skip
 
 

@@ -102,11 +102,6 @@ def passes_of(vllm_config: Any) -> int:
     return cdiv(vllm_config.max_in_flight_tokens, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def ahead_of(vllm_config: Any) -> int:
-    """Draft tokens of passes in flight that may be rejected."""
-    return 2 * drafts_of(vllm_config)
-
-
 def drafts_of(vllm_config: Any) -> int:
     """Draft tokens per sequence and decode step."""
     told = getattr(vllm_config, "speculative_config", None)

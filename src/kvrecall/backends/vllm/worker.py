@@ -14,12 +14,12 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-from kvrecall.backends.vllm.capacity import Capacity
+from kvrecall.backends.vllm.capacity import Capacity, ahead_of
 from kvrecall.backends.vllm.metrics import Teller
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.threads import one_thread_after_fork
-from kvrecall.backends.vllm.window_pages import ahead_of, passes_of
+from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
 
@@ -47,7 +47,7 @@ class Worker(StockWorker):
         groups = get_kv_cache_groups(config, self.get_kv_cache_spec())
         size, ranks = config.cache_config.block_size, config.parallel_config.world_size
         capacity = Capacity.of(
-            served.settings, served.shapes, size, served.longest, passes_of(config), ranks, ahead_of(config),
+            served.settings, served.shapes, size, served.longest, passes_of(config), ranks, ahead_of(served.drafts),
             max(len(group.layer_names) for group in groups),
         )  # fmt: skip
         if served.settings.residency == "device":
@@ -64,8 +64,8 @@ class Worker(StockWorker):
         per_block = capacity.device_block_bytes
         allowed = min(available, plan.blocks * per_block)
         _log.info(
-            "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d)", allowed // per_block, size,
-            plan.limit / 2**30, plan.blocks, available // per_block,
+            "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d); %d tokens need %d",
+            allowed // per_block, size, plan.limit / 2**30, plan.blocks, available // per_block, served.longest, needed,
         )  # fmt: skip
         return allowed
 
