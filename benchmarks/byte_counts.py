@@ -30,9 +30,10 @@ class Moved:
     device: float
     bus: float = 0.0
 
-    def reading(self, bus: float) -> Moved:
-        """The same where so many bytes come over the bus: other rows of a selection lie on the device already."""
-        return Moved(self.device + self.bus - bus, bus)
+    def reading(self, bus: float, share: float = 1.0) -> Moved:
+        """The same where so many bytes come over the bus: other rows of a selection lie on the device already. share: bytes of
+        a row on the bus, of those that it has on the device."""
+        return Moved(self.device + self.bus - bus / share, bus)
 
 
 NOT_COUNTED = Moved(nan, nan)

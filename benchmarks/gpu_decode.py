@@ -36,6 +36,7 @@ from transformers import LlamaForCausalLM
 from benchmarks import byte_counts
 from benchmarks.bandwidth import bandwidths
 from benchmarks.full_decode import NOT_MEASURED, SPARE_BYTES, full_step, times_of
+from benchmarks.gpu_layer import in_eight_bits
 from benchmarks.inputs import Gaussian, Traced, Turning
 from benchmarks.models import COMPILED, FULL, SHAPES, TRACED, TURNING, let_go, method_of, model_of
 from benchmarks.verify import check_compiled, check_step
@@ -45,6 +46,7 @@ from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
+from kvrecall.core.fp8_rows import host_row_bytes
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.state import LayerState
@@ -148,7 +150,9 @@ def measure(
     sizes = SHAPES[shape] | {"num_hidden_layers": count}
     ours = byte_counts.NOT_COUNTED
     if not isnan(p50):
-        ours = byte_counts.step_of_model(sizes, context, batch, method_of(config, context)).reading(found.bus_bytes)
+        dim = sizes["head_dim"]
+        share = host_row_bytes(dim, torch.bfloat16, in_eight_bits(config)) / host_row_bytes(dim, torch.bfloat16, False)
+        ours = byte_counts.step_of_model(sizes, context, batch, method_of(config, context)).reading(found.bus_bytes, share)
     theirs = nan if isnan(full.p50_ms) else byte_counts.step_of_model(sizes, context, batch, None).device
     band = bandwidths()
     row_config = f"{FULL}{COMPILED if compiled else ''}" if side == FULL else name
@@ -173,7 +177,7 @@ def retrieval(
     source: of what the layers hold and are asked; None: Gaussian keys, and queries that the model makes.
     """
     before = free_device_bytes(model.device)
-    cache = RetrievalCache(model.config, method_of(name, context))
+    cache = RetrievalCache(model.config, method_of(name, context), host_rows="fp8" if in_eight_bits(name) else "plain")
     room = steps + _SPARE_STEPS
     source = source or Gaussian(cache.signature)
     cache.calibrate(model)

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import kvrecall
+from benchmarks.gpu_layer import in_eight_bits
 from benchmarks.models import FULL, let_go, method_of, model_of
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.engine import generate
@@ -74,9 +75,10 @@ class _User:
                 self.device_bytes = torch.cuda.mem_get_info()[1] - free_device_bytes(self.ids.device)
 
         method = kvrecall.Full() if name == FULL else method_of(name, self.ids.shape[1])
+        cache = kvrecall.RetrievalCache(model.config, method, host_rows="fp8") if in_eight_bits(name) else method
         self.began = time.perf_counter()
         made = generate(
-            model, None, self.ids, method, max_new_tokens=new_tokens, compiled=compiled, eos_token_id=[],
+            model, None, self.ids, cache, max_new_tokens=new_tokens, compiled=compiled, eos_token_id=[],
             on_token=told,
         )  # fmt: skip
         self.ended, self.tokens = time.perf_counter(), made.new_tokens[0]

@@ -71,6 +71,11 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
     "balanced-2%": lambda _: _balanced(candidate_ratio=0.02),
     "balanced-512": lambda n: replace(CONFIGS["balanced"](n), top_k=512),
     "balanced-512-reuse": lambda n: replace(CONFIGS["balanced-512"](n), fetch="direct:reuse=true"),
+    **{
+        f"{name}-fp8{reuse}": lambda n, plain=f"{name}{reuse}": CONFIGS[plain](n)
+        for name in ("product", "balanced", "balanced-512")
+        for reuse in ("", "-reuse")
+    },
     "balanced-2%-reuse": lambda n: replace(CONFIGS["balanced-2%"](n), fetch="direct:reuse=true"),
     "balanced-plain": lambda n: _method(n, balance=True),
     "product-max": lambda n: _method(n, gqa="max"),
@@ -79,8 +84,8 @@ CONFIGS: dict[str, Callable[[int], ParisKV]] = {
 """One-bit products with all query heads, the paper's collisions with the mean query: beta is 5% of the zone (2% from 1M on).
 "balanced" is what `pariskv-balanced` is, with its own schedule of candidates; "balanced-5%" and "balanced-2%" the same with a
 fixed share, "balanced-512" with 512 tokens per KV head instead of 100. "balanced-plain" is "product" with balanced keys, no
-centres and norms, and 16-bit weights. "…-reuse" reads no row again that the step before selected too, as captured steps do
-where a method does not say otherwise; all others read all."""
+centres and norms, and 16-bit weights. "…-fp8" and "…-fp8-reuse" keep rows on the host in eight bits. "…-reuse" reads no row
+again that the step before selected too, as captured steps do where a method does not say otherwise; all others read all."""
 
 
 def named(name: str, context: int, known: Mapping[str, Callable[[int], Method]]) -> Method:
@@ -95,6 +100,11 @@ def named(name: str, context: int, known: Mapping[str, Callable[[int], Method]])
         if error.got != spec.name:  # a parameter or a part
             raise
         raise UnknownNameError("configuration or method", spec.name, {*known, *error.known}) from None
+
+
+def in_eight_bits(name: str) -> bool:
+    """Whether a configuration keeps rows in host memory in eight bits."""
+    return name.endswith(("-fp8", "-fp8-reuse"))
 
 
 def method_of(name: str, context: int) -> ParisKV:
@@ -146,7 +156,9 @@ class Row:
 class Bench:
     """Layers of one length under one method, ready to step."""
 
-    def __init__(self, shape: str, tokens: int, method: ParisKV, layers: int) -> None:
+    def __init__(self, shape: str, tokens: int, method: ParisKV, layers: int, small: bool = False) -> None:
+        """small: rows on the host are in eight bits."""
+        self.small = small
         self.query_heads, self.heads, self.dim = SHAPES[shape]
         self.tokens, self.method, self.params = tokens, method, AttentionParams(self.dim**-0.5)
         self.keys, self.values, self.states, self.build_us = [], [], [], 0.0
@@ -171,7 +183,8 @@ class Bench:
 
     def _add_layer(self, number: int) -> None:
         keys, values = (self._random(self.heads, self.tokens, 10 * number + i) for i in (1, 2))
-        shape = LayerShape(1, self.query_heads, self.heads, self.dim, torch.bfloat16, keys.device)
+        heads = self.query_heads, self.heads, self.dim
+        shape = LayerShape(1, *heads, torch.bfloat16, keys.device, small_rows=self.small)
         self.tables = self.tables or block_tables(1, keys.device)
         state = LayerState(number, shape, self.method, tables=self.tables)
         sizes = self.method.zone_sizes()
@@ -259,7 +272,10 @@ class Bench:
             at = torch.cat([torch.arange(zones.sink, device="cuda"), found[h].long() + zones.sink,
                             torch.arange(zones.sink + zones.retrieval, self.tokens, device="cuda")])  # fmt: skip
             new = torch.stack([self.new[1][0, h], self.new[2][0, h]], 1)
-            kv = torch.cat([torch.stack([self.keys[-1][0, h, at], self.values[-1][0, h, at]], 1), new])[None, None]
+            held = torch.stack([self.keys[-1][0, h, at], self.values[-1][0, h, at]], 1)
+            chosen = slice(zones.sink, zones.sink + found.shape[1])
+            held[chosen] = state.store.as_stored(held[chosen])
+            kv = torch.cat([held, new])[None, None]
             rows = Rows(kv, torch.tensor([[kv.shape[2]]], dtype=torch.int32, device="cuda"))
             group = self.query_heads // self.heads
             expected = attend_rows(self.new[0][:, h * group : (h + 1) * group], rows, self.params.scaling).out
@@ -296,7 +312,7 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     """Builds, checks and times one configuration."""
     heads, dim = SHAPES[shape][1:]
     layers = max(8, min(32, -(-5 * _CACHE_BYTES // (tokens * heads * dim // 8))))
-    bench = Bench(shape, tokens, method_of(name, tokens), layers)
+    bench = Bench(shape, tokens, method_of(name, tokens), layers, in_eight_bits(name))
     bench.check()
     p20, p50, p80 = timed(bench.step, layers, between=bench.turn)
     rows = bench.rows_read()
@@ -313,7 +329,8 @@ def measure(shape: str, tokens: int, name: str) -> Row:
     index = bench.states[0].index
     assert isinstance(index, SphereIndex)
     zone, sizes = bench.plan.zones[0].retrieval, Heads(*SHAPES[shape])
-    moved = total(bench.moved().values()).reading(rows * sizes.row_bytes)
+    row = bench.states[0].shape.host_row_bytes
+    moved = total(bench.moved().values()).reading(rows * row, row / sizes.row_bytes)
     full_bytes, band = sizes.cache_bytes(tokens), bandwidths()
     return Row(
         shape, tokens, name, layers, p20, p50, p80, *full, backend, full[1] / p50,

@@ -116,6 +116,10 @@ class DeviceRows:
         """See `RowSource`; on the device."""
         yield self._rows[:, start:stop]
 
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
+        """See `RowSource`; on the device."""
+        return self.blocks(start, stop)
+
     def table(self, device: torch.device) -> HostTable | None:
         """See `RowSource`; none, for rows that are not in blocks."""
         return None

@@ -39,6 +39,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.checks import require
+from benchmarks.gpu_layer import in_eight_bits
 from benchmarks.gpu_time import percentiles
 from benchmarks.models import attention_of, method_of, model_of
 from kvrecall.backends.transformers import RetrievalCache
@@ -168,7 +169,8 @@ class Prompt:
     def read(self, name: str, ids: Tensor, profile: bool = False) -> tuple[RetrievalCache, Tensor]:
         """Reads tokens through kvrecall; the cache, and hidden states of the last chunk."""
         model, last = self.model, [torch.empty(0)]
-        cache = RetrievalCache(model.config, method_of(name, ids.shape[1]), profile=profile)
+        rows = "fp8" if in_eight_bits(name) else "plain"
+        cache = RetrievalCache(model.config, method_of(name, ids.shape[1]), profile=profile, host_rows=rows)
         hook = model.base_model.register_forward_hook(lambda _, __, out: last.__setitem__(0, out.last_hidden_state))
         try:
             prefill(model, ids, cache, chunk_tokens=self.chunk_tokens)

@@ -55,10 +55,11 @@ CONFIGS: dict[str, Callable[[int], Method]] = {
     "louiskv": lambda _: LouisKV(threshold=-1.0, max_stride=_STRIDE, full_attention_threshold=0),
     "freekv": lambda _: FreeKV(full_attention_threshold=0),
 }
+CONFIGS |= {f"{name}-fp8": CONFIGS[name] for name in ("balanced-rest", "balanced-512-rest", "prkv", "louiskv")}
 """Those of `gpu_layer`; `product-early` and `paper-early`, which search with the query of the step before and correct the heads
 that have turned; balanced keys with page means ("…-rest") for what is not selected; `prkv`; `louiskv`, whose queries of a
 random model would say nothing, so that its trigger is asked at every step but fires at every fifth, with two dense layers;
-`freekv`."""
+`freekv`; "…-fp8" as in `gpu_layer`."""
 
 
 def method_of(name: str, context: int) -> Method:

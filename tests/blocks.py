@@ -14,6 +14,7 @@ from kvrecall.cache.host_memory import Region
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneSizes
+from kvrecall.core import fp8_rows
 from kvrecall.core.structs import HostTable
 from tests.strategies import generator
 
@@ -39,6 +40,14 @@ def host_table(stored: list[Tensor], block_size: int, device: str = "cpu", seed:
     return HostTable(memory if device == "cpu" else memory.pin_memory(), blocks.to(device))
 
 
+def in_eight_bits(table: HostTable) -> HostTable:
+    """The same rows in eight bits; those that are NaN stay NaN."""
+    blocks = [fp8_rows.block_of(fp8_rows.quantised(block)) for block in table.rows]
+    held = torch.stack(blocks)
+    held = held.pin_memory() if table.rows.is_pinned() else held
+    return HostTable(fp8_rows.numbers_of(held, tuple(table.rows.shape[1:])), table.blocks, table.rows.dtype)
+
+
 def overwrite(table: HostTable, sequence: int, ids: Tensor, number: float) -> None:
     """Fills the rows of the tokens `ids` int64 `[n]` on the CPU with a number, in all heads."""
     table.rows[table.blocks[sequence].cpu()[ids // table.block_size].long(), :, ids % table.block_size] = number
@@ -53,20 +62,22 @@ def store(
     block_size: int = 64,
     sizes: ZoneSizes = SIZES,
     on_device: bool = False,
+    small: bool = False,
 ) -> Any:
-    """An empty store of one layer; its `host` are the retrieval zones."""
+    """An empty store of one layer; its `host` are the retrieval zones. small: in eight bits on the host."""
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, block_size)
-        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device)
+        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device, small=small)
 
 
 def zone_of(
     heads: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU, block_size: int = 16,
-    on_device: bool = False,
+    on_device: bool = False, small: bool = False,
 ) -> ZoneRows:  # fmt: skip
-    """An empty zone in blocks of its own, of a layer on `device`. on_device: where its rows lie."""
+    """An empty zone in blocks of its own, of a layer on `device`. on_device: where its rows lie. small: in eight bits on the
+    host."""
     pool = BlockPool(block_size)
-    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device)
+    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device, small=small)
     return ZoneRows(0, rows, BlockTable(pool))
 
 
@@ -83,9 +94,9 @@ def scattered(zone: ZoneRows, tokens: int, seed: int = 0) -> None:
     table.blocks[:] = [table.blocks[i] for i in order]
 
 
-def filled(rows: Tensor, device: torch.device = CPU, block_size: int = 16) -> ZoneRows:
+def filled(rows: Tensor, device: torch.device = CPU, block_size: int = 16, small: bool = False) -> ZoneRows:
     """A zone with rows `[H_kv, n, 2, D]`, in blocks whose ids do not ascend."""
-    zone = zone_of(rows.shape[0], rows.shape[3], rows.dtype, device, block_size)
+    zone = zone_of(rows.shape[0], rows.shape[3], rows.dtype, device, block_size, small=small)
     scattered(zone, rows.shape[1])
     zone.append(rows)
     return zone

@@ -42,11 +42,13 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
 def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
     observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None, told: bool = True,
-    tables: list[BlockTable] | None = None,
+    tables: list[BlockTable] | None = None, small: bool = False,
 ) -> LayerState:  # fmt: skip
-    """told: whether the layer knows its model's statistics, by default the usual ones. tables: blocks of its sequences."""
+    """told: whether the layer knows its model's statistics, by default the usual ones. tables: blocks of its sequences. small:
+    rows in host memory are in eight bits."""
     known = (calibration or usual(kv_heads, group, dim)) if told else None
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, torch.device("cpu"), calibration=known)
+    cpu = torch.device("cpu")
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, cpu, calibration=known, small_rows=small)
     return LayerState(layer, shape, method, observe_queries=observe_queries, tables=tables)
 
 

@@ -102,10 +102,12 @@ def index_keys(state: LayerState, sequence: int, keys: Tensor) -> None:
 
 def layer(
     method: kvrecall.Method, sequences: int = 1, dtype: torch.dtype = torch.float32, dim: int = 64, device: str = "cpu",
-    turned: bool = True,
+    turned: bool = True, small: bool = False,
 ) -> LayerState:  # fmt: skip
-    """An empty layer with 6 query heads and 2 KV heads, which knows its model's statistics. turned: by a rotary embedding."""
-    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), calibration=usual(2, 3, dim, turned))
+    """An empty layer with 6 query heads and 2 KV heads, which knows its model's statistics. turned: by a rotary embedding.
+    small: rows in host memory are in eight bits."""
+    known = usual(2, 3, dim, turned)
+    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), calibration=known, small_rows=small)
     return LayerState(0, shape, method)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.attend import attend_selected, start
+from kvrecall.core.fp8_rows import as_stored
 from kvrecall.core.structs import HostTable, Partial
 from kvrecall.merge import merge
 from tests.attend.dense import dense
@@ -26,9 +27,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def table(rows: Tensor, block_size: int = 16) -> HostTable:
-    """Where rows `[H_kv, n, 2, D]` lie, in blocks that do not ascend."""
-    found = filled(rows, block_size=block_size).table(torch.device("cpu"))
+def table(rows: Tensor, block_size: int = 16, small: bool = False) -> HostTable:
+    """Where rows `[H_kv, n, 2, D]` lie, in blocks that do not ascend. small: in eight bits."""
+    found = filled(rows, block_size=block_size, small=small).table(torch.device("cpu"))
     assert found is not None
     return found
 
@@ -60,10 +61,11 @@ def expected(
     tokens=st.sampled_from([1, 16, 40, 111, 230]), block_size=st.sampled_from([16, 64, 256]),
     counts=st.lists(st.sampled_from([0, 1, 5, 30, 400]), min_size=1, max_size=3),
     softcap=st.sampled_from([0.0, 5.0]), scale=st.sampled_from([0.1, 1.0, 4.0]), cores=st.sampled_from([1, 2, 3, 16]),
+    small=st.booleans(),
 )  # fmt: skip
 def test_against_float64(
     seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, counts: list[int], softcap: float, scale: float,
-    cores: int,
+    cores: int, small: bool,
 ) -> None:  # fmt: skip
     """docs/design/tolerances.md: 1e-5 absolute and relative, whatever the number of blocks and of pieces."""
     kv_heads = len(counts)
@@ -73,9 +75,10 @@ def test_against_float64(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(cores)
-        parts = attend_selected(queries, table(rows, block_size), ids, real, dim**-0.5, softcap)
+        parts = attend_selected(queries, table(rows, block_size, small), ids, real, dim**-0.5, softcap)
     finally:
         torch.set_num_threads(before)
+    rows = as_stored(rows) if small else rows
     found = merge(parts)
     out, lse = expected(queries, rows, ids, real, dim**-0.5, softcap)
     assert found.out.shape == (1, kv_heads * group, 1, dim) and found.lse.shape == (1, kv_heads * group, 1)

@@ -60,11 +60,12 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = None) -> None:
-    """names: only these kernels."""
+def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = None) -> list[Any]:
+    """The compiled kernels. names: only these."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    compiled = []
     for kernel, signature, constants, attributes, options in seen.values():
         if names is not None and kernel.__name__ not in names:
             continue
@@ -74,6 +75,8 @@ def compile_all(seen: dict[str, Any], capability: int, names: set[str] | None = 
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert len(made.asm["cubin"]) > 0, kernel.__name__
+        compiled.append(made)
+    return compiled
 
 
 CAPABILITIES = (80, 90, 100)

@@ -41,9 +41,11 @@ def compare(
     lengths: tuple[int, int] = (90, 61),
     calibration: LayerCalibration | None = None,
     draw: Callable[[int, int, int, list[int]], tuple[Tensor, Tensor, Tensor]] = at_any_position,
+    small: bool = False,
 ) -> tuple[LayerState, LayerState]:
-    """Runs both from the same prompt; every output must agree; returns the states (pipeline's, captured)."""
-    plain, other = (state(method, 2, calibration=calibration) for _ in range(2))
+    """Runs both from the same prompt; every output must agree; returns the states (pipeline's, captured). small: rows on
+    the host are in eight bits."""
+    plain, other = (state(method, 2, calibration=calibration, small=small) for _ in range(2))
     longest = max(lengths)
     for layer in (plain, other):
         prompt = draw(0, 2, longest, [n - longest for n in lengths])
@@ -90,10 +92,13 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-def test_steps_and_what_is_left_behind_are_the_pipelines(method: kvrecall.Method) -> None:
-    params = AttentionParams(DIM**-0.5)
-    plain, other = compare(method, 4, params)  # the buffer of 8 fills up in between
+SMALL = ["collisions", "products", "balanced", "balanced-early", "reused"]
+
+
+@pytest.mark.parametrize(("name", "small"), [*((name, False) for name in METHODS), *((name, True) for name in SMALL)])
+def test_steps_and_what_is_left_behind_are_the_pipelines(name: str, small: bool) -> None:
+    method, params = METHODS[name], AttentionParams(DIM**-0.5)
+    plain, other = compare(method, 4, params, small=small)  # the buffer of 8 fills up in between
     for b in range(2):
         assert other.store.zones(b) == plain.store.zones(b)
         assert torch.equal(other.store.resident.view(b), plain.store.resident.view(b))
@@ -280,14 +285,17 @@ RESTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "softcap"), [("balanced", 0.0), ("collisions", 20.0), ("many-pages", 0.0)])
-def test_page_means_stand_for_the_rest(name: str, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "softcap", "small"),
+    [("balanced", 0.0, False), ("collisions", 20.0, False), ("many-pages", 0.0, False), ("balanced", 0.0, True)],
+)
+def test_page_means_stand_for_the_rest(name: str, softcap: float, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages become whole meanwhile and lose tokens to the selection; with few of them to a program it takes several blocks."""
     monkeypatch.setattr("kvrecall.index.page_means.step.pages_at_once", lambda *_: 16)
     monkeypatch.setattr("kvrecall.index.page_means.step._MOST_PARTS", 2)
     lengths = (190, 161) if name == "many-pages" else (90, 61)
     params = AttentionParams(DIM**-0.5, softcap)
-    plain, other = compare(RESTS[name], 4, params, atol=4e-6, lengths=lengths)  # sums of more parts
+    plain, other = compare(RESTS[name], 4, params, atol=4e-6, lengths=lengths, small=small)  # sums of more parts
     assert other.stats.estimated_units == plain.stats.estimated_units > 0
     for counter in ("steps", "searches", "attended_tokens", "retrieved_tokens"):
         assert getattr(other.stats, counter) == getattr(plain.stats, counter), counter

@@ -54,9 +54,9 @@ METHODS = {
 }  # fmt: skip
 
 
-def both(method: kvrecall.Method, warm: int, lengths: list[int]) -> tuple[LayerState, LayerState]:
-    """Two states of one ragged prompt, a few steps further."""
-    plain, other = state(method, len(lengths)), state(method, len(lengths))
+def both(method: kvrecall.Method, warm: int, lengths: list[int], small: bool = False) -> tuple[LayerState, LayerState]:
+    """Two states of one ragged prompt, a few steps further. small: rows on the host are in eight bits."""
+    plain, other = (state(method, len(lengths), small=small) for _ in range(2))
     start(plain, lengths), start(other, lengths)
     for number in range(warm):
         new = tokens(500 + 3 * number, len(lengths), 1)
@@ -108,10 +108,13 @@ def same(plain: LayerState, other: LayerState) -> None:
         assert getattr(other.stats, name) == getattr(plain.stats, name), name
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_steps_and_what_is_left_behind_are_the_pipelines(name: str) -> None:
+SMALL = ["louiskv", "prkv", "landmarks"]
+
+
+@pytest.mark.parametrize(("name", "small"), [*((name, False) for name in METHODS), *((name, True) for name in SMALL)])
+def test_steps_and_what_is_left_behind_are_the_pipelines(name: str, small: bool) -> None:
     """Segments of several lengths leave while the trigger fires and holds; static sets are chosen anew in between."""
-    plain, other = both(METHODS[name], 5, [74, 55])
+    plain, other = both(METHODS[name], 5, [74, 55], small)
     before = plain.stats.searches
     go_on(plain, other, 5 if name == "early" else 9, 1000)
     same(plain, other)
@@ -243,6 +246,27 @@ def test_a_set_that_cannot_take_its_place_does_so_later(
                 torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
         same(plain, other)
         assert other.static[0] is not chosen
+
+
+def test_a_dense_layer_in_eight_bits_is_refused() -> None:
+    method = kvrecall.LouisKV(top_k=9, **CLUSTERS | ZONES | {"dense_layers": (0,)})
+    plain, other = both(method, 2, [74, 55], small=True)
+    with pytest.raises(CaptureError, match=r'layer 0 searches nothing.*eight bits.*host_rows="plain"'):
+        in_slots([other], 5)
+    for number in range(3):  # and goes on uncaptured
+        new = tokens(3000 + number, 2, 1)
+        assert torch.equal(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+
+
+def test_tokens_are_summarised_as_they_are_stored() -> None:
+    """An index over single tokens, whose summaries are written when a token comes."""
+    plain, other = both(kvrecall.Exact(top_k=9, **ZONES), 2, [74, 55], small=True)
+    go_on(plain, other, 9, 1000)
+    for b in range(2):
+        assert torch.equal(other.index.keys.gather(b), plain.index.keys.gather(b))
+        assert torch.equal(other.held[b].ids, plain.held[b].ids)
+        rows = [torch.cat(list(x.store.host[b].blocks()), 1) for x in (other, plain)]
+        assert torch.equal(*rows) and torch.equal(rows[0][:, :, 0], plain.index.keys.gather(b))
 
 
 def test_a_dense_layer() -> None:

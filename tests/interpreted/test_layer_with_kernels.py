@@ -38,18 +38,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
 
 
-def run(method: kvrecall.Method, lengths: list[int], steps: int) -> tuple[LayerState, list[torch.Tensor]]:
-    layer = state(method, len(lengths))
+def run(method: kvrecall.Method, lengths: list[int], steps: int, small: bool = False) -> tuple[LayerState, list[torch.Tensor]]:
+    """small: rows on the host are in eight bits."""
+    layer = state(method, len(lengths), small=small)
     history = start(layer, lengths)
     return layer, [step(layer, history, 100 + number)[1] for number in range(steps)]
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["plain", "small"])
 @pytest.mark.parametrize("lengths", [[90, 61], [90, 25]], ids=["all-search", "one-attends-whole"])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-def test_outputs_and_counters(method: kvrecall.Method, lengths: list[int], request: pytest.FixtureRequest) -> None:
-    plain, expected = run(method, lengths, 10)
+def test_outputs_and_counters(method: kvrecall.Method, lengths: list[int], small: bool, request: pytest.FixtureRequest) -> None:
+    plain, expected = run(method, lengths, 10, small)
     request.getfixturevalue("kernels")
-    made, outs = run(method, lengths, 10)
+    made, outs = run(method, lengths, 10, small)
     torch.testing.assert_close(torch.stack(outs), torch.stack(expected), atol=1e-5, rtol=1e-5)
     assert len(list(made.store.host[0].blocks())) > 1
     assert bool(made.fetched) == made.keeps_rows == (method.trigger is not None)

@@ -61,6 +61,12 @@ class Pair:
     state: LayerState
     tokens: Tokens
 
+    def settle(self) -> None:
+        """What has left the window is what the host gives back."""
+        zones = [self.state.store.zones(b) for b in range(self.state.store.sequences)]
+        ranges = [range(zone.sink, zone.sink + zone.retrieval) for zone in zones]
+        self.tokens = self.tokens.changed(ranges, self.state.store.as_stored)
+
 
 def assert_same(after: list[dict[str, int]], before: list[dict[str, int]]) -> None:
     """Names the tensors that have changed."""
@@ -73,6 +79,8 @@ class Course(RuleBasedStateMachine):
     """One method and its forks to others. Every rule checks the layer that it changes, and that it changes no other."""
 
     name: ClassVar[str]
+    small: ClassVar[bool] = False
+    """Whether rows in host memory are in eight bits."""
     operations: ClassVar[int] = 0
 
     @initialize(
@@ -82,7 +90,7 @@ class Course(RuleBasedStateMachine):
     def start(self, sequences: int, first: int, segment: int, covering: bool, seed: int) -> None:
         self.methods = COVERING if covering else SEARCHING
         self.segment = segment
-        self.pairs = [Pair(self._small(layer(self.methods[self.name], sequences)), Tokens.none(sequences))]
+        self.pairs = [Pair(self._short(layer(self.methods[self.name], sequences, small=self.small)), Tokens.none(sequences))]
         self.pairs[0].state._observe = OBSERVED
         self.pairs[0].state._adopt(self.pairs[0].state.method)  # again, with a log for those queries
         self.lines = {"chunk": 1500, "step": 1500, "crop": 200}  # of each operation, once it has been done
@@ -111,6 +119,7 @@ class Course(RuleBasedStateMachine):
             for b, count in enumerate(kept):
                 pair.state.crop(b, count)
             pair.tokens = before.add(inputs).crop(kept)
+            pair.settle()
 
     @rule(which=layers, steps=st.integers(0, 3), seed=SEEDS)
     def fork(self, which: int, steps: int, seed: int) -> None:
@@ -162,7 +171,7 @@ class Course(RuleBasedStateMachine):
     @rule(which=layers, sequences=st.integers(1, 3))
     def reset(self, which: int, sequences: int) -> None:
         with self._only(which) as pair:
-            pair.state = self._small(layer(pair.state.method, sequences))
+            pair.state = self._short(layer(pair.state.method, sequences, small=self.small))
             pair.tokens = Tokens.none(sequences)
 
     @rule(which=layers, ahead=st.sampled_from([1, 9, 40]), seed=SEEDS)
@@ -207,6 +216,7 @@ class Course(RuleBasedStateMachine):
         totals = [state.store.zones(b).total for b in range(len(before.keys))]
         assert ran >= at or totals == after.lengths
         pair.tokens = after if totals == after.lengths else before  # interrupted behind its last change, or before
+        pair.settle()
         check_rows(state, pair.tokens)
 
     def teardown(self) -> None:
@@ -215,7 +225,8 @@ class Course(RuleBasedStateMachine):
 
     def _change(self, which: int, make: Callable[[LayerState], LayerState], steps: int, seed: int) -> None:
         with self._only(which) as pair:
-            made = Pair(self._small(make(pair.state)), pair.tokens)
+            made = Pair(self._short(make(pair.state)), pair.tokens)
+            made.settle()
             before = memory_of(pair.state)
             for number in range(steps):
                 self._step(made, Inputs.random(seed + number, len(pair.tokens.keys), 1))
@@ -226,12 +237,14 @@ class Course(RuleBasedStateMachine):
         out = _feed(pair.state, inputs, chunk=True)
         pair.tokens = pair.tokens.add(inputs)
         check_chunk(out, inputs, pair.tokens)
+        pair.settle()
 
     def _step(self, pair: Pair, inputs: Inputs) -> torch.Tensor:
         zones = [pool.length for pool in pair.state.store.host]
         out = _feed(pair.state, inputs, chunk=False)
         pair.tokens = pair.tokens.add(inputs)
         check_step(pair.state, out, inputs, pair.tokens, zones)
+        pair.settle()
         return out
 
     @contextmanager
@@ -254,7 +267,7 @@ class Course(RuleBasedStateMachine):
         own = {name: getattr(sizes, name) for name in OTHER_ZONES}
         return replace(self.methods[name], **own)
 
-    def _small(self, state: LayerState) -> LayerState:
+    def _short(self, state: LayerState) -> LayerState:
         """The layer, whose next segments are short."""
         for pool in state.store.host:
             pool._segment_tokens = self.segment

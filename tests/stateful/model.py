@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,14 @@ class Tokens:
             grown.keys[b] = torch.cat([self.keys[b], inputs.keys[b][:, real[b]]], 1)
             grown.values[b] = torch.cat([self.values[b], inputs.values[b][:, real[b]]], 1)
         return grown
+
+    def changed(self, ranges: list[range], change: Callable[[Tensor], Tensor]) -> Tokens:
+        """A copy in which the tokens of a range of each sequence are changed."""
+        made = Tokens(list(self.keys), list(self.values))
+        for rows in (made.keys, made.values):
+            for b, (own, at) in enumerate(zip(rows, ranges, strict=True)):
+                rows[b] = torch.cat([own[:, : at.start], change(own[:, at.start : at.stop]), own[:, at.stop :]], 1)
+        return made
 
     def crop(self, kept: list[int]) -> Tokens:
         """A copy with the first kept[b] tokens of each sequence."""

@@ -20,6 +20,11 @@ STEPS = 12
 IN_SUITE = 96
 OPERATIONS = int(os.environ.get("KVRECALL_STATEFUL_OPERATIONS", IN_SUITE))
 """For each method."""
+SMALL = [
+    "pariskv-mean_q", "pariskv-balanced-max", "prkv-mean_softmax", "louiskv-max", "ctkvr-max", "ctkvr-per_head", "exact-max",
+    "full", "pariskv+means", "h2o", "retroinfer",
+]  # fmt: skip
+"""Methods with rows in eight bits: the four papers', and indexes that read rows again."""
 
 
 @pytest.mark.parametrize("name", SEARCHING)
@@ -41,10 +46,24 @@ def test_any_course_of_operations_with_rows_on_the_device(every: int | None, mon
     run("full")
 
 
-def run(name: str) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_any_course_of_operations_with_rows_in_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    run(name, small=True)
+
+
+def test_any_course_of_operations_with_rows_that_become_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of layers without search, where the device has no room for them."""
+    small_blocks(monkeypatch)
+    Device(monkeypatch)
+    monkeypatch.setattr("kvrecall.cache.block_rows.room_for_rows", lambda _: 0)
+    run("full", small=True)
+
+
+def run(name: str, small: bool = False) -> None:
     steps = examples(max(1, OPERATIONS // STEPS), stateful_step_count=STEPS)
     phases = [Phase.generate] if OPERATIONS == IN_SUITE else [Phase.generate, Phase.shrink]  # which may take minutes
-    machine = type(name, (Course,), {"name": name, "operations": 0})
+    machine = type(name, (Course,), {"name": name, "small": small, "operations": 0})
     run_state_machine_as_test(machine, settings=settings(steps, phases=phases))
     print(f"{name}: {machine.operations} operations")
     assert machine.operations >= OPERATIONS // 4

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import attend_block
-from kvrecall.core.host_rows import row_offset
+from kvrecall.core.host_rows import load_rows
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.merge.cuda import merge_splits
@@ -51,18 +51,14 @@ def host_rows_kernel(
 ):  # fmt: skip
     """As `rows_kernel`, for the rows of ids int32 `[BH, K]` (-1: none) in blocks of host memory.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`; table int32 `[B, TABLE]`: the blocks of each sequence, see `row_offset`.
+    pool `[blocks, HEADS, BLOCK, 2, D]`; table int32 `[B, TABLE]`: the blocks of each sequence, see `load_rows`.
     """
     i_bh, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_kv = i_bh % HEADS
-    o_k, o_d = i_p * R + tl.arange(0, R), tl.arange(0, BD)
+    o_k = i_p * R + tl.arange(0, R)
     b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)  # [R]
-    m_r = b_id >= 0
-    m_row = m_r[:, None] & (o_d < D)[None, :]
-    b_row = row_offset(p_table + (i_bh // HEADS) * TABLE, b_id, m_r, i_kv, HEADS, BLOCK, D)  # [R]
-    p_row = p_pool + b_row[:, None] + o_d[None, :]
-    b_k = tl.load(p_row, mask=m_row, other=0.0)  # [R, BD]
-    b_v = tl.load(p_row + D, mask=m_row, other=0.0)
+    m_r, p_own = b_id >= 0, p_table + (i_bh // HEADS) * TABLE
+    b_k, b_v = load_rows(p_pool, p_own, b_id, m_r, m_r, i_kv, HEADS, p_queries, BLOCK, D, BD)  # [R, BD]
     attend_block(p_queries + i_bh * G * D, p_out + i_bh * G * PARTS * D, p_lse + i_bh * G * PARTS, i_p, b_k, b_v, m_r,
                  scaling, softcap, D, BD, G, PARTS, CAP)  # fmt: skip
 
@@ -93,7 +89,7 @@ def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap
     else:
         table = rows.table
         host_rows_kernel[grid](
-            queries, rows.ids.contiguous(), table.rows, table.blocks, out, lse, scaling, softcap, kv_heads, rows.width,
+            queries, rows.ids.contiguous(), table.pool, table.blocks, out, lse, scaling, softcap, kv_heads, rows.width,
             table.blocks.stride(0), BLOCK=table.block_size, **sizes,
         )  # fmt: skip
     merged, total = merge_splits(out, lse)

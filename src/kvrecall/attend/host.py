@@ -13,7 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import attend_head
-from kvrecall.core.numeric import as_bits, row_number
+from kvrecall.core.numeric import row_bits, row_place
 from kvrecall.core.structs import HostTable, Partial
 
 
@@ -31,23 +31,24 @@ def attend_selected(
     # A head's rows are split among the cores, so that few heads use all of them; the pieces are merged like other parts.
     pieces = max(1, torch.get_num_threads() // table.rows.shape[1])
     outs, lses = np.empty((pieces, heads, dim), np.float32), np.empty((pieces, heads), np.float32)
-    bits, kind = as_bits(table.rows.view(-1, 2, dim))
+    bits, kind, scales = row_bits(table)
     blocks, size = table.blocks[0].numpy(), table.block_size
-    _attend(near, bits, kind, blocks, size, ids.numpy(), counts.numpy(), np.float32(scaling), np.float32(softcap), outs, lses)
+    factors = np.float32(scaling), np.float32(softcap)
+    _attend(near, bits, kind, scales, blocks, size, ids.numpy(), counts.numpy(), *factors, outs, lses)
     parts = zip(torch.from_numpy(outs).to(device), torch.from_numpy(lses).to(device), strict=True)
     return [Partial(out.view(1, heads, 1, dim), lse.view(1, heads, 1)) for out, lse in parts]
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _attend(queries, rows, kind, blocks, size, ids, counts, scaling, softcap, out, lse):
-    kv_heads, pieces = ids.shape[0], out.shape[0]
+def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, softcap, out, lse):
+    kv_heads, pieces, dim = ids.shape[0], out.shape[0], queries.shape[1]
     group = queries.shape[0] // kv_heads
     for task in prange(kv_heads * pieces):
         piece = task % pieces
         h = task // pieces
         own = ids[h, counts[h] * piece // pieces : counts[h] * (piece + 1) // pieces]
-        places = np.empty(own.shape[0], np.int64)
+        places, scale_places = np.empty(own.shape[0], np.int64), np.empty(own.shape[0], np.int64)
         for i in range(own.shape[0]):
-            places[i] = row_number(blocks, size, kv_heads, h, own[i])
+            places[i], scale_places[i] = row_place(blocks, size, kv_heads, h, own[i], dim, kind)
         of = slice(h * group, (h + 1) * group)
-        attend_head(queries[of], rows, kind, places, scaling, softcap, out[piece, of], lse[piece, of])
+        attend_head(queries[of], rows, kind, places, scales, scale_places, scaling, softcap, out[piece, of], lse[piece, of])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.host_rows import row_offset
+from kvrecall.core.host_rows import load_rows
 from kvrecall.core.softcap import capped
 
 
@@ -80,14 +80,13 @@ def selected_rows(
 ):  # fmt: skip
     """K and V `[R, BD]` of selected rows: entries o_k of a selection with ids `[R]` (-1: none).
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `row_offset`. REUSE:
+    pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `load_rows`. REUSE:
     kept `[·, K, 2, D]` holds rows of earlier steps, kept_ids int32 `[·, K]` their ids; rows come from selection i_then, int64,
     and are kept as i_now, int64 (< 0: not kept). Without REUSE nothing is kept. read[0] counts rows read from the host.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     m_r = b_id >= 0
-    p_row = p_pool + row_offset(p_table, b_id, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
     if REUSE:
         o_now, o_then = i_now * K, i_then * K
         b_slot = tl.full(b_id.shape, -1, tl.int32)
@@ -100,8 +99,7 @@ def selected_rows(
         m_kept = (b_slot >= 0)[:, None] & m_d
         m_host = m_r & (b_slot < 0)
         p_then = p_kept + (o_then + b_slot)[:, None] * (2 * D) + o_d[None, :]
-        b_k = tl.load(p_row, mask=m_host[:, None] & m_d, other=0.0)
-        b_v = tl.load(p_row + D, mask=m_host[:, None] & m_d, other=0.0)
+        b_k, b_v = load_rows(p_pool, p_table, b_id, m_r, m_host, i_kv, HEADS, p_kept, BLOCK, D, BD)
         b_k = tl.where(m_kept, tl.load(p_then, mask=m_kept, other=0.0), b_k)
         b_v = tl.where(m_kept, tl.load(p_then + D, mask=m_kept, other=0.0), b_v)
         p_now = p_kept + (o_now + o_k)[:, None] * (2 * D) + o_d[None, :]
@@ -111,8 +109,7 @@ def selected_rows(
         tl.store(p_kept_ids + o_now + o_k, b_id, mask=m_now)
     else:
         m_host = m_r
-        b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
-        b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
+        b_k, b_v = load_rows(p_pool, p_table, b_id, m_r, m_r, i_kv, HEADS, p_kept, BLOCK, D, BD)
     tl.atomic_add(p_read, tl.sum(m_host.to(tl.int32), 0).to(tl.int64), sem="relaxed")
     return b_k, b_v
 

@@ -99,7 +99,7 @@ class StepAttention:
         """
         (b, heads, capacity), k, table = self.rows.shape[:3], self.top_k, self.table
         attend_kernel[(b * heads * self.parts,)](
-            queries, keys, values, self.rows, zone, self.bad, ids, table.rows, table.blocks, self.kept_ids, self.kept,
+            queries, keys, values, self.rows, zone, self.bad, ids, table.pool, table.blocks, self.kept_ids, self.kept,
             parity, self.read, self.out, self.lse, params.scaling, params.softcap, heads, table.blocks.stride(0), capacity,
             self.front, zone.stride(0), b * heads, k,
             BLOCK=table.block_size, D=self._dim, BD=next_power_of_2(self._dim), G=self._group, R=self.chosen_rows,

@@ -1,4 +1,4 @@
-"""K and V of one layer's blocks, in host memory or on the layer's device."""
+"""K and V of one layer's blocks, in host memory or on the layer's device. In host memory they may be in eight bits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.cache.transfer import Pending, send
 from kvrecall.core.errors import DeviceError, HostMemoryError
+from kvrecall.core.fp8_rows import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
 from kvrecall.core.launch import cdiv
 
 _SLAB_TOKENS = 4096
@@ -43,11 +44,12 @@ class BlockRows:
 
     def __init__(
         self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False,
-        mapped: int = 0,
+        mapped: int = 0, small: bool = False,
     ) -> None:  # fmt: skip
         """device: the layer's device, which reads the rows. on_device: rows lie there, if it has memory. mapped: most blocks
-        that may be mapped from a file; address space is reserved for them in addition."""
-        self._shape, self._dtype, self._mapped = (heads, block_size, 2, dim), dtype, mapped
+        that may be mapped from a file; address space is reserved for them in addition. small: rows are in eight bits while they
+        lie in host memory (`core.fp8_rows`)."""
+        self._shape, self._dtype, self._mapped, self._small = (heads, block_size, 2, dim), dtype, mapped, small
         self.block_size, self.device = block_size, device
         near = self._reserved_near() if on_device else None
         self._place = self._reserved() if near is None else _Place(near, True)
@@ -56,8 +58,45 @@ class BlockRows:
 
     @property
     def tensor(self) -> Tensor:
-        """`[most blocks, H_kv, block_size, K|V, D]`; only blocks with memory may be used."""
+        """All blocks, `[most blocks, H_kv, block_size, K|V, D]`, or uint8 `[most blocks, n]` in eight bits; only blocks with
+        memory may be used."""
         return self._place.region.tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """`[most blocks, H_kv, block_size, K|V, D]`; in eight bits e4m3, with the scales behind each block
+        (`core.fp8_rows.scales_of`)."""
+        return numbers_of(self.tensor, self._shape) if self.small else self.tensor
+
+    @property
+    def small(self) -> bool:
+        """Whether rows are in eight bits. They never are while they lie on the device."""
+        return self._small and not self.on_device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """H_kv, block_size, 2, D."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows that are not in eight bits."""
+        return self._dtype
+
+    def stored(self, rows: Tensor) -> StoredRows:
+        """Rows `[H_kv, n, 2, D]` as they are stored, on their device."""
+        return quantised(rows) if self.small else rows
+
+    def block(self, block: int, start: int, stop: int) -> StoredRows:
+        """Rows start .. stop - 1 of a block, `[H_kv, n, 2, D]`, as views."""
+        return self._part(self._place, block, start, stop)
+
+    def _part(self, place: _Place, block: int, start: int, stop: int) -> StoredRows:
+        own = place.region.tensor[block : block + 1]
+        if not self._small or place.on_device:
+            return own[0, :, start:stop]
+        numbers = numbers_of(own, self._shape)
+        return SmallRows(numbers[0], scales_of(numbers)[0], self._dtype).part(start, stop)
 
     @property
     def on_device(self) -> bool:
@@ -126,20 +165,28 @@ class BlockRows:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # streams of other threads may still write
         for block in range(near.blocks):
-            far.region.tensor[block].copy_(near.region.tensor[block])
+            held = near.region.tensor[block]
+            _copy(quantised(held) if self._small else held, self._part(far, block, 0, self.block_size))
         self._place = far
         say_not_on_device(near.region.missing(blocks), self.device)
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
-        """A copy `[H_kv, block_size, 2, D]` of a block on the CPU. The block is number `place` of a sequence; rows that do not
-        belong to the sequence's first `tokens` tokens are zero."""
+        """A copy of a block on the CPU, `[H_kv, block_size, 2, D]`, or uint8 `[n]` in eight bits. The block is number `place`
+        of a sequence; rows that do not belong to the sequence's first `tokens` tokens are zero."""
         self.arrive()
-        rows, held = self.tensor[block], min(self.block_size, tokens - place * self.block_size)
+        held = min(self.block_size, tokens - place * self.block_size)
         if held == self.block_size:
-            return rows.cpu()
-        copy = torch.zeros(self._shape, dtype=self._dtype)
-        copy[:, :held] = rows[:, :held]
-        return copy
+            return self.tensor[block].cpu()
+        if not self.small:
+            copy = torch.zeros(self._shape, dtype=self._dtype)
+            copy[:, :held] = self.tensor[block][:, :held]
+            return copy
+        rows = self.block(block, 0, self.block_size)
+        assert isinstance(rows, SmallRows)
+        copied = SmallRows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
+        copied.numbers.view(torch.uint8)[:, held:] = 0
+        copied.scales[:, held:] = 0
+        return block_of(copied)
 
     def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
         """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
@@ -176,7 +223,7 @@ class BlockRows:
             # Kernels may still read the target's old content. On the device the stream's order is enough.
             if not self.on_device and self.device.type == "cuda" and torch.cuda.is_initialized():
                 torch.cuda.current_stream(self.device).synchronize()
-            self.tensor[target][:, :tokens].copy_(self.tensor[source][:, :tokens])
+            _copy(self.block(source, 0, tokens), self.block(target, 0, tokens))
 
     def arrive(self, on_device: bool = False) -> None:
         """Waits for copies, so that the CPU, or the GPU's current stream, may read rows."""
@@ -191,24 +238,30 @@ class BlockRows:
             if self._pending is pending:
                 self._pending = None
 
-    def store(self, rows: Tensor, block: int, offset: int) -> None:
-        """Stores rows `[H_kv, n, 2, D]` of any device in a block. For rows of a GPU the copy may still be in flight."""
+    def store(self, rows: StoredRows, block: int, offset: int) -> None:
+        """Stores rows `[H_kv, n, 2, D]` of any device, from `stored`, in a block. For rows of a GPU the copy may still be in
+        flight."""
         with self._lock:  # rows must not move meanwhile, and `_pending` must be the last copy
-            target = self.tensor[block][:, offset : offset + rows.shape[1]]
+            # Rows may have moved to the host since `stored`.
+            rows = quantised(rows) if self.small and isinstance(rows, Tensor) else rows
+            rows = rows if self.small else wide(rows)
+            target = self.block(block, offset, offset + (rows.shape[1] if isinstance(rows, Tensor) else rows.tokens))
             if rows.is_cuda and not self.on_device:
                 self._pending = send(rows, target)
             else:
-                target.copy_(rows)
+                _copy(rows, target)
 
     def _reserved(self) -> _Place:
         """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
-        block_bytes = self._block_bytes
+        block_bytes = block_nbytes(self._shape) if self._small else self._block_bytes
         blocks, device = (
             self._mapped + cdiv(total_host_bytes(), block_bytes),
             self.device if self.device.type == "cuda" else None,
         )
         while True:
             try:
+                if self._small:
+                    return _Place(Region((blocks, block_bytes), torch.uint8, device), False)
                 return _Place(Region((blocks, *self._shape), self._dtype, device), False)
             except (OSError, MemoryError) as error:
                 if blocks == 1:
@@ -226,6 +279,16 @@ class BlockRows:
     @property
     def _block_bytes(self) -> int:
         return prod(self._shape) * self._dtype.itemsize
+
+
+def _copy(rows: StoredRows, target: StoredRows) -> None:
+    """Copies rows `[H_kv, n, 2, D]` to others in the same form."""
+    if isinstance(rows, Tensor) or isinstance(target, Tensor):
+        assert isinstance(rows, Tensor) and isinstance(target, Tensor), "rows in different forms"
+        target.copy_(rows)
+    else:
+        target.numbers.view(torch.uint8).copy_(rows.numbers.view(torch.uint8))
+        target.scales.copy_(rows.scales)
 
 
 def say_not_on_device(need: int, device: torch.device) -> None:

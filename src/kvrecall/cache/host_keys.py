@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrecall.core.fp8_rows import SmallRows, StoredRows
 from kvrecall.core.launch import cdiv, kernels_available, next_power_of_2
 
 _TOKENS = 64
@@ -17,22 +18,25 @@ _PROGRAMS = 64
 which would otherwise wait for the last of thousands of programs to start."""
 
 
-def readable(rows: Tensor, device: torch.device) -> bool:
+def readable(rows: StoredRows, device: torch.device) -> bool:
     """Whether kernels of a GPU can read these host rows: they must be page-locked."""
-    return rows.device != device and kernels_available(device) and rows.is_pinned()
+    held = rows.scales if isinstance(rows, SmallRows) else rows
+    return held.device != device and kernels_available(device) and held.is_pinned()
 
 
-def copy_keys(rows: Tensor, keys: Tensor) -> None:
+def copy_keys(rows: StoredRows, keys: Tensor) -> None:
     """Copies the keys of readable rows `[H_kv, n, 2, D]` into keys `[H_kv, n, D]` of a GPU, on its current stream.
 
     Rows, and the keys of a head, must be contiguous.
     """
     from kvrecall.cache.host_keys_kernel import keys_kernel  # Triton takes a second to import
 
-    heads, tokens, _, dim = rows.shape
-    assert rows.stride(3) == keys.stride(2) == 1 and keys.stride(1) == dim
+    numbers = rows.numbers.view(torch.uint8) if isinstance(rows, SmallRows) else rows
+    scales = rows.scales if isinstance(rows, SmallRows) else numbers
+    heads, tokens, _, dim = numbers.shape
+    assert numbers.stride(3) == keys.stride(2) == 1 and keys.stride(1) == dim and scales.stride(1) in (2, 2 * dim)
     if tokens:
         keys_kernel[(min(cdiv(tokens, _TOKENS), max(1, _PROGRAMS // heads)), heads)](
-            rows, keys, tokens, rows.stride(0), rows.stride(1), keys.stride(0), D=dim, BD=next_power_of_2(dim), T=_TOKENS,
-            num_warps=4,
+            numbers, scales, keys, tokens, numbers.stride(0), numbers.stride(1), scales.stride(0), keys.stride(0), D=dim,
+            BD=next_power_of_2(dim), T=_TOKENS, num_warps=4,
         )  # fmt: skip

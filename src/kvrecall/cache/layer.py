@@ -24,6 +24,7 @@ from kvrecall.cache.prefetch import Taken, prefetch_pieces
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
+from kvrecall.core.fp8_rows import StoredRows, as_stored, wide
 from kvrecall.core.structs import HostTable, Rows
 
 _PIECE_BYTES = 64 << 20
@@ -50,14 +51,15 @@ class LayerStore:
 
     def __init__(
         self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes,
-        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False,
+        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False, small: bool = False,
     ) -> None:  # fmt: skip
         """layer: its number. tables: block tables of the sequences, shared by the layers of a cache; this layer must be new to
-        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room."""
+        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room. small: rows in host
+        memory are in eight bits."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         tables = block_tables(sequences, device) if tables is None else tables
-        self._layer, self._row = layer, (heads, dim, dtype, device)
+        self._layer, self._row, self._small = layer, (heads, dim, dtype, device), small
         self._rows = self._memory(tables[0].pool, on_device)
         self.host = [ZoneRows(layer, self._rows, table) for table in tables]
         self._mark: StoreMark | None = None
@@ -66,8 +68,8 @@ class LayerStore:
 
     def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
         heads, dim, dtype, device = self._row
-        name = "rows", self._layer, *self._row, on_device
-        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named))
+        name, small = ("rows", self._layer, *self._row, on_device, self._small), self._small
+        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named, small))
 
     @property
     def on_device(self) -> bool:
@@ -76,8 +78,17 @@ class LayerStore:
 
     @property
     def rows(self) -> Tensor:
-        """All blocks of the layer in place, `[blocks, H_kv, block_size, 2, D]`."""
-        return self._rows.tensor
+        """All blocks of the layer in place, `[blocks, H_kv, block_size, 2, D]`; see `BlockRows.rows`."""
+        return self._rows.rows
+
+    @property
+    def small(self) -> bool:
+        """Whether the rows of the retrieval zone are in eight bits."""
+        return self._rows.small
+
+    def as_stored(self, rows: Tensor) -> Tensor:
+        """Rows or keys `[…, D]` as they are read back from the retrieval zone."""
+        return as_stored(rows) if self.small else rows
 
     def place(self, on_device: bool) -> None:
         """Moves rows of the retrieval zone to the device, or to the host. Other copies of the sequences keep their place. If
@@ -93,7 +104,7 @@ class LayerStore:
             return
         before.arrive()
         for block in blocks:
-            rows.store(before.tensor[block], block, 0)
+            rows.store(rows.stored(wide(before.block(block, 0, before.block_size))), block, 0)
         rows.arrive()
         self._rows, self.host = rows, [zone.placed(rows) for zone in self.host]
 
@@ -108,7 +119,7 @@ class LayerStore:
         if known is None or not same or known[1] != lengths:
             blocks = known[2] if known is not None and same else stacked_blocks(own)
             known = self._whole = own, lengths, blocks, sent_integers(lengths, device)
-        return HostTable(self._rows.tensor, known[2]), known[3]
+        return HostTable(self._rows.rows, known[2], self._rows.dtype), known[3]
 
     @property
     def pinned(self) -> bool:
@@ -121,11 +132,11 @@ class LayerStore:
         for rows in self.host:
             rows.reach(tokens, every_layer=True)
         self._rows.arrive()
-        return HostTable(self._rows.tensor, stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
+        return self.on_host(stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
 
     def on_host(self, blocks: Tensor) -> HostTable:
         """Addresses of the layer's rows for the device. blocks: int32 `[B, W]`, the sequences' blocks."""
-        return HostTable(self._rows.tensor, blocks)
+        return HostTable(self._rows.rows, blocks, self._rows.dtype)
 
     @property
     def memory(self) -> BlockRows:
@@ -199,8 +210,8 @@ class LayerStore:
     def append_chunk(self, sequence: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Adds a chunk `[H_kv, n, D]` of a prompt to one sequence and settles its zones.
 
-        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, for the index; None if none moved. With a GPU
-        the copy may still be in flight. If there is no memory, raises before anything changes.
+        Returns the rows that moved to the host, `[H_kv, e, 2, D]` on the device, as they are read back, for the index; None if
+        none moved. With a GPU the copy may still be in flight. If there is no memory, raises before anything changes.
         """
         rows = torch.stack([keys, values], dim=2)
         before = self.zones(sequence)
@@ -210,13 +221,13 @@ class LayerStore:
         self._remember(sequence, before.sink, window[:, : before.local + before.buffer])
         to_sink = after.sink - before.sink
         self.resident.make_room(after.sink + window.shape[1] - to_sink - moved)
-        own = window[:, to_sink : to_sink + moved]
+        own = None
         if moved:
-            self.host[sequence].append(own)
+            own = self.host[sequence].append(window[:, to_sink : to_sink + moved])
         if to_sink:
             self.resident.replace(sequence, before.sink, window[:, :to_sink])
         self.resident.replace(sequence, after.sink, window[:, to_sink + moved :])
-        return own if moved else None
+        return own
 
     def evict(self, sequence: int, at_most: int | None = None) -> Tensor | None:
         """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`.
@@ -231,9 +242,9 @@ class LayerStore:
             return None
         window = self.resident.view(sequence, zones.sink).clone()
         self._remember(sequence, zones.sink, window)
-        self.host[sequence].append(window[:, :moved])
+        own = self.host[sequence].append(window[:, :moved])
         self.resident.replace(sequence, zones.sink, window[:, moved:])
-        return window[:, :moved]
+        return own
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens. Local is refilled from the host as far as possible."""
@@ -241,7 +252,7 @@ class LayerStore:
         sink = min(tokens, zones.sink)
         keep_host = max(0, min(zones.retrieval, tokens - sink - self.sizes.local_tokens))
         device = self.resident.view(sequence).device
-        back = [bring(block, device) for block in self.host[sequence].blocks(keep_host, on_device=True)]
+        back = [bring(block, device) for block in self.host[sequence].stored(keep_host)]
         window = torch.cat([*back, self.resident.view(sequence, zones.sink)], dim=1)
         self._remember(sequence, zones.sink, window[:, window.shape[1] - zones.local - zones.buffer :])
         self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host])
@@ -261,13 +272,20 @@ class LayerStore:
         return chosen
 
     def blocks(self, sequence: int, on_device: bool = False) -> Iterator[Tensor]:
-        """Every stored row of one sequence in order of position, as views `[H_kv, n, 2, D]` on device or host.
+        """Every stored row of one sequence in order of position, `[H_kv, n, 2, D]` on device or host; see `ZoneRows.blocks`.
 
         on_device: only the GPU's current stream will read them.
         """
         sink = self.zones(sequence).sink
         yield self.resident.view(sequence)[:, :sink]
         yield from self.host[sequence].blocks(on_device=on_device)
+        yield self.resident.view(sequence, sink)
+
+    def stored(self, sequence: int) -> Iterator[StoredRows]:
+        """The same in the form in which they are stored, as views; only the GPU's current stream may read them."""
+        sink = self.zones(sequence).sink
+        yield self.resident.view(sequence)[:, :sink]
+        yield from self.host[sequence].stored()
         yield self.resident.view(sequence, sink)
 
     @contextmanager

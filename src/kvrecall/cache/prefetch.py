@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_keys import copy_keys, readable
+from kvrecall.core.fp8_rows import SmallRows, StoredRows, part_of, wide
 
 Taken = TypeVar("Taken")
 
@@ -20,10 +21,14 @@ class Zone(Protocol):
     """The retrieval-zone rows of one sequence on the host."""
 
     def blocks(self, start: int = 0, stop: int | None = None, on_device: bool = False) -> Iterator[Tensor]:
-        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; None: up to the length.
+        """The rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; None: up to the length.
 
         For the CPU, or for a GPU's current stream alone.
         """
+        ...
+
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[StoredRows]:
+        """The same in the form in which they are stored, for a GPU's current stream alone."""
         ...
 
 
@@ -37,14 +42,16 @@ def read_keys(source: Zone, start: int, keys: Tensor) -> None:
 
     On a GPU in its current stream. If a kernel can read the host, only keys are copied and the host does not wait.
     """
-    for rows, place in _parts(source, start, keys):
-        fill_keys(rows, place)
+    for rows, begin, end in _parts(source, start, keys.shape[1]):
+        fill_keys(rows, keys[:, begin:end])
 
 
-def fill_keys(rows: Tensor, keys: Tensor) -> None:
+def fill_keys(rows: StoredRows, keys: Tensor) -> None:
     """As `read_keys`, from given rows `[H_kv, n, 2, D]`."""
     if readable(rows, keys.device):
         copy_keys(rows, keys)
+    elif isinstance(rows, SmallRows):
+        keys.copy_(rows.to(keys.device).keys().wide())
     elif rows.device == keys.device:
         keys.copy_(rows[:, :, 0])
     else:  # a copy moves whole runs of bytes; the CPU would have to gather the keys first
@@ -52,12 +59,25 @@ def fill_keys(rows: Tensor, keys: Tensor) -> None:
             near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
 
 
-def _parts(source: Zone, start: int, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of rows from `start` on and the matching part of the target `[H_kv, n, …]`."""
+def copy_heads(rows: StoredRows, target: StoredRows) -> None:
+    """Starts copying rows `[H_kv, n, 2, D]` between a GPU and the host, on the GPU's current stream. The rows of a head are
+    contiguous, those of all heads are not."""
+    if isinstance(rows, Tensor) or isinstance(target, Tensor):
+        assert isinstance(rows, Tensor) and isinstance(target, Tensor), "rows in different forms"
+        for near, own in zip(target, rows, strict=True):
+            near.copy_(own, non_blocking=True)
+        return
+    copy_heads(rows.numbers.view(torch.uint8), target.numbers.view(torch.uint8))
+    copy_heads(rows.scales, target.scales)
+
+
+def _parts(source: Zone, start: int, tokens: int) -> Iterator[tuple[StoredRows, int, int]]:
+    """Rows start .. start + tokens - 1 in runs, each with the numbers of its first row and of its end, from `start` on."""
     at = 0
-    for rows in source.blocks(start, start + place.shape[1], on_device=True):
-        yield rows, place[:, at : at + rows.shape[1]]
-        at += rows.shape[1]
+    for rows in source.stored(start, start + tokens):
+        count = rows.shape[1] if isinstance(rows, Tensor) else rows.tokens
+        yield rows, at, at + count
+        at += count
 
 
 @contextmanager
@@ -89,19 +109,24 @@ class _Pieces(Generic[Taken]):
 
     def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
         self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
-        rows = next(source.blocks(0, 1, on_device=True))
+        rows = next(source.stored(0, 1))
         self._take = take
         self._sent: list[torch.cuda.Event] = []
-        shape = rows.shape[0], min(starts.step, starts.stop - starts.start), *rows.shape[2:]
-        places = min(max(2, _PLACES_BYTES // (prod(shape) * rows.dtype.itemsize)), len(starts))
-        self._near = torch.empty(places, *shape, dtype=rows.dtype, device=device)
+        whole = min(starts.step, starts.stop - starts.start)
+        kinds = (rows,) if isinstance(rows, Tensor) else rows[:2]
+        nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in kinds) * whole
+        places = min(max(2, _PLACES_BYTES // nbytes), len(starts))
+        made = [torch.empty(places, x.shape[0], whole, *x.shape[2:], dtype=x.dtype, device=device) for x in kinds]
+        self._near: list[StoredRows] = list(made[0])
+        if isinstance(rows, SmallRows):
+            self._near = [SmallRows(numbers, scales, rows.dtype) for numbers, scales in zip(*made, strict=True)]
         for number in range(places):
             self._send(number)
 
     def __iter__(self) -> Iterator[Taken]:
         for number in range(len(self._starts)):
             torch.cuda.current_stream(self._device).wait_event(self._sent[number])
-            taken = self._take(self._place(number))
+            taken = self._take(wide(self._place(number)))
             self._send(number + len(self._near))
             yield taken
 
@@ -109,18 +134,20 @@ class _Pieces(Generic[Taken]):
         """Makes the current stream wait for all copies so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _place(self, number: int) -> Tensor:
+    def _place(self, number: int) -> StoredRows:
         """The buffer `[H_kv, n, 2, D]` of a piece."""
-        return self._near[number % len(self._near)][:, : min(self._starts.step, self._starts.stop - self._starts[number])]
+        return part_of(self._near[number % len(self._near)], 0, self._tokens(number))
+
+    def _tokens(self, number: int) -> int:
+        return min(self._starts.step, self._starts.stop - self._starts[number])
 
     def _send(self, number: int) -> None:
         if number >= len(self._starts):
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # readers of the old content
         with torch.cuda.stream(self._stream):
-            for rows, place in _parts(self._source, self._starts[number], self._place(number)):
-                for head, own in zip(place, rows, strict=True):  # a head's rows are contiguous
-                    head.copy_(own, non_blocking=True)
+            for rows, begin, end in _parts(self._source, self._starts[number], self._tokens(number)):
+                copy_heads(rows, part_of(self._place(number), begin, end))
             sent = torch.cuda.Event()
             sent.record()
             self._sent.append(sent)

@@ -91,7 +91,8 @@ class SavedModel(_Strict):
 
 
 class SavedSession(_Strict):
-    """The whole index. about: where the tokens come from, for people and programs.
+    """The whole index. about: where the tokens come from, for people and programs. rows: the form of rows on disk that lie in
+    the dtype of the model; host_rows: that of rows in host memory. Those in eight bits lie so on disk.
 
     tables: the blocks of each sequence. cache: state outside the retrieval layers. layers: by number.
     """
@@ -106,6 +107,7 @@ class SavedSession(_Strict):
     tokens: Count
     block_size: Annotated[int, Field(ge=16, le=4096)]
     observe_queries: Count
+    host_rows: Rows = "plain"
     about: dict[str, str | Count | list[str]] = Field(default_factory=dict)
     tables: list[list[Count]] = Field(min_length=1)
     files: list[SavedFile]

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kvrecall.cache.slot_zones import IDLE as IDLE_STEP
 from kvrecall.cache.slot_zones import ZONE_NUMBERS
-from kvrecall.core.host_rows import row_offset
+from kvrecall.core.host_rows import store_row
 from kvrecall.core.pdl import begin, end
 
 ZONE_FIELDS = tl.constexpr(ZONE_NUMBERS)
@@ -29,14 +29,12 @@ IDLE = tl.constexpr(IDLE_STEP)
 @triton.jit
 def store_token(p_rows, p_zone, p_pool, p_table, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Copies the row of this step's token from rows `[CAPACITY, 2, D]` to the host's pool `[blocks, HEADS, BLOCK, 2, D]`, by
-    the sequence's table, see `row_offset`."""
+    the sequence's table, see `store_row`."""
     o_d = tl.arange(0, BD)
     p_row = p_rows + tl.load(p_zone + 3).to(tl.int64) * (2 * D) + o_d
     number = tl.load(p_zone + 5)
-    p_host = p_pool + row_offset(p_table, number, number >= 0, i_kv, HEADS, BLOCK, D) + o_d
-    b_k, b_v = tl.load(p_row, mask=o_d < D), tl.load(p_row + D, mask=o_d < D)
-    tl.store(p_host, b_k, mask=o_d < D)
-    tl.store(p_host + D, b_v, mask=o_d < D)
+    b_k, b_v = tl.load(p_row, mask=o_d < D, other=0.0), tl.load(p_row + D, mask=o_d < D, other=0.0)
+    store_row(p_pool, p_table, number, number >= 0, i_kv, HEADS, b_k, b_v, BLOCK, D, BD)
 
 
 @triton.jit

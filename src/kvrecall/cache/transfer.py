@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_memory import staging
-from kvrecall.cache.prefetch import fill_keys
+from kvrecall.cache.prefetch import copy_heads, fill_keys
+from kvrecall.core.fp8_rows import SmallRows, StoredRows
 
 
 class Pending:
@@ -34,8 +35,8 @@ class Pending:
         return self._done.query()
 
 
-def send(rows: Tensor, target: Tensor) -> Pending:
-    """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape, after the earlier work of its
+def send(rows: StoredRows, target: StoredRows) -> Pending:
+    """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape and form, after the earlier work of its
     current stream.
 
     The rows must not be written to afterwards; their memory is kept until the copy is done.
@@ -44,27 +45,35 @@ def send(rows: Tensor, target: Tensor) -> Pending:
     # The copy must also wait for reads of the target's old content (before a crop).
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream):
-        for head, own in zip(target, rows, strict=True):  # each head is contiguous, all heads together are not
-            head.copy_(own, non_blocking=True)
-    rows.record_stream(stream)
+        copy_heads(rows, target)
+    for part in (rows,) if isinstance(rows, Tensor) else (rows.numbers, rows.scales):
+        part.record_stream(stream)
     return Pending(stream)
 
 
-def bring(block: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, n, 2, D]` on the device; from the host by one copy per head."""
+def bring(block: StoredRows, device: torch.device) -> Tensor:
+    """Rows `[H_kv, n, 2, D]` in the model's dtype on the device; from the host by one copy per head. Rows in eight bits are
+    widened there."""
+    if isinstance(block, SmallRows):
+        if block.device == device or device.type != "cuda":
+            return block.wide().to(device)
+        near = block.empty_on(device)
+        copy_heads(block, near)
+        return near.wide()
     if block.device == device or device.type != "cuda":
         return block.to(device)
     near = torch.empty(block.shape, dtype=block.dtype, device=device)
-    for head, own in zip(near, block, strict=True):
-        head.copy_(own, non_blocking=True)
+    copy_heads(block, near)
     return near
 
 
-def bring_keys(block: Tensor, device: torch.device) -> Tensor:
-    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, on the device; values are not copied if the device can read the host."""
-    if block.device == device:
+def bring_keys(block: StoredRows, device: torch.device) -> Tensor:
+    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, in the model's dtype on the device; values are not copied if the device
+    can read the host."""
+    if isinstance(block, Tensor) and block.device == device:
         return block[:, :, 0]
-    near = torch.empty_like(block[:, :, 0], device=device, memory_format=torch.contiguous_format)
+    heads, tokens, _, dim = (block if isinstance(block, Tensor) else block.numbers).shape
+    near = torch.empty(heads, tokens, dim, dtype=block.dtype, device=device)
     fill_keys(block, near)
     return near
 

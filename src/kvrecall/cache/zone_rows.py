@@ -10,6 +10,7 @@ from torch import Tensor
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.host_memory import staging
+from kvrecall.core.fp8_rows import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable
 
@@ -35,8 +36,8 @@ class ZoneRows:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored rows; a shared block counts for every sequence that uses it."""
-        heads, _, two, dim = self._rows.tensor.shape[1:]
-        return self.length * heads * two * dim * self._rows.tensor.element_size()
+        heads, _, _, dim = self._rows.shape
+        return self.length * heads * host_row_bytes(dim, self._rows.dtype, self._rows.small)
 
     @property
     def on_device(self) -> bool:
@@ -52,14 +53,16 @@ class ZoneRows:
         """Announces the length that the zone will reach, so that memory is allocated at once."""
         self._reserved = max(self._reserved, tokens)
 
-    def append(self, rows: Tensor) -> None:
-        """Stores rows `[H_kv, n, 2, D]` from any device at the end. Rows of a GPU must not be written to afterwards.
+    def append(self, rows: Tensor) -> Tensor:
+        """Stores rows `[H_kv, n, 2, D]` from any device at the end. Rows of a GPU must not be written to afterwards. Returns
+        them as they are read back, on their device.
 
         Raises HostMemoryError, and stores nothing, if the host has too little memory.
         """
         self.make_room(rows.shape[1])
-        self.write(self.length, rows)
+        stored = self.write(self.length, rows)
         self.extend(self.length + rows.shape[1])  # counted last, so that an error stores nothing
+        return wide(stored)
 
     def make_room(self, tokens: int) -> None:
         """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory."""
@@ -73,14 +76,16 @@ class ZoneRows:
         if tokens > start:
             self._rows.give(max(self._table.reach(start, tokens)) + 1)
 
-    def write(self, start: int, rows: Tensor) -> None:
-        """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, in existing blocks, without counting them."""
-        size, at = self._rows.block_size, 0
+    def write(self, start: int, rows: Tensor) -> StoredRows:
+        """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, in existing blocks, without counting them. Returns
+        them in the form in which they are stored."""
+        size, at, stored = self._rows.block_size, 0, self._rows.stored(rows)
         while at < rows.shape[1]:
             place, offset = divmod(start + at, size)
-            part = rows[:, at : at + size - offset]
-            self._rows.store(part, self._table.blocks[place], offset)
-            at += part.shape[1]
+            end = min(at + size - offset, rows.shape[1])
+            self._rows.store(part_of(stored, at, end), self._table.blocks[place], offset)
+            at = end
+        return stored
 
     def extend(self, tokens: int) -> None:
         """Counts rows that are already written, up to `tokens` in all."""
@@ -128,11 +133,11 @@ class ZoneRows:
 
         Makes the GPU's current stream, or the CPU, wait for copies in flight.
         """
-        rows, on_gpu = self._rows.tensor, device.type == "cuda"
+        rows, on_gpu = self._rows.rows, device.type == "cuda"
         if not self.length or (not self.pinned if on_gpu else rows.device.type == "cuda"):
             return None
         self._rows.arrive(on_device=on_gpu)
-        return HostTable(rows, self._table.on(device).unsqueeze(0))
+        return HostTable(rows, self._table.on(device).unsqueeze(0), self._rows.dtype)
 
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length).
@@ -140,37 +145,51 @@ class ZoneRows:
         pin: into page-locked memory, for an asynchronous copy to a GPU.
         """
         self._rows.arrive()
-        rows = self._rows.tensor
-        (_, kv_heads, size, _, dim), dtype = rows.shape, rows.dtype
+        (kv_heads, size, _, dim), dtype = self._rows.shape, self._rows.dtype
         out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype)
         if len(ids):
-            block = self._table.on(ids.device)[ids // size].long()
+            rows, block = self._rows.rows, self._table.on(ids.device)[ids // size].long()
+            if self._rows.small:
+                at = block, heads, ids % size
+                taken = SmallRows(rows.view(torch.uint8)[at].view(rows.dtype), scales_of(rows)[at], dtype)
+                return out.copy_(taken.wide())
             number = (block * kv_heads + heads) * size + ids % size
-            flat = rows.view(-1, 2 * dim)
+            every = rows.view(-1, 2 * dim)
             if rows.device.type == "cuda":
-                out.copy_(flat[number.to(rows.device)].view_as(out))
+                out.copy_(every[number.to(rows.device)].view_as(out))
             else:
-                torch.index_select(flat, 0, number, out=out.view(-1, 2 * dim))
+                torch.index_select(every, 0, number, out=out.view(-1, 2 * dim))
         return out
 
     def gather(self, ids: Tensor) -> Tensor:
         """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""
         heads = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
-        return self.take(heads, ids.long().flatten()).view(*ids.shape, *self._rows.tensor.shape[3:])
+        return self.take(heads, ids.long().flatten()).view(*ids.shape, *self._rows.shape[2:])
 
     def blocks(
         self, start: int = 0, stop: int | None = None, on_device: bool = False, of: Tensor | None = None
     ) -> Iterator[Tensor]:
-        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`; valid while the zone is not truncated.
+        """The rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`: views, which are valid while the zone is not truncated,
+        or copies of rows in eight bits.
 
         stop: `length` by default; more for rows that are written but not counted. on_device: only the GPU's current stream
         will read them, so it waits for copies in flight, not the host. of: memory of all blocks, if it is another one.
         """
-        self._rows.arrive(on_device)
-        every = self._rows.tensor if of is None else of
+        self._rows.arrive(on_device and not self._rows.small)
+        for block, begin, end in self._runs(start, stop):
+            yield wide(self._rows.block(block, begin, end)) if of is None else of[block][:, begin:end]
+
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[StoredRows]:
+        """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`, in the form in which they are stored, for a GPU
+        to copy or read (`transfer.bring`). Only the GPU's current stream may read them: it waits for copies in flight."""
+        self._rows.arrive(on_device=True)
+        for block, begin, end in self._runs(start, stop):
+            yield self._rows.block(block, begin, end)
+
+    def _runs(self, start: int, stop: int | None) -> Iterator[tuple[int, int, int]]:
+        """(block, first row, end) of the rows start .. stop - 1."""
         size, stop = self._rows.block_size, self.length if stop is None else stop
         for place in range(start // size, cdiv(stop, size)):
-            rows = every[self._table.blocks[place]]
             begin, end = max(0, start - place * size), min(size, stop - place * size)
             if end > begin:
-                yield rows[:, begin:end]
+                yield self._table.blocks[place], begin, end

@@ -30,13 +30,14 @@ def ask(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
     """Answer questions about a text file, which is read once, or about a saved session, which is not read again."""
     # What is cheap to get wrong is checked before the weights are loaded.
     questions = [non_empty(question, "question") for question in questions]
     options.check_sampling(temperature, seed)
-    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json)
+    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, host_rows=host_rows)
     with opened(source, choices, lambda document: document.check(questions, max_new_tokens)) as found:
         shown = None if as_json else InTurn(questions)
         answers = found.document.ask(

@@ -36,11 +36,12 @@ def chat(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
     """Talk about a text file or a saved session; one question per line of standard input. /save FOLDER, /quit."""
     options.check_sampling(temperature, seed)
-    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, INSTRUCTION)
+    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, INSTRUCTION, host_rows)
     with opened(source, choices, lambda document: document.check(["?"], max_new_tokens)) as found:
         limits = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "chunk_tokens": chunk_tokens}
         told = _talk(found, source, as_json, limits)

@@ -32,6 +32,7 @@ class Choices:
     keep_limit: str
     quiet: bool
     instruction: str | None = None
+    host_rows: options.Rows = options.Rows.PLAIN
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> It
     from kvrecall import engine
 
     session = open_session(choices.model or options.DEFAULT_MODEL, choices.dtype, choices.device, quiet=choices.quiet)
-    document = engine.Document.of(session.model, session.tokenizer, text, method=chosen, **_instruction(choices))
+    document = engine.Document.of(
+        session.model, session.tokenizer, text, method=chosen, host_rows=choices.host_rows.value, **_instruction(choices)
+    )
     document.about |= {"model": session.name, "files": [plain(source)]}
     check(document)
     with ExitStack() as stack:
@@ -99,6 +102,7 @@ def plain(path: Path) -> str:
 
 
 def _from_session(folder: Path, choices: Choices) -> tuple[Session, Any]:
+    options.check_plain(choices.host_rows, f"the session {folder}, whose rows are as they were saved")
     if choices.keep:
         raise ParameterError("--keep", "a text file", f"the session {folder}", "It is a session already.")
     if choices.settings and not choices.method:

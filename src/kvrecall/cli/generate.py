@@ -30,6 +30,7 @@ def generate(
     chunk_tokens: options.SuitedChunkTokens = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
     """Answer a prompt, or continue a text."""
@@ -52,7 +53,7 @@ def generate(
         raise ParameterError("--max-new-tokens", expected, max_new_tokens, remedy)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
-    cache = RetrievalCache(session.model.config, chosen)
+    cache = RetrievalCache(session.model.config, chosen, host_rows=host_rows.value)
     result = answer(
         session,
         ids,

@@ -34,7 +34,8 @@ def kept_folder() -> Path:
 
 
 def key_of(texts: Sequence[str], document: Any) -> str:
-    """A name for a document (`engine.Document`) of these texts: a hash of them, the model, the method and its settings."""
+    """A name for a document (`engine.Document`) of these texts: a hash of them, the model, the method and its settings, and the
+    form of rows in host memory."""
     from kvrecall.backends.transformers.fingerprint import fingerprint_of
     from kvrecall.cache.session_index import VERSION
     from kvrecall.methods.registry import name_of
@@ -44,6 +45,7 @@ def key_of(texts: Sequence[str], document: Any) -> str:
     fingerprint = fingerprint_of(model)
     hashes = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in texts]
     how = [VERSION, fingerprint.config, fingerprint.weights, str(model.dtype), name_of(method), settings_of(method)]
+    how += [document.cache.host_rows] if document.cache.small_rows else []
     return hashlib.sha256(json.dumps([hashes, how], sort_keys=True).encode()).hexdigest()[:32]
 
 

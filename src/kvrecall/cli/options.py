@@ -44,10 +44,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 class Rows(StrEnum):
-    """How a session stores keys and values."""
+    """How keys and values are stored."""
 
     PLAIN = "plain"
     FP8 = "fp8"
+
+
+HostRows = Annotated[
+    Rows, typer.Option("--host-rows", help="fp8 keeps keys and values in host memory in eight bits: half of it, at a loss.")
+]
+
+
+def check_plain(host_rows: Rows, where: str) -> None:
+    """Raises ParameterError for rows in eight bits where they are not supported. where: who holds the rows."""
+    if host_rows is not Rows.PLAIN:
+        raise ParameterError("--host-rows", f"plain with {where}", host_rows.value, "Leave it out.")
 
 
 class Engine(StrEnum):

@@ -38,6 +38,7 @@ def plan(
     num_speculative_tokens: Annotated[
         int, typer.Option(min=0, help="Of vLLM: tokens of a draft, as in its --speculative-config; 0 for no drafts.")
     ] = 0,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
     """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights count for vLLM alone."""
@@ -47,6 +48,7 @@ def plan(
         "--device-memory": device_memory, "--num-speculative-tokens": num_speculative_tokens or None,
     }  # fmt: skip
     if engine is Engine.VLLM:
+        options.check_plain(host_rows, "vLLM")
         return _vllm(
             model, method or _VLLM_METHOD, settings, context_tokens, batch, dtype, ranks, block_size, host_memory,
             device_memory, num_speculative_tokens, as_json,
@@ -63,8 +65,10 @@ def plan(
     with status(f"reading the config of {model}", quiet=as_json):
         config = load_config(model)
     limit = _limit(model, config, context_tokens)
-    told = running.plan(config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind).to_dict()
-    told["model_context_tokens"] = limit
+    told = running.plan(
+        config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind, host_rows=host_rows.value
+    ).to_dict()
+    told["model_context_tokens"], told["host_rows"] = limit, host_rows.value
     if not as_json:
         _show(model, told)
     return told
@@ -140,7 +144,8 @@ def _show(model: str, told: Result) -> None:
     table.add_row("context", f"{sequences} of {told['context_tokens']:,} tokens, method {told['method']}")
     summaries = size(told["summary_bytes_per_token"])
     table.add_row("per token", f"{size(told['host_bytes_per_token'])} of rows, {summaries} of summaries on the device")
-    table.add_row("host", f"{size(told['host_bytes'])} {_fits(told['fits_host'], told['available_host_bytes'])}")
+    form = " in eight bits" if told["host_rows"] == "fp8" else ""
+    table.add_row("host", f"{size(told['host_bytes'])}{form} {_fits(told['fits_host'], told['available_host_bytes'])}")
     fits = _fits(told["fits_device"], told["available_device_bytes"])
     table.add_row("device", f"{size(told['device_bytes'])} {fits}")
     parts = {

@@ -35,6 +35,7 @@ def read(
     rows: Annotated[
         options.Rows, typer.Option(help="fp8 takes eight bits per number on the disk, at a loss.")
     ] = options.Rows.PLAIN,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
     """Read text files into a saved session, for `ask` and `chat`. Interrupted, or with more files, the same call goes on."""
@@ -45,7 +46,7 @@ def read(
     from kvrecall import engine
 
     session = open_session(model, dtype, device, quiet=as_json)
-    document = engine.Document.of(session.model, session.tokenizer, texts, method=chosen)
+    document = engine.Document.of(session.model, session.tokenizer, texts, method=chosen, host_rows=host_rows.value)
     document.check(["?"], 1)
     document.about |= {"model": session.name, "files": [plain(file) for file in files]}
     held = 0

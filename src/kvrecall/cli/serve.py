@@ -42,6 +42,7 @@ def serve(
     ] = None,
     dtype: options.Dtype = None,
     device: Annotated[str | None, typer.Option(help="Of transformers: cpu, cuda, cuda:1, …; the best if left out.")] = None,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and start nothing.")] = False,
     as_json: options.AsJson = False,
 ) -> Result:
@@ -51,6 +52,7 @@ def serve(
         raise ParameterError("arguments", "one MODEL, and options behind `--`", more[0], "See `kvrecall serve --help`.")
     tokens = None if context is None else options.token_count(context)
     if _engine(engine) is Engine.VLLM:
+        options.check_plain(host_rows, "vLLM")
         if device is not None:
             remedy = "vLLM takes the GPUs that CUDA_VISIBLE_DEVICES names."
             raise ParameterError("--device", "none with --engine vllm", device, remedy)
@@ -79,7 +81,7 @@ def serve(
         notes().print(f"{model} with {chosen.name} at http://{host}:{port}/v1", soft_wrap=True)
         return session.model, session.tokenizer
 
-    run(command, load, chosen, tokens)
+    run(command, load, chosen, tokens, host_rows.value)
     return told
 
 

@@ -1,20 +1,165 @@
-"""The address of a row in host memory, for kernels: one look-up in the block table of its sequence.
+"""Rows in host memory, for kernels: their addresses by one look-up in the block table of a sequence, reading and writing.
+
+Rows lie in the dtype of the model, or in eight bits with a scale per key and per value (`core.fp8_rows`); the dtype of the
+pool says which: uint8 is e4m3. Widening is arithmetic on bits, which GPUs without instructions for e4m3 do as well. Rows in
+eight bits are read 16 numbers at a time, their two scales by one more access of eight bytes.
 
 Dialect: capitals are sizes, `i_` indices, `o_` offsets, `p_` pointers, `m_` masks, `b_` blocks.
 """
+
+# The values of compile-time constants are numbers only inside a kernel, which type checkers do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+BEHIND = tl.constexpr(8)
+"""Bytes of a row's scales, behind the numbers of its block."""
+THREADS = tl.constexpr(128)
+"""Scales of R rows are loaded as a tile of so many numbers, so that no two warps load the same ones over the bus."""
+
 
 @triton.jit
-def row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr):
+def row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr = 0):
     """Offsets in elements, int64, of the rows `[2, D]` of tokens b_id >= 0 of one KV head.
 
-    table int32 `[W]`: the blocks of the sequence, `[HEADS, BLOCK, 2, D]` each; see `core.structs.HostTable`. m_id: mask; the
-    other entries get the offset of some row of the layer.
+    table int32 `[W]`: the blocks of the sequence, `[HEADS, BLOCK, 2, D]` each, with SCALES more elements per row behind them;
+    see `core.structs.HostTable`. m_id: mask; the other entries get the offset of some row of the layer.
     """
     b_block = tl.load(p_table + b_id // BLOCK, mask=m_id, other=0).to(tl.int64)
-    return ((b_block * HEADS + i_kv) * BLOCK + tl.where(m_id, b_id % BLOCK, 0)) * (2 * D)
+    b_offset = ((b_block * HEADS + i_kv) * BLOCK + tl.where(m_id, b_id % BLOCK, 0)) * (2 * D)
+    if SCALES > 0:
+        b_offset += b_block * HEADS * (BLOCK * SCALES)
+    return b_offset
+
+
+@triton.jit
+def scale_pointer(p_pool, p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Pointers to the scales fp32 `[2]` of rows in eight bits, as `row_offset`."""
+    b_block = tl.load(p_table + b_id // BLOCK, mask=m_id, other=0).to(tl.int64)
+    b_row = i_kv * BLOCK + tl.where(m_id, b_id % BLOCK, 0)
+    o_byte = (b_block * HEADS * (2 * D + 8) + HEADS * (2 * D)) * BLOCK + b_row * 8
+    return p_pool.to(tl.pointer_type(tl.float32), bitcast=True) + o_byte // 4
+
+
+@triton.jit
+def widened(b_code):
+    """e4m3 in uint8 -> fp32, by way of fp16, whose exponent has one bit more and another bias."""
+    b_half = ((b_code & 0x80).to(tl.int16) << 8) | ((b_code & 0x7F).to(tl.int16) << 7)
+    return b_half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def load_rows(p_pool, p_table, b_id, m_id, m_read, i_kv, HEADS, p_like, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """K and V `[R, BD]`, in the dtype of p_like, of tokens b_id `[R]` of one KV head; 0 where not m_read.
+
+    pool `[blocks, HEADS, BLOCK, 2, D]`; table, m_id: see `row_offset`. m_read `[R]`: entries whose rows are read.
+    """
+    R: tl.constexpr = b_id.shape[0]
+    o_d = tl.arange(0, BD)
+    m_row = m_read[:, None] & (o_d < D)[None, :]
+    if p_pool.dtype.element_ty == tl.uint8:
+        X: tl.constexpr = max(2, THREADS // R)
+        p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D, BEHIND)[:, None] + o_d[None, :]
+        p_scale = scale_pointer(p_pool, p_table, b_id, m_id, i_kv, HEADS, BLOCK, D)
+        o_x = tl.arange(0, X)
+        b_scale = tl.load(p_scale[:, None] + (o_x // (X // 2))[None, :], mask=m_read[:, None], other=0.0)  # [R, X]
+        b_key, b_value = tl.load(p_row, mask=m_row, other=0), tl.load(p_row + D, mask=m_row, other=0)
+        b_key_scale = tl.sum(tl.where((o_x == 0)[None, :], b_scale, 0.0), 1)
+        b_value_scale = tl.sum(tl.where((o_x == X // 2)[None, :], b_scale, 0.0), 1)
+        b_k = (widened(b_key) * b_key_scale[:, None]).to(p_like.dtype.element_ty)
+        b_v = (widened(b_value) * b_value_scale[:, None]).to(p_like.dtype.element_ty)
+    else:
+        p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+        b_k = tl.load(p_row, mask=m_row, other=0.0)
+        b_v = tl.load(p_row + D, mask=m_row, other=0.0)
+    return b_k, b_v
+
+
+@triton.jit
+def load_row(p_pool, p_table, i_id, i_kv, HEADS, p_like, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """K and V `[BD]` of one token in eight bits, as `load_rows`; for programs of one warp."""
+    o_d = tl.arange(0, BD)
+    p_row = p_pool + row_offset(p_table, i_id, i_id >= 0, i_kv, HEADS, BLOCK, D, BEHIND) + o_d
+    p_scale = scale_pointer(p_pool, p_table, i_id, i_id >= 0, i_kv, HEADS, BLOCK, D)
+    b_key, b_value = tl.load(p_row, mask=o_d < D, other=0), tl.load(p_row + D, mask=o_d < D, other=0)
+    b_k = (widened(b_key) * tl.load(p_scale)).to(p_like.dtype.element_ty)
+    b_v = (widened(b_value) * tl.load(p_scale + 1)).to(p_like.dtype.element_ty)
+    return b_k, b_v
+
+
+@triton.jit
+def load_keys(p_pool, p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Keys fp32 `[R, BD]` of tokens b_id `[R]` of one KV head, 0 where not m_id; as `load_rows`."""
+    R: tl.constexpr = b_id.shape[0]
+    o_d = tl.arange(0, BD)
+    m_row = m_id[:, None] & (o_d < D)[None, :]
+    if p_pool.dtype.element_ty == tl.uint8:
+        X: tl.constexpr = max(1, THREADS // R)
+        p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D, BEHIND)[:, None] + o_d[None, :]
+        p_scale = scale_pointer(p_pool, p_table, b_id, m_id, i_kv, HEADS, BLOCK, D)
+        o_x = tl.zeros([X], tl.int32)
+        b_scale = tl.load(p_scale[:, None] + o_x[None, :], mask=m_id[:, None], other=0.0)  # [R, X]
+        b_number = tl.load(p_row, mask=m_row, other=0)
+        b_key = widened(b_number) * tl.sum(tl.where((tl.arange(0, X) == 0)[None, :], b_scale, 0.0), 1)[:, None]
+    else:
+        p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+        b_key = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+    return b_key
+
+
+@triton.jit
+def quantised(b_x):
+    """Codes uint8 `[R, BD]` and scales fp32 `[R, 1]` of keys or values fp32 `[R, BD]`, padded with 0; see
+    `core.fp8_rows.quantised`."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_size = b_bits & 0x7FFFFFFF
+    b_largest = tl.max(b_size, 1)[:, None]
+    b_exponent = tl.maximum((b_largest + 0x1FFFFF >> 23) - 8, 1)
+    b_scale = tl.where(b_largest < 0x7F800000, b_exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    inverse = (254 - b_exponent << 23).to(tl.float32, bitcast=True)
+    b_own = (b_size.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
+    b_normal = (b_own + 0x7FFFF + ((b_own >> 20) & 1) >> 20) - (120 << 3)  # rounded to three bits of fraction, ties to even
+    b_near = b_own.to(tl.float32, bitcast=True) + 16384.0  # whose last bit is 2^-9, as that of the smallest numbers
+    b_code = tl.where(b_own < 121 << 23, b_near.to(tl.int32, bitcast=True) - 0x46800000, b_normal)
+    b_code = tl.minimum(b_code, 0x7F) | ((b_bits >> 24) & 0x80)
+    return b_code.to(tl.uint8), b_scale
+
+
+@triton.jit
+def store_half(p_pool, o_row, p_scale, b_x, BYTES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Stores a key or a value `[BD]` at an offset of the pool; BYTES: in eight bits, with its scale."""
+    o_d = tl.arange(0, BD)
+    if BYTES:
+        b_code, b_scale = quantised(b_x.to(tl.float32)[None, :])
+        tl.store(p_pool + o_row + o_d[None, :], b_code, mask=(o_d < D)[None, :])
+        tl.store(p_scale + tl.zeros([1, 1], tl.int32), b_scale)
+    else:
+        tl.store(p_pool + o_row + o_d, b_x, mask=o_d < D)
+
+
+@triton.jit
+def store_row(p_pool, p_table, number, m_store, i_kv, HEADS, b_k, b_v, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Stores key and value `[BD]`, 0 behind D, of token `number` of one KV head; table, m_store: see `row_offset`."""
+    if p_pool.dtype.element_ty == tl.uint8:
+        o_row = row_offset(p_table, number, m_store, i_kv, HEADS, BLOCK, D, BEHIND)
+        p_scale = scale_pointer(p_pool, p_table, number, m_store, i_kv, HEADS, BLOCK, D)
+        store_half(p_pool, o_row, p_scale, b_k, True, D, BD)
+        store_half(p_pool, o_row + D, p_scale + 1, b_v, True, D, BD)
+    else:
+        o_row = row_offset(p_table, number, m_store, i_kv, HEADS, BLOCK, D)
+        store_half(p_pool, o_row, p_pool, b_k, False, D, BD)
+        store_half(p_pool, o_row + D, p_pool, b_v, False, D, BD)
+
+
+@triton.jit
+def as_stored(b_x, p_pool):
+    """Keys or values `[R, BD]`, padded with 0, as they are read back from a pool."""
+    if p_pool.dtype.element_ty == tl.uint8:
+        b_code, b_scale = quantised(b_x.to(tl.float32))
+        b_back = (widened(b_code) * b_scale).to(b_x.dtype)
+    else:
+        b_back = b_x
+    return b_back

@@ -15,10 +15,14 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from kvrecall.core.fp8_rows import flat
 from kvrecall.core.small_floats import OFFSET, SHIFT
+from kvrecall.core.structs import HostTable
 
-FLOAT32, BFLOAT16, FLOAT16, SMALL = 0, 1, 2, 3
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: SMALL}
+FLOAT32, BFLOAT16, FLOAT16, SMALL, E4M3 = 0, 1, 2, 3, 4
+_KINDS = {
+    torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: SMALL, torch.float8_e4m3fn: E4M3,
+}  # fmt: skip
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
@@ -27,10 +31,24 @@ def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:
     return tensor.detach().view(_UNSIGNED[tensor.itemsize]).numpy(), _KINDS[tensor.dtype]
 
 
+def row_bits(table: HostTable) -> tuple[np.ndarray, int, np.ndarray]:
+    """The rows of a layer for numba: all numbers of all blocks as unsigned integers `[n]`, their kind for `load_float`, and the
+    scales fp32 `[n]` of rows in eight bits, which lie between the blocks in the same memory; else `[0]`."""
+    every = flat(table.rows)
+    bits, kind = as_bits(every)
+    return bits, kind, bits.view(np.float32) if kind == E4M3 else np.empty(0, np.float32)
+
+
 @njit(cache=True, nogil=True)
-def row_number(blocks, size, heads, h, token):
-    """The number of a token's row among all rows `[blocks, heads, size]` of a layer. blocks: the sequence's."""
-    return (np.int64(blocks[token // size]) * heads + h) * size + token % size
+def row_place(blocks, size, heads, h, token, dim, kind):
+    """(place of a token's row among the numbers, place of its first scale) in what `row_bits` returns. blocks: the
+    sequence's."""
+    block, row = np.int64(blocks[token // size]), h * size + token % size
+    rows, width = heads * size, 2 * dim
+    if kind != E4M3:
+        return (block * rows + row) * width, np.int64(0)
+    first = block * rows * (width + 8)  # a block's scales, two of four bytes per row, lie behind its numbers
+    return first + row * width, (first + rows * width) // 4 + 2 * row
 
 
 @intrinsic
@@ -71,7 +89,8 @@ def prefetch(typingctx, address):
 
 @njit(inline="always")
 def load_float(bits, kind):
-    """Finite fp32, bf16, fp16 or small-float bits -> float32. fp16 is re-biased by 2^112, exact for denormals too."""
+    """Finite fp32, bf16, fp16, e4m3 or small-float bits -> float32. fp16 is re-biased by 2^112 and e4m3 by 2^120, exact for
+    denormals too."""
     wide = np.uint32(bits)
     if kind == SMALL:
         return bits_to_float(np.uint32((wide + np.uint32(OFFSET)) << np.uint32(SHIFT))) if wide else np.float32(0.0)
@@ -79,6 +98,9 @@ def load_float(bits, kind):
         return bits_to_float(wide)
     if kind == BFLOAT16:
         return bits_to_float(np.uint32(wide << np.uint32(16)))
+    if kind == E4M3:
+        number = ((wide & np.uint32(0x80)) << np.uint32(24)) | ((wide & np.uint32(0x7F)) << np.uint32(20))
+        return bits_to_float(np.uint32(number)) * np.float32(2.0**120)
     sign = np.uint32((wide & np.uint32(0x8000)) << np.uint32(16))
     magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
     scaled = bits_to_float(magnitude) * np.float32(2.0**112)

@@ -138,18 +138,35 @@ class HostTable:
     """Addresses of the retrieval-zone rows of some sequences in one layer.
 
     rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer, in host memory (page-locked for a GPU) or on
-    the device.
+    the device. In eight bits, e4m3 with the scales behind each block (`core.fp8_rows.scales_of`).
     blocks: int32 `[B, W]` on the reading device: entry j is the block of a sequence's tokens from j * block_size on. Entries
     after a sequence's last block are 0 and never used.
+    read_as: the dtype in which rows in eight bits are read; None: their own.
     """
 
     rows: Tensor
     blocks: Tensor
+    read_as: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that are read."""
+        return self.read_as or self.rows.dtype
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.rows.shape[2]
+
+    @property
+    def small(self) -> bool:
+        """Whether rows are in eight bits."""
+        return self.rows.dtype == torch.float8_e4m3fn
+
+    @property
+    def pool(self) -> Tensor:
+        """The rows as kernels get them: those in eight bits as uint8 (`core.host_rows`)."""
+        return self.rows.view(torch.uint8) if self.small else self.rows
 
 
 @dataclass(frozen=True)

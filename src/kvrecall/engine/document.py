@@ -79,8 +79,10 @@ class Document:
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Source, *,
         method: Method | str | None = None, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
+        host_rows: Literal["plain", "fp8"] = "plain",
     ) -> Document:  # fmt: skip
-        """A document; parameters as in `kvrecall.ask`. Reads no text yet.
+        """A document; parameters as in `kvrecall.ask`. host_rows: as in `RetrievalCache`, for a text; sessions and caches have
+        their own. Reads no text yet.
 
         Raises ParameterError for an empty document, and the errors of `RetrievalCache.load` for a session.
         """
@@ -97,7 +99,7 @@ class Document:
         texts = _texts("document", document)
         for text in texts:
             _some("document", text)
-        cache = RetrievalCache(model.config, chosen or methods.recommended())
+        cache = RetrievalCache(model.config, chosen or methods.recommended(), host_rows=host_rows)
         made = cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, texts, instruction))
         made.about = {"first_words": " ".join(texts[0][: 8 * FIRST_WORDS].split())[:FIRST_WORDS], "tokens": made.tokens}
         return made

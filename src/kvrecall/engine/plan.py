@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
@@ -15,6 +15,7 @@ from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.fp8_rows import check_host_rows, host_row_bytes
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
@@ -59,9 +60,12 @@ class Plan:
 
 
 def plan(
-    config: PretrainedConfig, *, context_tokens: int, method: Method, batch: int = 1, dtype: torch.dtype = torch.bfloat16
-) -> Plan:
-    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included."""
+    config: PretrainedConfig, *, context_tokens: int, method: Method, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    host_rows: Literal["plain", "fp8"] = "plain",
+) -> Plan:  # fmt: skip
+    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included.
+    host_rows: as in `RetrievalCache`."""
+    check_host_rows(host_rows)
     for name, value in (("context_tokens", context_tokens), ("batch", batch)):
         if value < 1:
             raise ParameterError(name, "an integer >= 1", value, "It is a count.")
@@ -79,17 +83,21 @@ def plan(
     summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
     summaries, maps = summary * batch, method.shared_bytes(shape, len(searched), retrieved)
     rows, full = row * retrieved * batch, row * context_tokens * batch
-    near = 0
+    near_layers = 0
     if device_free is not None and layers:
         room = device_free - SPARE_BYTES - resident - summaries - maps
-        near = rows // layers * layers_near(rows // layers, layers - len(searched), room)
+        near_layers = layers_near(rows // layers, layers - len(searched), room)
+    near_row = row // layers * near_layers if layers else 0
+    host_row = host_row_bytes(model.head_dim, dtype, host_rows == "fp8") * model.kv_heads * (layers - near_layers)
     block = block_size_on(where)
-    session = row * cdiv(retrieved, block) * block * batch + resident + summaries
-    host, device = rows - near, resident + summaries + maps + near
+    session = (host_row + near_row) * cdiv(retrieved, block) * block * batch + resident + summaries
+    near, host = (each * retrieved * batch for each in (near_row, host_row))
+    device = resident + summaries + maps + near
     host_free = available_host_bytes()
     return Plan(
         method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, session, host_free, device_free,
+        host_row + near_row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, session,
+        host_free, device_free,
         host <= host_free if device_free is not None else host + device <= host_free,
         None if device_free is None else device <= device_free,
         None if device_free is None else full <= device_free,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving import model_manager, server
@@ -39,11 +39,13 @@ _REFUSED = {
 
 
 @contextmanager
-def retrieving(model: PreTrainedModel, method: Method, context: int | None = None) -> Iterator[None]:
+def retrieving(
+    model: PreTrainedModel, method: Method, context: int | None = None, host_rows: Literal["plain", "fp8"] = "plain"
+) -> Iterator[None]:
     """Inside, `model.generate` makes a RetrievalCache for every call without a cache; the model is restored on exit.
 
     context: most tokens of prompt and answer; at most, and by default, the model's own limit. Answers end there; a prompt
-    without room for an answer raises ContextLengthError.
+    without room for an answer raises ContextLengthError. host_rows: as in `RetrievalCache`.
     """
     limits = [context, context_limit(model)]
     limit = min((tokens for tokens in limits if tokens), default=None)
@@ -63,7 +65,7 @@ def retrieving(model: PreTrainedModel, method: Method, context: int | None = Non
                     told.max_new_tokens = min(told.max_new_tokens or limit, limit - ids.shape[-1])
                 told.prefill_chunk_size = told.prefill_chunk_size or chunk_size(model, None, ids.shape[0])
             if given_cache(kwargs) is None:
-                kwargs = with_cache(kwargs, RetrievalCache(model.config, method))
+                kwargs = with_cache(kwargs, RetrievalCache(model.config, method, host_rows=host_rows))
             return generate(*args, **kwargs)
 
         served.generate = generate_retrieving
@@ -112,9 +114,12 @@ def serve_arguments(name: str, host: str, port: int, given: Sequence[str]) -> li
     return ["transformers", "serve", name, *ours, *given]
 
 
-def run(arguments: Sequence[str], load: Callable[[], tuple[Any, Any]], method: Method, context: int | None) -> None:
+def run(
+    arguments: Sequence[str], load: Callable[[], tuple[Any, Any]], method: Method, context: int | None,
+    host_rows: Literal["plain", "fp8"] = "plain",
+) -> None:  # fmt: skip
     """Serves until it is stopped. arguments: from `serve_arguments`. load: makes model and tokenizer after the arguments are
-    parsed.
+    parsed. method, context, host_rows: as in `retrieving`.
 
     Raises ParameterError for arguments that transformers does not know, and MissingPackageError."""
     require_server()
@@ -129,7 +134,7 @@ def run(arguments: Sequence[str], load: Callable[[], tuple[Any, Any]], method: M
 
         def loaded(**options: Any) -> OneModel:
             model, tokenizer = load()
-            stack.enter_context(retrieving(model, method, context))
+            stack.enter_context(retrieving(model, method, context, host_rows))
             return OneModel(model, tokenizer, **options)
 
         stack.enter_context(_replaced(model_manager, "ModelManager", loaded))

@@ -148,7 +148,7 @@ class _Watched:
             assert state is not None
             if state.index is None or not zone or not (state.held or state.static[0] is not None):
                 continue
-            blocks = state.store.host[0].blocks(on_device=True)
+            blocks = state.store.host[0].stored()
             keys = torch.cat([bring_keys(block, query.device) for block in blocks], 1)[:, :zone]
             recall = top_k_recall(query, keys, state.attended_ids(0).to(query.device), TRUTH_K)
             self.recalled.append((step, state.layer, recall.mean().item()))

@@ -139,6 +139,6 @@ def _read(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor) -> Tensor
     from kvrecall.fetch.kernels import gather_rows
 
     row = table.rows.shape[3:]
-    rows = torch.zeros(*ids.shape, *row, dtype=table.rows.dtype, device=ids.device)
+    rows = torch.zeros(*ids.shape, *row, dtype=table.dtype, device=ids.device)
     gather_rows(table, heads[slots].long(), ids.flatten()[slots].long(), slots, rows.view(-1, *row))
     return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -29,4 +31,4 @@ class RowTables:
             flat = [blocks[0] for blocks in own]
             self._of, self._blocks = own, torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
         assert self._blocks is not None
-        return HostTable(tables[0].rows, self._blocks)
+        return replace(tables[0], blocks=self._blocks)

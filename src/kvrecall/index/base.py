@@ -16,6 +16,7 @@ from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, SessionError
+from kvrecall.core.fp8_rows import host_row_bytes
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, HostTable, Selection
 from kvrecall.index.calibration import LayerCalibration
@@ -42,6 +43,13 @@ class LayerShape:
     keys."""
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
+    small_rows: bool = False
+    """Whether rows in host memory are in eight bits (`core.fp8_rows`)."""
+
+    @property
+    def host_row_bytes(self) -> int:
+        """Key and value of one token and KV head in host memory."""
+        return host_row_bytes(self.head_dim, self.dtype, self.small_rows)
 
 
 def calibrated(shape: LayerShape, calibration: LayerCalibration | None) -> LayerShape:

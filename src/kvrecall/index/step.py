@@ -184,7 +184,7 @@ def end_arguments(spec: SlotSpec, asked: SlotStep) -> tuple[EndArguments, dict[s
     assert isinstance(zones, DeviceZones)
     table = attention.table
     logs = (asked.queries, asked.lse) if log is None else (log.queries, log.lse)
-    begin = (asked.queries, asked.lse, attention.rows, zones.rows, table.rows, table.blocks)
+    begin = (asked.queries, asked.lse, attention.rows, zones.rows, table.pool, table.blocks)
     numbers = (
         spec.shape.kv_heads, table.blocks.stride(0), attention.rows.shape[2], attention.front, spec.sizes.local_tokens,
         spec.sizes.update_interval,

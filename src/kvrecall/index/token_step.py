@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import DeviceZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
+from kvrecall.core.fp8_rows import as_stored
 from kvrecall.core.launch import next_power_of_2
 from kvrecall.index.base import Index
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
@@ -94,7 +95,8 @@ class TokenStep(IndexStep):
 
         assert isinstance(asked.zones, DeviceZones)
         table = self.spec.host
-        for memory, new in zip(self._memories, self.summaries(asked.keys), strict=True):
+        keys = as_stored(asked.keys) if table.small else asked.keys
+        for memory, new in zip(self._memories, self.summaries(keys), strict=True):
             width = memory.layout.width
             row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
                 new.contiguous(), memory.rows, asked.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),

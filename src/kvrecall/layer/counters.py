@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvrecall.core.fp8_rows import StoredRows
 from kvrecall.core.structs import StepStats
 
 _MOST_SPANS = 1024
@@ -16,7 +17,7 @@ _MOST_SPANS = 1024
 
 
 class Counters:
-    """Counters of one layer. `row_bytes`: K and V of one token and KV head. timed: take times."""
+    """Counters of one layer. `row_bytes`: K and V of one token and KV head on the host. timed: take times."""
 
     def __init__(self, device: torch.device, row_bytes: int, timed: bool) -> None:
         self._device, self._row_bytes, self.timed = device, row_bytes, timed
@@ -69,15 +70,15 @@ class Counters:
         self._stats.bytes_saved += reused * self._row_bytes
         self._fetched(read)
 
-    def sent(self, *rows: Tensor) -> None:
+    def sent(self, *rows: StoredRows) -> None:
         """Counts rows that the GPU reads in place. Those in host memory cross the bus."""
         if self._device.type != "cpu":
             self._stats.bytes_to_device += sum(block.nbytes for block in rows if block.device.type != self._device.type)
 
-    def offloaded(self, rows: Tensor) -> None:
+    def offloaded(self, rows: int) -> None:
         """Counts rows copied from the GPU to the host."""
         if self._device.type != "cpu":
-            self._stats.bytes_to_host += rows.numel() * rows.element_size()
+            self._stats.bytes_to_host += rows * self._row_bytes
 
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:

@@ -34,7 +34,7 @@ def prefill_layer(
         if not q.shape[1]:
             continue
         with layer.clock("prefill"):
-            layer.counters.sent(*layer.store.host[b].blocks(on_device=True))
+            layer.counters.sent(*layer.store.host[b].stored())
             merged = _attend_chunk(layer, b, q, k, v, params)
             out[b][:, real] = merged.out[0].to(out.dtype)
         with layer.clock("update"):
@@ -116,7 +116,7 @@ def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, pa
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:
     with layer.clock("attend"):
-        blocks = list(layer.store.host[b].blocks(on_device=True))
+        blocks = list(layer.store.host[b].stored())
         layer.counters.sent(*blocks)
         return [attend_block(queries, bring(block, queries.device), params.scaling, params.softcap) for block in blocks]
 

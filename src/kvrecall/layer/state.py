@@ -44,10 +44,10 @@ class LayerState:
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         size = shape.sequences, shape.kv_heads, shape.head_dim
         near = self._belongs_near(method) if rows_on_device is None else rows_on_device
-        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, near)
+        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, near, shape.small_rows)
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         timed = shape.device.type == "cpu" or profile
-        self.counters = Counters(shape.device, 2 * shape.head_dim * shape.dtype.itemsize, timed)
+        self.counters = Counters(shape.device, shape.host_row_bytes, timed)
         self.scaling = shape.head_dim**-0.5
         """Factor of the attention logits; the pipeline sets what the model asks for."""
         self.on_search: Callable[[Tensor, Budget, list[int]], None] | None = None
@@ -255,7 +255,7 @@ class LayerState:
         if moved is None:
             return
         if not self.store.on_device:
-            self.counters.offloaded(moved)
+            self.counters.offloaded(moved.shape[0] * moved.shape[1])
         self.non_finite.poll()
         if self.index is not None:
             with self.clock("encode"), self.building_index():
@@ -367,7 +367,7 @@ class LayerState:
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for block in pool.blocks(on_device=True):
+            for block in pool.stored():
                 with self.clock("encode"):
                     self.index.append(b, bring_keys(block, self.shape.device))
             seen = None if self.log is None else self.log.seen(b)

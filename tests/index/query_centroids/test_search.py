@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvrecall.core.fp8_rows import as_stored
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, cpu, reference
 from kvrecall.index.query_centroids.rerank import rerank
@@ -52,12 +53,14 @@ def test_distinct_is_the_union(seed: int, count: int, rho: int, tokens: int, poo
 @given(
     seed=SEEDS, dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from(sorted(DTYPES)), group=st.sampled_from([1, 3, 8]),
     tokens=st.sampled_from([1, 16, 45, 130]), block_size=st.sampled_from([16, 64]), kept=st.sampled_from([1, 6, 200]),
+    small=st.booleans(),
 )  # fmt: skip
 def test_scores_are_exact_products(
-    seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, kept: int
+    seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, kept: int, small: bool
 ) -> None:
     rows = gaussian(seed, KV_HEADS, tokens, 2, dim).to(DTYPES[dtype])
-    table = filled(rows, block_size=block_size).table(rows.device)
+    table = filled(rows, block_size=block_size, small=small).table(rows.device)
+    rows = as_stored(rows) if small else rows
     assert table is not None
     queries = gaussian(seed + 1, KV_HEADS, group, dim)
     ids, counts = reference.distinct(random_lists(seed, 1, kept, tokens), tokens, tokens, None)

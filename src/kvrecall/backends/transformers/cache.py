@@ -34,6 +34,7 @@ from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
+from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 
@@ -53,7 +54,7 @@ class RetrievalCache(Cache):
 
     def __init__(
         self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0,
-        rows_on_device: bool | None = None,
+        rows_on_device: bool | None = None, host_rows: Literal["plain", "fp8"] = "plain",
     ) -> None:  # fmt: skip
         """config: the model's. method: e.g. `kvrecall.methods.recommended()`. profile: time the stages on a GPU too.
 
@@ -62,7 +63,11 @@ class RetrievalCache(Cache):
 
         rows_on_device: False keeps rows of layers without search in host memory. By default they lie on a GPU while it has
         room.
+
+        host_rows: "fp8" keeps keys and values in host memory as e4m3 with a scale per key and per value: half the memory and
+        half the bytes over the bus of 16-bit rows, at a loss (docs/guide/memory.md). Rows on the device stay as they are.
         """
+        check_host_rows(host_rows)
         if rows_on_device not in (None, False):
             remedy = "Leave it out: rows lie on a GPU while it has room for them."
             raise ParameterError("rows_on_device", "None or False", rows_on_device, remedy)
@@ -70,7 +75,7 @@ class RetrievalCache(Cache):
             raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
         check_config(config)
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
-        self.rows_on_device = rows_on_device
+        self.rows_on_device, self.host_rows = rows_on_device, host_rows
         self.signature = ModelSignature.of(config)
         for number, _ in method.per_layer:
             if number >= self.signature.layers:
@@ -127,6 +132,11 @@ class RetrievalCache(Cache):
     def valid(self) -> Tensor | None:
         """bool `[B, tokens]` on the CPU, False for padding; None without padding."""
         return self.retrieval_layers[0]._valid
+
+    @property
+    def small_rows(self) -> bool:
+        """Whether rows in host memory are in eight bits."""
+        return self.host_rows == "fp8"
 
     @property
     def wants_calibration(self) -> bool:
@@ -199,7 +209,7 @@ class RetrievalCache(Cache):
     def load(
         cls, folder: str | Path, config: PretrainedConfig, *, model: PreTrainedModel | None = None,
         device: torch.device | str | None = None, verify: bool = True, profile: bool = False,
-        rows_on_device: bool | None = None,
+        rows_on_device: bool | None = None, host_rows: Literal["plain", "fp8"] | None = None,
     ) -> RetrievalCache:  # fmt: skip
         """The cache that was saved to a folder. It can be decoded, extended, cropped, forked and saved again.
 
@@ -207,13 +217,15 @@ class RetrievalCache(Cache):
         device: where the model computes; by default that of `model`, else a GPU if there is one. On a CPU rows are mapped from
         the files: they take no memory, processes share them, and a page is copied before it is written to. On a GPU they are
         read into page-locked memory. verify: False skips the checksums of blocks. profile, rows_on_device: as in the class.
+        host_rows: as in the class; by default as in the saved cache.
 
         Raises SessionError for a folder without a session, and for a session that is damaged, of a newer version, or of
         another model; HostMemoryError or DeviceMemoryError if there is no room.
         """
         from kvrecall.backends.transformers import session
 
-        options = {"profile": profile, "rows_on_device": rows_on_device}
+        options: dict[str, Any] = {"profile": profile, "rows_on_device": rows_on_device}
+        options |= {} if host_rows is None else {"host_rows": host_rows}
         return session.load(cls, folder, config, model=model, device=device, verify=verify, options=options)
 
     def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
@@ -424,13 +436,16 @@ class RetrievalCache(Cache):
         """
         states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
         itemsize = states[0].shape.dtype.itemsize if states else 2 if dtype is None else dtype.itemsize
-        row = 2 * self.signature.head_dim * itemsize * self.signature.kv_heads
+        kv_heads, dim = self.signature.kv_heads, self.signature.head_dim
+        row = 2 * dim * itemsize * kv_heads
         layers = len(self.retrieval_layers)
         if method is None and states:
             layers -= sum(state.store.on_device for state in states)
         elif self.rows_on_device is None and has_own_memory(device := device or self._device()):
             dense = sum(not (method or self.method).searches(layer.number) for layer in self.retrieval_layers)
             layers -= layers_near(row * tokens * sequences, dense, room_for_rows(device))
+        if self.small_rows:
+            row = 2 * (dim + SCALE_BYTES) * kv_heads
         return row * layers * tokens * sequences
 
     def _device(self) -> torch.device:

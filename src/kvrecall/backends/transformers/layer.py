@@ -105,7 +105,7 @@ class RetrievalLayer(CacheLayerMixin):
         b, heads, _, dim = keys.shape
         cache = self.cache
         calibration = self._calibration(heads, dim)
-        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration)
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration, small_rows=cache.small_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
             near = self._rows_on_device(shape, cache.method, max(cache.reserved_tokens, keys.shape[2]))

@@ -41,10 +41,10 @@ def rezoned(
         other.store.host[b].reserve(retrieved)
         if other.index is not None:
             other.index.reserve(retrieved)
-        for block in state.store.blocks(b, on_device=True):
-            for start in range(0, block.shape[1], _PIECE_TOKENS):
-                rows = bring(block[:, start : start + _PIECE_TOKENS], shape.device)
-                other.absorb(b, other.store.append_chunk(b, rows[:, :, 0], rows[:, :, 1]))
+        for block in state.store.stored(b):
+            for rows in bring(block, shape.device).split(_PIECE_TOKENS, 1):
+                if rows.shape[1]:
+                    other.absorb(b, other.store.append_chunk(b, rows[:, :, 0], rows[:, :, 1]))
         if other.log is not None and (seen := other.log.seen(b)) is not None:
             other.watch(b, seen)
         other.prompt_from[b] = 0

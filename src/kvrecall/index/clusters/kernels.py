@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
+from kvrecall.core.host_rows import as_stored
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels.grow import add_members, table_of
 
@@ -45,7 +46,7 @@ def segment_kernel(
             b_row = FRONT + (first + i + o_t) % (CAPACITY - FRONT)
             m_row = (i + o_t < moved)[:, None] & (o_d < D)[None, :]
             b_k = tl.load(p_rows + b_row[:, None].to(tl.int64) * (2 * D) + o_d[None, :], mask=m_row, other=0.0)
-            b_sum += tl.sum(b_k.to(tl.float64), 0)
+            b_sum += tl.sum(as_stored(b_k, p_pool).to(tl.float64), 0)
             i += T
         unit, tokens = tl.load(p_plan), tl.load(p_plan + 1)
         p_reps, p_members, p_offsets = table_of(p_plan, p_rows)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
+from kvrecall.core.host_rows import as_stored
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.unit_kernels.grow import add_members, table_of
 
@@ -46,7 +47,7 @@ def page_kernel(
             b_row = FRONT + (first + tl.maximum(o_x - rest, 0)) % (CAPACITY - FRONT)
             p_row = p_rows + b_row[:, None].to(tl.int64) * (2 * D) + o_d[None, :]
             m_old = (o_x < rest)[:, None]
-            b_new = tl.load(p_row, mask=m_row & (o_x >= rest)[:, None], other=0.0)
+            b_new = as_stored(tl.load(p_row, mask=m_row & (o_x >= rest)[:, None], other=0.0), p_pool)
             b_old = tl.load(p_tail + o_x[:, None] * D + o_d[None, :], mask=m_row & m_old, other=0.0)
             b_key = tl.where(m_old, b_old, b_new)
             b_k = b_key.to(tl.float32)

@@ -15,7 +15,7 @@ import torch
 from numba import get_num_threads, njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import BFLOAT16, as_bits, bits_to_float, load_float, prefetch, row_number
+from kvrecall.core.numeric import BFLOAT16, E4M3, bits_to_float, load_float, prefetch, row_bits, row_place
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
@@ -59,17 +59,17 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -
 
     table: addresses of the sequence's rows, for the CPU. Entries after a head's count are -inf.
     """
-    (heads, group, dim), rows = queries.shape, table.rows.view(-1, 2, queries.shape[2])
-    bits, kind = as_bits(rows)
+    heads, group, dim = queries.shape
+    bits, kind, scales = row_bits(table)
     near = queries.new_zeros(heads, -(-group // _QUERIES) * _QUERIES, dim)
     near[:, :group] = queries
-    if kind == BFLOAT16 and dim % 2 == 0:
-        bits = rows.detach().view(torch.uint32).numpy()  # two numbers at a time
-    step = dim // bits.shape[2]
+    step = 2 if kind == BFLOAT16 and dim % 2 == 0 else 1
+    if step == 2:
+        bits = bits.view(np.uint32)  # two numbers at a time
     even, odd = (near[:, :, first::step].contiguous().numpy() for first in (0, step - 1))
     out, tasks = np.empty((heads, group, ids.shape[1]), np.float32), _TASKS_PER_THREAD * get_num_threads()
     blocks, own = table.blocks[0].numpy(), ids.contiguous().numpy()
-    _score(even, odd, dim, bits, kind, blocks, table.block_size, own, counts.numpy(), tasks, out)
+    _score(even, odd, dim, step, bits, kind, scales, blocks, table.block_size, own, counts.numpy(), tasks, out)
     return torch.from_numpy(out)
 
 
@@ -136,7 +136,7 @@ def _distinct(lists, tokens, first_always, barred, out, counts):
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _score(even, odd, dim, rows, kind, blocks, size, ids, counts, tasks, out):
+def _score(even, odd, dim, step, rows, kind, scales, blocks, size, ids, counts, tasks, out):
     heads = ids.shape[0]
     before = np.zeros(heads + 1, np.int64)
     for h in range(heads):
@@ -147,26 +147,29 @@ def _score(even, odd, dim, rows, kind, blocks, size, ids, counts, tasks, out):
         for h in range(heads):
             start, stop = max(first, before[h]) - before[h], min(last, before[h + 1]) - before[h]
             if start < stop:
-                _score_head(even[h], odd[h], dim, rows, kind, blocks, size, heads, h, ids[h], start, stop, out[h])
+                _score_head(even[h], odd[h], dim, step, rows, kind, scales, blocks, size, heads, h, ids[h], start, stop, out[h])
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def _score_head(even, odd, dim, rows, kind, blocks, size, heads, h, ids, first, last, out):
-    """Scores of ids[first:last]. A row's words hold one number, for which `even` has the queries `[·, D]`, padded to whole
-    `_QUERIES`; or two numbers, for which `even` and `odd` have every second coordinate."""
-    group, width = out.shape[0], rows.shape[2]
-    base, stride = rows.ctypes.data, rows.strides[0]
+def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h, ids, first, last, out):
+    """Scores of ids[first:last]. A word of rows `[n]` holds one number, for which `even` has the queries `[·, D]`, padded to
+    whole `_QUERIES`; or with step 2 two numbers, for which `even` and `odd` have every second coordinate."""
+    group, width = out.shape[0], dim // step
+    base, itemsize = rows.ctypes.data, rows.itemsize
     for i in range(first, last):
         if i + _AHEAD < last:
-            later = base + row_number(blocks, size, heads, h, ids[i + _AHEAD]) * stride
-            for line in range(0, stride // 2, _LINE):
+            place, _ = row_place(blocks, size, heads, h, ids[i + _AHEAD], dim, kind)
+            later = base + place // step * itemsize
+            for line in range(0, width * itemsize, _LINE):
                 prefetch(later + line)
-        own = row_number(blocks, size, heads, h, ids[i])
+        place, scale_place = row_place(blocks, size, heads, h, ids[i], dim, kind)
+        own = rows[place // step : place // step + width]
+        scale = scales[scale_place] if kind == E4M3 else np.float32(1.0)
         for g in range(0, group, _QUERIES):
             s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
             if width != dim:
                 for d in range(width):
-                    word = rows[own, 0, d]
+                    word = own[d]
                     low = bits_to_float(np.uint32(word << np.uint32(16)))
                     high = bits_to_float(np.uint32(word & np.uint32(0xFFFF0000)))
                     s_0 += low * even[g, d] + high * odd[g, d]
@@ -175,18 +178,18 @@ def _score_head(even, odd, dim, rows, kind, blocks, size, heads, h, ids, first, 
                     s_3 += low * even[g + 3, d] + high * odd[g + 3, d]
             else:
                 for d in range(width):
-                    number = load_float(rows[own, 0, d], kind)
+                    number = load_float(own[d], kind)
                     s_0 += number * even[g, d]
                     s_1 += number * even[g + 1, d]
                     s_2 += number * even[g + 2, d]
                     s_3 += number * even[g + 3, d]
-            out[g, i] = s_0
+            out[g, i] = s_0 * scale
             if g + 1 < group:
-                out[g + 1, i] = s_1
+                out[g + 1, i] = s_1 * scale
             if g + 2 < group:
-                out[g + 2, i] = s_2
+                out[g + 2, i] = s_2 * scale
             if g + 3 < group:
-                out[g + 3, i] = s_3
+                out[g + 3, i] = s_3 * scale
 
 
 @njit(cache=True, parallel=True, nogil=True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.host_rows import row_offset
+from kvrecall.core.host_rows import load_keys
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostTable
 from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
@@ -54,7 +54,7 @@ def score_rows_kernel(
     """Program (R ids, KV head): scores fp32 `[HEADS, G, COUNT]` of ids int32 `[HEADS, COUNT]`; scores of ids -1 are not
     written.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`: only keys are read; table int32 `[·]`: the blocks of the sequence, see `row_offset`.
+    pool `[blocks, HEADS, BLOCK, 2, D]`: only keys are read; table int32 `[·]`: the blocks of the sequence, see `load_keys`.
     queries fp32 `[HEADS, G, D]`.
     """
     i_part, i_kv = tl.program_id(0), tl.program_id(1)
@@ -62,8 +62,7 @@ def score_rows_kernel(
     b_id = tl.load(p_ids + i_kv * COUNT + o_r, mask=o_r < COUNT, other=-1)
     m_r = b_id >= 0
     m_d = o_d < D
-    p_key = p_pool + row_offset(p_table, b_id, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-    b_key = tl.load(p_key, mask=m_r[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [R, BD]
+    b_key = load_keys(p_pool, p_table, b_id, m_r, i_kv, HEADS, BLOCK, D, BD)  # [R, BD]
     for g in tl.static_range(G):
         b_q = tl.load(p_queries + (i_kv * G + g) * D + o_d, mask=m_d, other=0.0)
         p_score = p_scores + (i_kv * G + g).to(tl.int64) * COUNT + o_r
@@ -79,7 +78,7 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
     count = ids.shape[1]
     out = torch.full((heads, group, count), float("-inf"), device=queries.device)
     score_rows_kernel[(cdiv(count, _KEYS), heads)](
-        queries.contiguous(), table.rows, table.blocks, ids.contiguous(), out, heads, count,
+        queries.contiguous(), table.pool, table.blocks, ids.contiguous(), out, heads, count,
         BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
     )  # fmt: skip
     return out

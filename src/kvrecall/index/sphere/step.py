@@ -112,7 +112,7 @@ class SphereStep(IndexStep):
         least, most = weight_range(codes.weights.dtype, centred)
         step_kernel[(len(pairs) * (parts + pieces),)](
             asked.queries, asked.keys, asked.values, attention.rows, asked.zones.rows, attention.bad, self.searches.ids,
-            host.rows, host.blocks, attention.kept_ids, attention.kept, asked.parity, attention.read, attention.out,
+            host.pool, host.blocks, attention.kept_ids, attention.kept, asked.parity, attention.read, attention.out,
             attention.lse, maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
             codes.magnitudes, codes.weights, codes.norms if measured else codes.signs, tables.counts, self._live,
             tables.zero_norms, params.scaling, params.softcap, self.spec.shape.kv_heads, host.blocks.stride(0), pairs.start,

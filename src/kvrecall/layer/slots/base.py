@@ -177,7 +177,7 @@ def count_steps(
     whose attention was estimated.
     """
     stats, shape = state.stats, state.shape
-    row = 2 * shape.head_dim * shape.dtype.itemsize
+    row = shape.host_row_bytes
     stats.steps += steps
     stats.searches += searches
     stats.attended_rows += steps * shape.sequences * shape.kv_heads

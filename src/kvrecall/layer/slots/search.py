@@ -203,7 +203,7 @@ class SearchSlots(SlotLayer):
             state.store.host[b].write(zones.retrieval, window[:, :on_host].cpu())  # synchronous: graphs wait for no copy
             static = state.static[b]
             budget = state.top_k - (0 if static is None else static.ids.shape[1])
-            self.part.join(slot, index, b, zones, window, budget, room)
+            self.part.join(slot, index, b, zones, state.store.as_stored(window), budget, room)
             self.zones.join(slot, zones, front)
             self.bad[slot] = self._estimated[slot] = 0
             group.first.append(zones.retrieval)
@@ -264,8 +264,7 @@ class SearchSlots(SlotLayer):
 
     def _keys(self, zone: ZoneRows, start: int) -> Tensor:
         """Keys `[H_kv, n, D]` of the zone's tokens from number `start` on."""
-        rows = zone.blocks(start, on_device=True)
-        return torch.cat([bring_keys(block, self.shape.device) for block in rows], 1)
+        return torch.cat([bring_keys(block, self.shape.device) for block in zone.stored(start)], 1)
 
     def _forget(self, group: Group) -> None:
         self._away.discard(group)

@@ -18,7 +18,8 @@ from kvrecall.cache.session_index import SavedSession, read_index
 @dataclass(frozen=True)
 class SessionInfo:
     """What a folder holds. tokens: of each sequence, padding included. nbytes: of all its files. ids: int64 `[B, tokens]`, None
-    where they are not known. settings: what differs from the method's defaults. about: what `save` was given."""
+    where they are not known. rows: the form of rows on disk, "plain" or "fp8". settings: what differs from the method's
+    defaults. about: what `save` was given."""
 
     folder: Path
     model: str
@@ -52,5 +53,5 @@ def info_of(path: Path, session: SavedSession, ids: Tensor | None) -> SessionInf
     nbytes = sum(file.nbytes for file in session.files)
     return SessionInfo(
         path, session.model.type, session.method, dict(session.settings), session.tokens, len(session.tables), session.dtype,
-        session.rows, nbytes, len(session.files), ids, dict(session.about),
+        "fp8" if session.host_rows == "fp8" else session.rows, nbytes, len(session.files), ids, dict(session.about),
     )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -28,7 +27,7 @@ from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.cache.session_files import OpenFiles, fill_blocks, finish, threads
 from kvrecall.cache.session_folder import DATA
 from kvrecall.cache.session_index import SavedPart, SavedSession, checksum_of, read_index
-from kvrecall.cache.session_rows import block_nbytes, restored
+from kvrecall.cache.session_rows import block_nbytes, reader_of
 from kvrecall.core.archive import Notes, Reader
 from kvrecall.core.errors import HostMemoryError, KVRecallError, SessionError
 from kvrecall.core.launch import cdiv
@@ -60,7 +59,8 @@ def load(
         try:
             sizes = {file.name: file.nbytes for file in session.files}
             with lasting_tensors(), torch.no_grad(), OpenFiles.of(path / DATA, sizes) as files:
-                cache = kind(config, method, observe_queries=session.observe_queries, **options)
+                own = {"observe_queries": session.observe_queries, "host_rows": session.host_rows}
+                cache = kind(config, method, **own | options)
                 where = torch.device(device) if device is not None else cache._device() if model is None else model.device
                 return _Load(cache, path, session, checksum, files, where, verify).run(model)
         except UNFORESEEN as error:
@@ -152,7 +152,10 @@ class _Load:
         cache, tables, number = self._cache, self._cache.tables, layer.number
         heads = Heads.of(cache._config.get_text_config(decoder=True), number)
         known = None if cache.calibration is None else cache.calibration.layer(number, heads.kv, heads.dim)
-        shape = LayerShape(len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known)
+        shape = LayerShape(
+            len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
+            small_rows=cache.small_rows,
+        )  # fmt: skip
         near = layer._rows_on_device(shape, cache.method, self._session.tokens)
         state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
         archive_layer(state, reader)
@@ -179,8 +182,9 @@ class _Load:
             if name not in saved:
                 raise SessionError(what, "its blocks", "none")
             part = saved[name]
-            if part.form != (self._session.rows if isinstance(memory, BlockRows) else "plain"):
-                raise SessionError(what, f"blocks in the form {self._session.rows!r}", repr(part.form))
+            forms = {self._session.rows, self._session.host_rows} if isinstance(memory, BlockRows) else {"plain"}
+            if part.form not in forms:
+                raise SessionError(what, f"blocks in the form {' or '.join(map(repr, sorted(forms)))}", repr(part.form))
             if part.nbytes != block_nbytes(memory, part.form):
                 raise SessionError(what, f"blocks of {block_nbytes(memory, part.form):,} bytes", f"{part.nbytes:,}")
             places = self._session.places(part)
@@ -190,8 +194,5 @@ class _Load:
             written = {block: WrittenBlock(place, part.held[block]) for block, place in places.items()}
             self._state.memories[number, name] = WrittenMemory(ref(memory), part.form, written)
             if places:
-                made = (
-                    partial(restored, shape=memory.tensor.shape[1:], dtype=memory.tensor.dtype) if part.form == "fp8" else None
-                )
-                blocks = self._session.block_count
+                made, blocks = reader_of(memory, part.form), self._session.block_count
                 fill_blocks(memory, blocks, places, self._files, pool, verify=self._verify, restored=made)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory
-from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.session_files import NewFile
 from kvrecall.cache.session_index import (
     VERSION,
@@ -25,7 +24,7 @@ from kvrecall.cache.session_index import (
     SavedSession,
     SavedTensor,
 )
-from kvrecall.cache.session_rows import block_bytes, block_nbytes
+from kvrecall.cache.session_rows import block_bytes, block_nbytes, form_of
 from kvrecall.core.archive import Notes
 from kvrecall.core.launch import cdiv
 from kvrecall.methods.settings import settings_of
@@ -69,7 +68,7 @@ class NewSession:
         ]
 
     def _add_blocks(self, layer: int, name: str, memory: Any, tokens: list[int], file: NewFile) -> None:
-        form = self._rows if isinstance(memory, BlockRows) else "plain"
+        form = form_of(memory, self._rows)
         held = self._held(layer, tokens)
         written = self._kept(layer, name, memory, form, held)
         left = held.keys() - written.keys()
@@ -128,7 +127,7 @@ class NewSession:
                 weights=fingerprint.weights,
             ),
             dtype=dtype, rows=self._rows, tokens=cache.get_seq_length(), block_size=self._size,  # pyright: ignore
-            observe_queries=cache.observe_queries, about=about,
+            observe_queries=cache.observe_queries, host_rows=cache.host_rows, about=about,  # pyright: ignore
             tables=[[self._order[b] for b in t.blocks[: cdiv(max(t.lengths.values()), self._size)]] for t in cache.tables],
             files=[SavedFile(name=name, nbytes=sizes[name]) for name in names], cache=parts.pop("cache"), layers=parts,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.kernels import readers_first, step_part
-from kvrecall.core.host_rows import row_offset
+from kvrecall.core.host_rows import as_stored, store_row
 from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
@@ -25,7 +25,7 @@ def leave(
 ):  # fmt: skip
     """Encodes ROWS rotated coordinates of one window row as the zone's next token; piece 0 copies the row to the host.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`, addressed by the sequence's table, see `row_offset`. Codes lie in blocks of the same
+    pool `[blocks, HEADS, BLOCK, 2, D]`, addressed by the sequence's table, see `store_row`. Codes lie in blocks of the same
     ids, with stride BYTES in bytes. counts `[BH, S, 256]`: keys per sign pattern that searches see; live: the same with tokens
     that are encoded and still in the window. COUNTS: whether there are counts; they become `live` when the zone grows with this
     step. MAP: stride of the maps of heads, 0 for one map. CENTRED: whether there are means and turns of SPAN tokens each
@@ -38,9 +38,10 @@ def leave(
         p_row = p_rows + (i_bh.to(tl.int64) * CAPACITY + row) * (2 * D) + o_d
         b_k = tl.load(p_row, mask=o_d < D, other=0.0)
         if i_piece == 0:
-            p_host = p_pool + row_offset(p_table, number, row >= 0, i_kv, HEADS, BLOCK, D) + o_d
-            tl.store(p_host, b_k, mask=o_d < D)
-            tl.store(p_host + D, tl.load(p_row + D, mask=o_d < D, other=0.0), mask=o_d < D)
+            b_v = tl.load(p_row + D, mask=o_d < D, other=0.0)
+            store_row(p_pool, p_table, number, row >= 0, i_kv, HEADS, b_k, b_v, BLOCK, D, BD)
+        if p_pool.dtype.element_ty == tl.uint8:
+            b_k = tl.reshape(as_stored(b_k[None, :], p_pool), [BD])
         place, block = i_kv * BLOCK + number % BLOCK, tl.load(p_table + number // BLOCK).to(tl.int64)
         p_sign, p_magnitude = p_signs + block * BYTES, p_magnitudes + block * BYTES
         p_weight = p_weights + block * numbers_of(p_weights, BYTES)

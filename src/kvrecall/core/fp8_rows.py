@@ -1,0 +1,149 @@
+"""Rows in eight bits: e4m3 numbers, and a scale for every key and every value.
+
+The scale is the least power of two by which a row's largest number is at most 448, the largest of e4m3. So a number loses at
+most 1/16 of itself, dividing by the scale loses nothing, and widened numbers are exact in 16 bits: all devices compute the
+same, and a widened row that is stored again is the same row. Numbers below 2^-13 of a row's largest lose more. A row with NaN
+or infinity gets the scale NaN.
+
+A block of rows `[H_kv, block_size, 2, D]` is one run of bytes: all numbers, then all scales `[H_kv, block_size, 2]` in fp32.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.errors import ParameterError
+
+SCALE_BYTES = 4
+DTYPE = torch.float8_e4m3fn
+
+_TO_448 = 0x1FFFFF
+"""Added to the bits of an fp32 number it carries into the exponent if the fraction is more than that of 448 = 1.75 * 2^8."""
+_INFINITY = 0x7F800000
+
+
+class SmallRows(NamedTuple):
+    """Rows in eight bits. numbers: e4m3 `[…, D]`; scales: fp32 `[…]`; dtype: of the rows that they were made of."""
+
+    numbers: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    def wide(self) -> Tensor:
+        """The rows `[…, D]` in their dtype."""
+        return (self.numbers.float() * self.scales.unsqueeze(-1)).to(self.dtype)
+
+    def part(self, start: int, stop: int) -> SmallRows:
+        """Tokens start .. stop - 1 of rows `[H_kv, n, 2, D]`, as a view."""
+        return SmallRows(self.numbers[:, start:stop], self.scales[:, start:stop], self.dtype)
+
+    def keys(self) -> SmallRows:
+        """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, as a view."""
+        return SmallRows(self.numbers[:, :, 0], self.scales[:, :, 0], self.dtype)
+
+    def to(self, device: torch.device) -> SmallRows:
+        """On a device."""
+        return SmallRows(self.numbers.to(device), self.scales.to(device), self.dtype)
+
+    def empty_on(self, device: torch.device) -> SmallRows:
+        """Uninitialised memory for rows of the same shape."""
+        numbers, scales = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (self.numbers, self.scales))
+        return SmallRows(numbers, scales, self.dtype)
+
+    @property
+    def tokens(self) -> int:
+        """n of rows `[H_kv, n, 2, D]`."""
+        return self.numbers.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.numbers.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+
+StoredRows = Tensor | SmallRows
+"""Rows `[H_kv, n, 2, D]` as they lie in memory: in the dtype of the model, or in eight bits."""
+
+
+def quantised(rows: Tensor) -> SmallRows:
+    """Rows `[…, D]` in eight bits, on their device."""
+    wide = rows.float()
+    bits = wide.abs().amax(-1).contiguous().view(torch.int32)
+    exponent = ((bits + _TO_448 >> 23) - 8).clamp_min(1)
+    scales = torch.where(bits < _INFINITY, (exponent << 23).view(torch.float32), torch.nan)
+    inverse = (254 - exponent << 23).view(torch.float32)
+    return SmallRows((wide * inverse.unsqueeze(-1)).to(DTYPE), scales, rows.dtype)
+
+
+def as_stored(rows: Tensor) -> Tensor:
+    """Rows `[…, D]` as they are read back."""
+    return quantised(rows).wide()
+
+
+def wide(rows: StoredRows) -> Tensor:
+    """Rows `[H_kv, n, 2, D]` in the dtype of the model."""
+    return rows if isinstance(rows, Tensor) else rows.wide()
+
+
+def part_of(rows: StoredRows, start: int, stop: int) -> StoredRows:
+    """Tokens start .. stop - 1 of rows `[H_kv, n, 2, D]`, as a view."""
+    return rows[:, start:stop] if isinstance(rows, Tensor) else rows.part(start, stop)
+
+
+def check_host_rows(form: str) -> None:
+    """Raises ParameterError for a form of rows in host memory that does not exist."""
+    if form not in ("plain", "fp8"):
+        raise ParameterError("host_rows", '"plain" or "fp8"', form, '"fp8" halves host memory, at a loss.')
+
+
+def host_row_bytes(dim: int, dtype: torch.dtype, small: bool) -> int:
+    """Bytes of a key and a value, for rows of a dtype or in eight bits."""
+    return 2 * (dim + SCALE_BYTES) if small else 2 * dim * dtype.itemsize
+
+
+def block_nbytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a block of rows `[H_kv, block_size, 2, D]`."""
+    return prod(shape) + SCALE_BYTES * prod(shape[:-1])
+
+
+def numbers_of(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The numbers e4m3 `[blocks, H_kv, block_size, 2, D]` of blocks uint8 `[blocks, block_nbytes]`, as a view."""
+    return blocks[:, : prod(shape)].unflatten(1, shape).view(DTYPE)
+
+
+def scales_of(numbers: Tensor) -> Tensor:
+    """The scales fp32 `[blocks, H_kv, block_size, 2]` that lie behind the numbers of each block, as a view. numbers: from
+    `numbers_of`."""
+    blocks, shape = numbers.shape[0], numbers.shape[1:4]
+    held = numbers.view(torch.uint8)
+    size = prod(numbers.shape[1:])
+    behind = held.as_strided((blocks, SCALE_BYTES * prod(shape)), (held.stride(0), 1), held.storage_offset() + size)
+    return behind.view(torch.float32).unflatten(1, shape)
+
+
+def flat(rows: Tensor) -> Tensor:
+    """All numbers of blocks of rows, and what lies between them, `[n]`, as a view. rows: contiguous, or from `numbers_of`."""
+    return rows.as_strided((rows.shape[0] * rows.stride(0),), (1,))
+
+
+def block_of(rows: SmallRows) -> Tensor:
+    """A block uint8 `[n]` on the CPU: all numbers, then all scales, of rows `[H_kv, block_size, 2, D]`."""
+    parts = rows.numbers.contiguous().view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
+    return torch.cat([part.flatten().cpu() for part in parts])
+
+
+def rows_of(block: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> SmallRows:
+    """The rows `[H_kv, block_size, 2, D]` of a block uint8 `[n]`, as views."""
+    numbers = numbers_of(block.view(1, -1), shape)
+    return SmallRows(numbers[0], scales_of(numbers)[0], dtype)
