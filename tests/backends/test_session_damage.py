@@ -205,6 +205,6 @@ def test_an_index_that_somebody_made_up_is_refused_or_harmless(model: Any, tmp_p
         path.write_text(f'{{"checksum": "{hashlib.sha256(body.encode()).hexdigest()}", {body}')
         try:
             cache = RetrievalCache.load(tmp_path, model.config)
+            decode(model, cache, 2)  # refuses a cache that was saved after an interrupted pass, which the index may say
         except KVRecallError:
             continue
-        decode(model, cache, 2)

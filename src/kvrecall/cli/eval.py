@@ -67,6 +67,7 @@ def evaluate(
     capture: Annotated[
         bool, typer.Option("--capture", help="Replay a CUDA graph per step where methods can; pays on a GPU for long answers.")
     ] = False,
+    host_rows: options.HostRows = options.Rows.PLAIN,
     shard: Annotated[
         str, typer.Option(help="Share of this process, i/n: n processes with the same options and i from 1 to n make one run.")
     ] = "1/1",
@@ -100,10 +101,11 @@ def evaluate(
 
     session = open_session(model, dtype, device, quiet=as_json)
     found = conditions(specs, counts, session.model.config.get_text_config(decoder=True).num_hidden_layers)
-    asker = Asker(session.model, session.tokenizer, chunk_tokens, capture=None if capture else False)
+    asker = Asker(session.model, session.tokenizer, chunk_tokens, None if capture else False, host_rows.value)
     suite = Suite(plan, asker, found, batch_tokens)
     place = str(session.model.dtype), session.model.device.type
-    folder = RunFolder(out, configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens, capture), share)
+    settings = configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens, capture, host_rows.value)
+    folder = RunFolder(out, settings, share)
     said = suite.notes()
     _tell(said)
     resumed = len(folder.records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,12 +30,14 @@ _LEFT = 2
 @dataclass(frozen=True)
 class Asker:
     """A model that answers. chunk_tokens: tokens per piece of prefill. capture: see `engine.generate`; for answers to generated
-    tasks; solutions of problems are always captured if possible, because they are long."""
+    tasks; solutions of problems are always captured if possible, because they are long. host_rows: as in `RetrievalCache`, for
+    forks of the prompt's cache: the prompt itself is read exactly."""
 
     model: PreTrainedModel
     tokenizer: Any
     chunk_tokens: int = 1024
     capture: bool | None = False
+    host_rows: Literal["plain", "fp8"] = "plain"
 
     @property
     def limit_tokens(self) -> int | None:
@@ -64,7 +66,8 @@ class Asker:
         watched = any((config := c.method.index_config()) is not None and config.watches for c in found)
         # A window as long as the text keeps everything resident, so that no chunk reads rows back from the host.
         method = Full(sink_tokens=0, local_tokens=max(1, expect_tokens), update_interval=1)
-        cache = RetrievalCache(self.model.config, method, observe_queries=ready if watched else _OBSERVED)
+        observed = ready if watched else _OBSERVED
+        cache = RetrievalCache(self.model.config, method, observe_queries=observed, host_rows=self.host_rows)
         engine.prefill(
             self.model, ids[:, :ready], cache, chunk_tokens=self.chunk_tokens,
             attention_mask=None if mask is None else mask[:, :ready], expect_tokens=expect_tokens,

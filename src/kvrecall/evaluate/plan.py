@@ -72,13 +72,15 @@ def _digest(spec: str) -> str:
 
 def configuration(
     plan: Plan, model: str, dtype: str, device: str, conditions: list[Condition], chunk_tokens: int, batch_tokens: int,
-    captured: bool = False,
+    captured: bool = False, host_rows: str = "plain",
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything that decides the answers of a run, as its folder keeps it. Captured steps round in another order."""
+    """Everything that decides the answers of a run, as its folder keeps it. Captured steps round in another order. host_rows:
+    as in `RetrievalCache`."""
     from kvrecall import __version__
 
     own = {"kvrecall": __version__, "model": model, "dtype": dtype.removeprefix("torch."), "device": device}
     own |= {"chunk_tokens": chunk_tokens, "batch_tokens": batch_tokens, "conditions": described(conditions)}
+    own |= {} if host_rows == "plain" else {"host_rows": host_rows}
     return own | ({"captured": True} if captured else {}) | plan.to_dict()
 
 

@@ -331,7 +331,7 @@ class Suite:
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{job.task}/{job.sample}/{job.attempt}".encode()).digest()[:4])
 
         def solve(condition: Condition) -> list[Record]:
-            cache = RetrievalCache(self.asker.model.config, condition.method)
+            cache = RetrievalCache(self.asker.model.config, condition.method, host_rows=self.asker.host_rows)
             result = engine.generate(
                 self.asker.model, self.asker.tokenizer, self.asker.tensor(ids), cache, max_new_tokens=self.plan.max_new_tokens,
                 chunk_tokens=self.asker.chunk_tokens, temperature=self.plan.temperature, top_p=self.plan.top_p, seed=seed,
