@@ -1,7 +1,7 @@
 """CTkvr's host side, by numba: deduplication of recalled lists, exact scores of rows where they lie, and the best of them.
 
 Bytes per search and KV head: the recalled keys, R * D numbers, once for all query heads of a group; nothing is copied. Threads
-share the recalled keys of all heads equally. What follows the scores is one pass per head: as torch functions it would be some
+share the recalled keys of all heads equally. What follows the scores are four passes: as torch functions it would be some
 forty small parallel regions, each of which wakes every thread.
 """
 
@@ -9,6 +9,8 @@ forty small parallel regions, each of which wakes every thread.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,28 +75,39 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -
     return torch.from_numpy(out)
 
 
-def softmax_sums(scores: Tensor, counts: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Softmax over the first counts[h] scores `[H_kv, G, R]` times scaling: largest logit (-inf if there is none), and the sum
-    of the exponentials of all logits less this one, float64 `[H_kv, G]` each."""
-    peaks, sums = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2])
-    _softmax_sums(scores.numpy(), counts.numpy(), scaling, peaks, sums)
-    return torch.from_numpy(peaks), torch.from_numpy(sums)
+class Softmax(NamedTuple):
+    """A softmax over each head's scores times scaling, in float64.
+
+    peaks `[H_kv, G]`: the largest logit, -inf if there is none. powers `[H_kv, G, R]`: exponentials of the logits less
+    this one. sums `[H_kv, G]`: of the powers.
+    """
+
+    peaks: Tensor
+    powers: Tensor
+    sums: Tensor
+
+
+def softmax_of(scores: Tensor, counts: Tensor, scaling: float) -> Softmax:
+    """The softmax over the first counts[h] scores `[H_kv, G, R]` times scaling."""
+    peaks, sums, powers = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2]), np.empty(scores.shape)
+    _softmax(scores.numpy(), counts.numpy(), scaling, peaks, powers, sums)
+    return Softmax(torch.from_numpy(peaks), torch.from_numpy(powers), torch.from_numpy(sums))
 
 
 def pick(
-    scores: Tensor, ids: Tensor, counts: Tensor, softmax: tuple[Tensor, Tensor], k: int, mode: str, scaling: float,
-    barred: Tensor | None,
+    scores: Tensor, ids: Tensor, counts: Tensor, softmax: Softmax, k: int, mode: str, scaling: float, barred: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k best ids without `barred` (ascending, `[H_kv, m]`): int32 `[H_kv, K]`, ascending, padded with -1, and counts.
 
-    Ranked as `select.gqa.reduce_scores` does, ties to the lower id. mode: one of `MODES`. softmax: see `softmax_sums`.
+    Ranked as `select.gqa.reduce_scores` does, ties to the lower id. mode: one of `MODES`.
     """
     heads, longest = ids.shape
     best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
     barred_ids = np.empty((heads, 0), np.int32) if barred is None else barred.cpu().int().contiguous().numpy()
-    peaks, sums = softmax
-    _pick(scores.numpy(), ids.contiguous().numpy(), counts.numpy(), peaks.numpy(), sums.numpy(), scaling, MODES[mode],
-          barred_ids, best, kept)  # fmt: skip
+    ranks, tasks = np.empty(ids.shape, np.float32), _TASKS_PER_THREAD * get_num_threads()
+    own = ids.contiguous().numpy()
+    _rank(scores.numpy(), counts.numpy(), *(x.numpy() for x in softmax), scaling, MODES[mode], tasks, ranks)
+    _pick(ranks, own, counts.numpy(), barred_ids, best, kept)
     return torch.from_numpy(best[:, : int(kept.max()) if heads else 0]), torch.from_numpy(kept)
 
 
@@ -193,7 +206,7 @@ def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _softmax_sums(scores, counts, scaling, peaks, sums):
+def _softmax(scores, counts, scaling, peaks, powers, sums):
     heads, group = scores.shape[0], scores.shape[1]
     for task in prange(heads * group):
         g = task % group
@@ -202,40 +215,43 @@ def _softmax_sums(scores, counts, scaling, peaks, sums):
         for i in range(counts[h]):
             peak = max(peak, np.float64(scores[h, g, i]) * scaling)
         for i in range(counts[h]):
-            total += np.exp(np.float64(scores[h, g, i]) * scaling - peak)
+            powers[h, g, i] = np.exp(np.float64(scores[h, g, i]) * scaling - peak)
+            total += powers[h, g, i]
         if counts[h]:
             peaks[h, g], sums[h, g] = peak, total
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _pick(scores, ids, counts, peaks, sums, scaling, mode, barred, best, kept):
-    for h in prange(scores.shape[0]):
-        ranked, own, logs = np.empty(counts[h], np.float32), np.empty(counts[h], np.int32), np.log(sums[h])
+def _rank(scores, counts, peaks, powers, sums, scaling, mode, tasks, ranks):
+    """Ranks `[H_kv, R]` of all keys among those of their head."""
+    logs = np.log(sums)
+    for task in prange(tasks):
+        for h in range(scores.shape[0]):
+            for i in range(counts[h] * task // tasks, counts[h] * (task + 1) // tasks):
+                best, total = -np.inf, 0.0
+                for g in range(scores.shape[1]):
+                    if mode == 2:
+                        total += powers[h, g, i] / sums[h, g]
+                    elif mode == 1:
+                        best = max(best, np.float64(scores[h, g, i]) * scaling - peaks[h, g] - logs[h, g])
+                    else:
+                        best = max(best, np.float64(scores[h, g, i]))
+                ranks[h, i] = np.float32(total / scores.shape[1] if mode == 2 else best)
+
+
+@njit(cache=True, parallel=True, nogil=True)
+def _pick(ranks, ids, counts, barred, best, kept):
+    for h in prange(ids.shape[0]):
+        ranked, own = np.empty(counts[h], np.float32), np.empty(counts[h], np.int32)
         at, b = 0, 0
         for i in range(counts[h]):
             while b < barred.shape[1] and barred[h, b] < ids[h, i]:
                 b += 1
             if b < barred.shape[1] and barred[h, b] == ids[h, i]:
                 continue
-            ranked[at] = _rank(scores[h, :, i], peaks[h], sums[h], logs, scaling, mode)
-            own[at] = ids[h, i]
+            ranked[at], own[at] = ranks[h, i], ids[h, i]
             at += 1
         kept[h] = top_k_of(ranked[:at], own[:at], best.shape[1], best[h])
-
-
-@njit(cache=True, nogil=True)
-def _rank(scores, peaks, sums, logs, scaling, mode):
-    """Rank of one key among those of its head, for the scores `[G]` of a group. logs: of sums."""
-    best, total = -np.inf, 0.0
-    for g in range(scores.shape[0]):
-        logit = np.float64(scores[g]) * scaling
-        if mode == 2:
-            total += np.exp(logit - peaks[g]) / sums[g]
-        elif mode == 1:
-            best = max(best, logit - peaks[g] - logs[g])
-        else:
-            best = max(best, np.float64(scores[g]))
-    return np.float32(total / scores.shape[0] if mode == 2 else best)
 
 
 @njit(cache=True, parallel=True, nogil=True)

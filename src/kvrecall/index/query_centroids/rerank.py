@@ -89,9 +89,10 @@ def rerank(
 
         scores = cpu.score_rows(queries, table, ids, counts)
         if mode in cpu.MODES:
-            peaks, sums = cpu.softmax_sums(scores, counts, budget.scaling)
-            best = cpu.pick(scores, ids, counts, (peaks, sums), budget.top_k, mode, budget.scaling, barred)
-            return Rerank(ids, scores, (best[0].to(device), best[1].to(device)), (peaks + sums.log()).float())
+            softmax = cpu.softmax_of(scores, counts, budget.scaling)
+            best = cpu.pick(scores, ids, counts, softmax, budget.top_k, mode, budget.scaling, barred)
+            lse = (softmax.peaks + softmax.sums.log()).float()
+            return Rerank(ids, scores, (best[0].to(device), best[1].to(device)), lse)
     elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels
 
