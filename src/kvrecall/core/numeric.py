@@ -88,6 +88,25 @@ def prefetch(typingctx, address):
 
 
 @njit(inline="always")
+def load_e4m3(bits):
+    """Finite e4m3 bits -> float32."""
+    wide = np.uint32(bits)
+    number = ((wide & np.uint32(0x80)) << np.uint32(24)) | ((wide & np.uint32(0x7F)) << np.uint32(20))
+    return bits_to_float(np.uint32(number)) * np.float32(2.0**120)
+
+
+@njit(cache=True, nogil=True)
+def load_row(bits, kind, row):
+    """Fills row fp32 `[D]` with numbers of a kind `[D]`, for `load_float`."""
+    if kind == E4M3:  # outside the loop, which is vectorised then
+        for d in range(row.shape[0]):
+            row[d] = load_e4m3(bits[d])
+    else:
+        for d in range(row.shape[0]):
+            row[d] = load_float(bits[d], kind)
+
+
+@njit(inline="always")
 def load_float(bits, kind):
     """Finite fp32, bf16, fp16, e4m3 or small-float bits -> float32. fp16 is re-biased by 2^112 and e4m3 by 2^120, exact for
     denormals too."""
@@ -99,8 +118,7 @@ def load_float(bits, kind):
     if kind == BFLOAT16:
         return bits_to_float(np.uint32(wide << np.uint32(16)))
     if kind == E4M3:
-        number = ((wide & np.uint32(0x80)) << np.uint32(24)) | ((wide & np.uint32(0x7F)) << np.uint32(20))
-        return bits_to_float(np.uint32(number)) * np.float32(2.0**120)
+        return load_e4m3(bits)
     sign = np.uint32((wide & np.uint32(0x8000)) << np.uint32(16))
     magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
     scaled = bits_to_float(magnitude) * np.float32(2.0**112)

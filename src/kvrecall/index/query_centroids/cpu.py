@@ -17,7 +17,7 @@ import torch
 from numba import get_num_threads, njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import BFLOAT16, E4M3, bits_to_float, load_float, prefetch, row_bits, row_place
+from kvrecall.core.numeric import BFLOAT16, E4M3, bits_to_float, load_row, prefetch, row_bits, row_place
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
@@ -169,6 +169,7 @@ def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h
     whole `_QUERIES`; or with step 2 two numbers, for which `even` and `odd` have every second coordinate."""
     group, width = out.shape[0], dim // step
     base, itemsize = rows.ctypes.data, rows.itemsize
+    row = np.empty(width, np.float32)
     for i in range(first, last):
         if i + _AHEAD < last:
             place, _ = row_place(blocks, size, heads, h, ids[i + _AHEAD], dim, kind)
@@ -178,6 +179,8 @@ def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h
         place, scale_place = row_place(blocks, size, heads, h, ids[i], dim, kind)
         own = rows[place // step : place // step + width]
         scale = scales[scale_place] if kind == E4M3 else np.float32(1.0)
+        if width == dim:
+            load_row(own, kind, row)
         for g in range(0, group, _QUERIES):
             s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
             if width != dim:
@@ -191,11 +194,10 @@ def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h
                     s_3 += low * even[g + 3, d] + high * odd[g + 3, d]
             else:
                 for d in range(width):
-                    number = load_float(own[d], kind)
-                    s_0 += number * even[g, d]
-                    s_1 += number * even[g + 1, d]
-                    s_2 += number * even[g + 2, d]
-                    s_3 += number * even[g + 3, d]
+                    s_0 += row[d] * even[g, d]
+                    s_1 += row[d] * even[g + 1, d]
+                    s_2 += row[d] * even[g + 2, d]
+                    s_3 += row[d] * even[g + 3, d]
             out[g, i] = s_0 * scale
             if g + 1 < group:
                 out[g + 1, i] = s_1 * scale
