@@ -11,7 +11,7 @@ import triton.language as tl
 from kvrecall.core.host_rows import THREADS, widened
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["p_scales"])
 def keys_kernel(p_rows, p_scales, p_keys, tokens, HEAD, TOKEN, SCALES, OUT, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr):
     """Copies keys with strides HEAD and TOKEN to `[H_kv, n, D]` with head stride OUT, in elements. Rows in uint8 are e4m3, with
     scales fp32 `[n, 2]` of key and value, whose head stride is SCALES; see `core.host_rows`.
