@@ -73,14 +73,20 @@ def test_answers_are_those_of_plain_rows_that_were_rounded(model: Any, name: str
 
 @pytest.mark.parametrize("name", ["pariskv-balanced", "prkv", "louiskv", "ctkvr", "full"])
 def test_chunks_of_a_prompt_store_what_one_chunk_stores(model: Any, name: str) -> None:
-    """Of the first layer, whose keys do not depend on what was attended to."""
+    """Of the first layer, whose keys do not depend on what was attended to.
+
+    The model's products of another number of tokens may round differently in the last bit of fp32. In eight bits that moves a
+    number to the next one in one case of many thousands; rows that were rounded twice, or before they should be, all differ.
+    """
     whole, chunks = (cache_of(model, name) for _ in range(2))
     ids = tokens(150)
     feed(model, whole, ids)
     with chunks.reading_prompt():
         for part in ids.split(47, 1):
             feed(model, chunks, part)
-    assert torch.equal(rows_of(whole)[0], rows_of(chunks)[0])
+    one, several = rows_of(whole)[0], rows_of(chunks)[0]
+    torch.testing.assert_close(several, one, atol=1e-6, rtol=1 / 8)
+    assert torch.isclose(several, one, atol=1e-6, rtol=1e-6).float().mean() > 0.999
 
 
 def test_forks_to_other_methods_and_zones(model: Any) -> None:
