@@ -23,9 +23,11 @@ Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
 # Named here and not read from the benchmarks, which import torch: `--help` should not wait for it.
 LAYER_CONFIGS = ("product", "product-reuse", "balanced", "balanced-reuse", "balanced-5%", "balanced-2%", "balanced-512",
-                 "balanced-512-reuse", "balanced-2%-reuse", "balanced-plain", "product-max", "paper")  # fmt: skip
+                 "balanced-512-reuse", "balanced-2%-reuse", "balanced-plain", "product-max", "paper", "product-fp8",
+                 "product-fp8-reuse", "balanced-fp8", "balanced-fp8-reuse", "balanced-512-fp8", "balanced-512-fp8-reuse",
+                 )  # fmt: skip
 MODEL_CONFIGS = ("product-early", "paper-early", "balanced-rest", "balanced-512-rest", "balanced-512-rest-reuse", "prkv",
-                 "louiskv", "freekv")  # fmt: skip
+                 "louiskv", "freekv", "balanced-rest-fp8", "balanced-512-rest-fp8", "prkv-fp8", "louiskv-fp8")  # fmt: skip
 """Configurations of a whole model beside those of a layer."""
 LAYER_SHAPES, MODEL_SHAPES = ("8b", "qwen2.5-1.5b", "qwen3-0.6b"), ("llama-3.1-8b", "qwen3-8b", "qwen3-0.6b")
 _METHODS = "methods such as pariskv:gqa=max@128, or"
