@@ -23,28 +23,21 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
-import zlib
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-PAGE = 16
-SPREAD = 0.02
+from benchmarks import vllm_weights
+from benchmarks.locks_plugin import PAGE, PluginOff, check_plugin, check_step, compile_plugin, dense_rows, load_prebuilt
+from benchmarks.vllm_serving import SHAPE
+
 _SKIPPED = 8
 """Decode steps before those that are measured."""
 _SHORT_PAGES = 8192
@@ -79,11 +72,6 @@ class Row:
     compile_s: float | None
 
 
-class PluginOff(RuntimeError):
-    """The plugin does not do the work that is measured."""
-
-
-# --------------------------------------------------------------------------------------------------------------- settings
 def environment(args: argparse.Namespace) -> dict[str, str]:
     """Variables that must be set before vLLM is imported."""
     own = {
@@ -136,186 +124,6 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights
-def register_seeded() -> None:
-    """Makes the load format `seeded` known: normal weights, norms of ones."""
-    import torch
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    def weights(config: Any, device: Any, dtype: Any) -> Any:
-        size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-        layer = {
-            "input_layernorm": (size,), "post_attention_layernorm": (size,), "self_attn.q_proj": (queries, size),
-            "self_attn.k_proj": (keys, size), "self_attn.v_proj": (keys, size), "self_attn.o_proj": (size, queries),
-            "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner),
-        }  # fmt: skip
-        shapes = {"model.embed_tokens": (config.vocab_size, size), "model.norm": (size,), "lm_head": (config.vocab_size, size)}
-        shapes |= {f"model.layers.{i}.{k}": s for i in range(config.num_hidden_layers) for k, s in layer.items()}
-        for name, shape in shapes.items():
-            draw = torch.Generator(device).manual_seed(zlib.crc32(f"{name}.weight".encode()))
-            made = torch.ones(shape, dtype=dtype, device=device)
-            yield f"{name}.weight", made if len(shape) == 1 else made.normal_(0, SPREAD, generator=draw)
-
-    class Seeded(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
-            pass
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            device = next(model.parameters()).device
-            model.load_weights(weights(model_config.hf_config, device, model_config.dtype))
-
-    register_model_loader("seeded")(Seeded)
-
-
-# ------------------------------------------------------------------------------------------------------- the plugin's CUDA
-_BUILDS = {
-    "score": "from locks.selection import rki4_score_cuda as m; m._get()",
-    "select": "from locks.selection import select_cuda as m; m._get()",
-    "gemv": "from locks.backend import gemv_cuda as m; assert m.get_mod() is not None",
-    "k5": "from locks.tier import k5_cuda as m; assert m.get_mod() is not None",
-}
-
-
-def builds(own: dict[str, str]) -> list[str]:
-    """Extensions that a run needs."""
-    return ["score", "select", *(("gemv", "k5") if own.get("LOCKS_QFIRST_CO") == "1" else ())]
-
-
-def header_folders() -> str:
-    """Folders of CUDA's headers (cuSPARSE, cuBLAS, cuSOLVER) of pip packages, behind those that are searched anyway."""
-    found = [str(each) for folder in sys.path for each in Path(folder or ".").glob("nvidia/cu*/include")]
-    found += [str(each) for folder in sys.path for each in Path(folder or ".").glob("nvidia/cu[a-z]*/include")]
-    return os.pathsep.join(filter(None, [os.environ.get("CPLUS_INCLUDE_PATH"), *dict.fromkeys(found)]))
-
-
-def compile_plugin(own: dict[str, str]) -> float:
-    """Compiles the plugin's CUDA with nvcc, one process each at once, into torch's cache of extensions. Seconds."""
-    begun = time.perf_counter()
-    os.environ["CPLUS_INCLUDE_PATH"] = header_folders()
-    if Path("/usr/local/cuda/bin").is_dir():  # torch would take the folder of the nvcc that it finds first
-        os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
-    rope = "from locks.backend import _runtime as r; r._NOROPE_ROT, r._NOROPE_NEOX = 128, True; "
-    head = rope if own.get("LOCKS_QFIRST_CO") == "1" else ""
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", head + _BUILDS[name]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for name in builds(own)
-    }
-    for name, process in running.items():
-        told, _ = process.communicate()
-        print(f"compiled {name} of locks-kv: exit {process.returncode}, {time.perf_counter() - begun:.0f} s", flush=True)
-        if process.returncode:
-            raise PluginOff(f"locks-kv's extension {name!r} does not compile:\n{told[-6000:]}")
-    return time.perf_counter() - begun
-
-
-def load_prebuilt(folder: Path, own: dict[str, str]) -> None:
-    """Gives the plugin extensions that were compiled elsewhere for this torch and Python, with the same variables."""
-    from importlib.machinery import ExtensionFileLoader
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    import torch  # noqa: F401  the extensions need its libraries
-    from locks.backend import gemv_cuda
-    from locks.selection import rki4_score_cuda, select_cuda
-    from locks.tier import k5_cuda
-
-    fused = own.get("LOCKS_QFIRST_CO") == "1"
-    folder = folder / ("short" if fused else "plain")
-
-    def load(start: str) -> Any:
-        (path,) = folder.glob(f"{start}*.so")
-        spec = spec_from_file_location(path.stem, path, loader=ExtensionFileLoader(path.stem, str(path)))
-        assert spec is not None and spec.loader is not None
-        made = module_from_spec(spec)
-        spec.loader.exec_module(made)
-        return made
-
-    rki4_score_cuda._MOD = load("locks_rki4_score")
-    select_cuda._MOD, select_cuda._TRIED = load("locks_topb_select_cuda"), True
-    if fused:
-        gemv_cuda._MOD, gemv_cuda._TRIED = load("locks_gemv"), True
-        k5_cuda._MOD, k5_cuda._TRIED = load("locks_k5_headv"), True
-    print(f"locks-kv's extensions were loaded from {folder}", flush=True)
-
-
-# -------------------------------------------------------------------------------------------------------- is it at work?
-def page_state(blocks: int) -> Any:
-    """The plugin's state of selected pages, that of the real cache."""
-    from locks.selection.rki4_state import Rki4State
-
-    gc.unfreeze()  # vLLM freezes all objects after its warm-up; frozen ones are not listed
-    found = [each for each in gc.get_objects() if type(each) is Rki4State]
-    fitting = [each for each in found if blocks == each.NB]
-    if len(fitting) != 1:
-        raise PluginOff(f"expected one page state of {blocks} blocks, got states of {[each.NB for each in found]} blocks")
-    return fitting[0]
-
-
-def check_plugin(llm: Any) -> Any:
-    """Says by what signs the plugin is active, after a first request. Returns its page state."""
-    from locks.backend import _runtime, attn
-    from locks.backend.attn import LocksAttentionImpl
-
-    register = sys.modules["locks.backend.register"]  # the package's attribute of this name is a function
-    config = llm.llm_engine.vllm_config
-    layers = config.compilation_config.static_forward_context
-    impls = [type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")]
-    own = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), LocksAttentionImpl)]
-    signs = {
-        "registered": register._APPLIED, "backend chosen": register._ANNOUNCED,
-        "decode path": _runtime.get_tier() is not None if _runtime.get_config().is_mem else attn._ANNOUNCED,
-        "selection kernels": _runtime._PPSEL_ANNOUNCED, "every layer": len(own) == len(impls) > 0,
-        "no step without state": not attn._DELEG_SAID,
-    }  # fmt: skip
-    print(f"locks-kv: {signs}; layers: {sorted(set(impls))}; counters: {attn.get_activation()}; "
-          f"kernels: {_runtime._DEC_RESOLVED}; graphs: {config.compilation_config.cudagraph_mode}", flush=True)  # fmt: skip
-    missing = [name for name, there in signs.items() if not there]
-    if missing:
-        raise PluginOff(f"locks-kv is not active: {missing}")
-    state = page_state(config.cache_config.num_gpu_blocks)
-    state.fast = not _runtime.get_config().is_mem
-    return state
-
-
-def dense_rows() -> int:
-    """Decode rows that the plugin handed to dense attention, those of the start included."""
-    from locks.backend.attn import get_activation
-
-    return (get_activation() or {"dense": 0})["dense"]
-
-
-def check_step(state: Any, context: int, produced: int, budget: int, dense_before: int) -> tuple[int, int]:
-    """Pages that the last step attended to, and all pages. They were zero before, so only a step can have written them."""
-    import torch
-    from locks.backend.attn import get_activation
-
-    torch.cuda.synchronize()
-    kept, pages = state.page_cnt[0].tolist(), int(state.n_pages[0])
-    least, most = (context + produced - 2) // PAGE, -(-(context + produced + 1) // PAGE)
-    wanted = min(budget // PAGE, pages)
-    if not least <= pages <= most:
-        raise PluginOff(f"context {context}: expected {least} to {most} pages in the plugin's last step, got {pages}")
-    if set(kept) != {wanted}:
-        raise PluginOff(f"context {context}: expected {wanted} pages per head in the last step, got {kept}")
-    last_chosen = state.page_table[0, :, wanted - 2]  # the page before the last one's window: ascending pages
-    if pages > 4 * wanted and int(last_chosen.max()) < wanted:
-        raise PluginOff(f"context {context}: every head attended to the first pages only: the scores all tie")
-    told = get_activation()
-    if dense_rows() > dense_before or (told is None and state.fast):
-        raise PluginOff(f"context {context}: decode rows were served by dense attention: {told}")
-    summaries = int((~state.pp_tag[-1, :, 0, 0].isnan()).sum())
-    print(
-        f"locks-kv at {context}: {wanted} of {pages} pages per head in the last step, {summaries} summaries; {told}", flush=True
-    )
-    if summaries < pages - 2:
-        raise PluginOff(f"context {context}: expected summaries of {pages - 2} pages or more, got {summaries}")
-    return wanted, pages
-
-
-# ------------------------------------------------------------------------------------------------------------ measurement
 def prompt(context: int, longest_prompt: int) -> list[int]:
     """The first tokens of a random text."""
     import torch
@@ -385,7 +193,7 @@ def run(args: argparse.Namespace, own: dict[str, str]) -> None:
     import torch
     import vllm
 
-    register_seeded()
+    vllm_weights.register()
     begun = time.perf_counter()
     llm = vllm.LLM(**engine_settings(args))
     start_s = time.perf_counter() - begun
