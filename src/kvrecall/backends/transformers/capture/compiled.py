@@ -49,10 +49,11 @@ def compiled_modules(model: PreTrainedModel, backend: str | Callable[..., Any] =
         undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         for module in pieces(model):
             together = gated_group(module)
+            plain = type(module).forward
             if together is None:
-                module.forward = partial(_compiled(type(module).forward, backend), module)
+                module.forward = partial(_compiled(plain, backend), module)
             else:
-                module.forward = partial(_compiled_gated(type(module).forward, backend), module, *together)
+                module.forward = partial(_compiled(gated(plain), backend), module, *together)
             undo.callback(delattr, module, "forward")
         shared_products(model, undo)
         for file in _modeling_files(model):
@@ -112,9 +113,3 @@ def _said(error: BaseException) -> str:
 def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """The compiled function, cached for later captures."""
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
-
-
-@cache
-def _compiled_gated(forward: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a feed-forward layer whose gate and up projections are one product."""
-    return torch.compile(gated(forward), backend=backend, dynamic=False, fullgraph=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from warnings import warn
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ATTENTION, _FEED_FORWARD = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of projections that transformers' decoders call with the same input."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -35,7 +35,7 @@ def join_projections(model: nn.Module) -> int:
     group, the others stay as they are, with a RuntimeWarning.
     """
     count = 0
-    for group in _groups(model):
+    for group in (*_groups(model, _ATTENTION), *_groups(model, _FEED_FORWARD)):
         if joined(group) is None:
             try:
                 _join(group)
@@ -59,15 +59,16 @@ def joined(group: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
 def shared_products(model: nn.Module, undo: ExitStack) -> None:
     """Has the joined projections of `model`'s attentions make one product, until `undo` closes. Feed-forward layers are
     compiled, and make theirs there (`gated`)."""
-    for group in _groups(model):
+    for group in _groups(model, _ATTENTION):
         together = joined(group)
-        if len(group) == len(GROUPS[0]) and together is not None:
+        if together is not None:
             product = _Product(*together, group)
             for number, module in enumerate(group):
                 module.forward = partial(product.part, number)
                 undo.callback(delattr, module, "forward")
 
 
+@cache
 def gated(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
     """The forward of a feed-forward layer whose first two projections are one product with `weight` and `bias`."""
 
@@ -81,7 +82,7 @@ def gated(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def gated_group(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a feed-forward layer's joined projections, None without any."""
-    group = _group(module, GROUPS[1])
+    group = _group(module, _FEED_FORWARD)
     return joined(group) if group else None
 
 
@@ -130,11 +131,10 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
+def _groups(model: nn.Module, names: Sequence[str]) -> Iterator[list[nn.Linear]]:
     for module in model.modules():
-        for names in GROUPS:
-            if found := _group(module, names):
-                yield found
+        if found := _group(module, names):
+            yield found
 
 
 def _group(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
