@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.attend import attend_selected, start
-from kvrecall.core.fp8_rows import as_stored
+from kvrecall.core.fp8_rows import quantised
 from kvrecall.core.structs import HostTable, Partial
 from kvrecall.merge import merge
 from tests.attend.dense import dense
@@ -78,7 +78,7 @@ def test_against_float64(
         parts = attend_selected(queries, table(rows, block_size, small), ids, real, dim**-0.5, softcap)
     finally:
         torch.set_num_threads(before)
-    rows = as_stored(rows) if small else rows
+    rows = quantised(rows.float()).wide() if small else rows  # fp32 products of scales and numbers
     found = merge(parts)
     out, lse = expected(queries, rows, ids, real, dim**-0.5, softcap)
     assert found.out.shape == (1, kv_heads * group, 1, dim) and found.lse.shape == (1, kv_heads * group, 1)

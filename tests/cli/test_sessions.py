@@ -52,6 +52,22 @@ def test_a_session_answers_as_the_file_does(cli: Cli, tiny: Path, text: Path, se
     assert "loading" in shown.stderr and "reading" not in shown.stderr
 
 
+def test_rows_of_host_memory_in_eight_bits(cli: Cli, tiny: Path, text: Path, session: Path, kept: Path, tmp_path: Path) -> None:
+    """Of a document, of a session of it, and of what is kept; a session keeps the form that it has."""
+    small, out = ("--host-rows", "fp8"), tmp_path / "small.session"
+    asked = ("boat", "-m", tiny, *METHOD, *SHORT)
+    stats = [cli.json("ask", text, *asked, *form)["answers"][0]["stats"]["total"] for form in ((), small)]
+    assert stats[1]["host_bytes"] < stats[0]["host_bytes"]
+    told = cli.json("read", text, "--out", out, "-m", tiny, *METHOD, *small)
+    assert told["disk_bytes"] < cli.json("info", session)["disk_bytes"] and "rows in fp8" in cli("info", out).stdout
+    assert cli.json("read", text, "--out", out, "-m", tiny, *METHOD, *small)["tokens_read"] == 0
+    assert "host_rows: expected 'fp8', got 'plain'" in cli.error("read", text, "--out", out, "-m", tiny, *METHOD)
+    assert "--host-rows: expected plain with the session" in cli.error("ask", out, "boat", *small, *SHORT)
+    assert cli.json("ask", out, "boat", *SHORT)["session"]["found"]
+    found = [cli.json("ask", text, *asked, "--keep", *form)["session"]["found"] for form in ((), small, small)]
+    assert found == [False, False, True]
+
+
 def test_a_session_under_another_method(cli: Cli, session: Path) -> None:
     told = cli.json("ask", session, "boat", "--method", "full", *SHORT)
     assert told["method"] == "full" and told["answers"][0]["stats"]["total"]["attended_per_step"] > 900

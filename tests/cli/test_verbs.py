@@ -69,6 +69,14 @@ def test_plan_of_vllm(cli: Cli, tiny: Path) -> None:
     assert "--engine vllm" in cli.error("plan", "--host-memory", "1GiB")
 
 
+def test_plan_of_rows_in_eight_bits(cli: Cli, tiny: Path) -> None:
+    asked = ["plan", "-m", tiny, "--context", "1_000"]
+    plain, small = (cli.json(*asked, *form) for form in ((), ("--host-rows", "fp8")))
+    assert small["host_bytes"] < 0.6 * plain["host_bytes"] and small["device_bytes"] == plain["device_bytes"]
+    assert "in eight bits" in cli(*asked, "--host-rows", "fp8").stdout and "eight" not in cli(*asked).stdout
+    assert "--host-rows: expected plain with vLLM, got 'fp8'" in cli.error(*asked, "--host-rows", "fp8", "--engine", "vllm")
+
+
 @pytest.mark.parametrize("context", ["0", "-5", "many", "1.5k", "k", ""])
 def test_plan_of_something_that_is_no_count(cli: Cli, context: str) -> None:
     assert "--context: expected a count such as 32768, 32k or 1m" in cli.error("plan", f"--context={context}")

@@ -48,6 +48,13 @@ def asked(tokens: int, new: int = 12, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": told}
 
 
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+def test_rows_of_host_memory(model: Any, form: Any) -> None:
+    with retrieving(model, METHOD, host_rows=form):
+        made = model.generate(**asked(100, 4, return_dict_in_generate=True))
+    assert made[CACHE].host_rows == form
+
+
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
 def test_a_cache_of_the_callers_own_counts_under_either_name(model: Any, name: str) -> None:

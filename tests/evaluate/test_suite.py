@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kvrecall import methods
 from kvrecall.core.errors import (
@@ -302,6 +305,27 @@ def test_more_samples_tasks_and_methods_later_are_what_one_run_of_all_would_be(t
     assert without_times(grown) == without_times(once) and len(once) == (2 + 4) * 3
     configs = [(tmp_path / name / "config.json").read_bytes() for name in ("grown", "once")]
     assert configs[0] == configs[1]
+
+
+def test_rows_in_eight_bits_are_those_of_every_condition_but_full_attention(tmp_path: Path) -> None:
+    """The prompt is read exactly; what a method finds has been rounded. A folder holds runs of one form."""
+    plan, found = Plan(("niah",), (400,), samples=1, depths=(0.5,)), conditions(["exact:sink_tokens=4;local_tokens=16"], [8])
+    forms: Any = ("plain", "fp8")
+    made = {form: replace(asker(), host_rows=form) for form in forms}
+    readings = {form: each.read([[5 + i % 9 for i in range(145)]], found, 160) for form, each in made.items()}
+    for form, read in readings.items():
+        small = [layer.state.store.small for layer in read.fork(found[1]).retrieval_layers if layer.state is not None]
+        assert small == [form == "fp8"] * 2 and read.fork(found[0]).host_rows == form
+    rows = [
+        [torch.cat(list(layer.state.store.blocks(0)), 1) for layer in read.base.retrieval_layers if layer.state is not None]
+        for read in readings.values()
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*rows, strict=True))
+    settings = {form: configuration(plan, "m", "torch.float32", "cpu", found, 256, 0, host_rows=form) for form in made}
+    Suite(plan, made["fp8"], found).run(RunFolder(tmp_path, settings["fp8"]))
+    assert settings["fp8"]["host_rows"] == "fp8" and "host_rows" not in settings["plain"]
+    with pytest.raises(ParameterError):
+        RunFolder(tmp_path, settings["plain"])
 
 
 @pytest.mark.parametrize(

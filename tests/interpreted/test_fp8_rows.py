@@ -113,7 +113,8 @@ def test_gathered_rows_and_exact_scores(dim: int, dtype: torch.dtype) -> None:
     wanted[1, 20:] = -1
     queries = gaussian(2, HEADS, 3, dim)
     found = kernels.score_rows(queries, table, wanted)
-    keys = torch.stack([back[h, wanted[h].clamp_min(0).long(), 0] for h in range(HEADS)]).float()
+    exact = as_stored(rows.float())
+    keys = torch.stack([exact[h, wanted[h].clamp_min(0).long(), 0] for h in range(HEADS)])
     expected = (queries @ keys.transpose(1, 2)).masked_fill((wanted < 0).unsqueeze(1), float("-inf"))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 

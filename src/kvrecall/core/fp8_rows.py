@@ -1,9 +1,11 @@
 """Rows in eight bits: e4m3 numbers, and a scale for every key and every value.
 
-The scale is the least power of two by which a row's largest number is at most 448, the largest of e4m3. So a number loses at
-most 1/16 of itself, dividing by the scale loses nothing, and widened numbers are exact in 16 bits: all devices compute the
-same, and a widened row that is stored again is the same row. Numbers below 2^-13 of a row's largest lose more. A row with NaN
-or infinity gets the scale NaN.
+A row's largest number becomes 448, the largest of e4m3, and is kept: keys of some models have one coordinate that is far above
+the others. Any other number loses at most 1/16 of itself, below 2^-14 of the largest more. The scale has 16 significant bits,
+so that its products with e4m3 numbers are exact in fp32: all devices compute the same, and a widened row that is stored again
+is the same row. A row with NaN or infinity gets the scale NaN.
+
+Readers that compute in fp32 take the products as they are; others round them to the dtype of the model.
 
 A block of rows `[H_kv, block_size, 2, D]` is one run of bytes: all numbers, then all scales `[H_kv, block_size, 2]` in fp32.
 """
@@ -21,9 +23,11 @@ from kvrecall.core.errors import ParameterError
 SCALE_BYTES = 4
 DTYPE = torch.float8_e4m3fn
 
-_TO_448 = 0x1FFFFF
-"""Added to the bits of an fp32 number it carries into the exponent if the fraction is more than that of 448 = 1.75 * 2^8."""
-_INFINITY = 0x7F800000
+_PART = 1 / 448
+_KEPT_BITS, _HALF_BIT = ~0xFF, 0x80
+"""Of an fp32 number, those of a scale, and half of the last of them."""
+_LEAST, _INFINITY = 27 << 23, 0x7F800000
+"""The bits of the least scale, 2^-100, and of infinity."""
 
 
 class SmallRows(NamedTuple):
@@ -79,11 +83,10 @@ StoredRows = Tensor | SmallRows
 def quantised(rows: Tensor) -> SmallRows:
     """Rows `[…, D]` in eight bits, on their device."""
     wide = rows.float()
-    bits = wide.abs().amax(-1).contiguous().view(torch.int32)
-    exponent = ((bits + _TO_448 >> 23) - 8).clamp_min(1)
-    scales = torch.where(bits < _INFINITY, (exponent << 23).view(torch.float32), torch.nan)
-    inverse = (254 - exponent << 23).view(torch.float32)
-    return SmallRows((wide * inverse.unsqueeze(-1)).to(DTYPE), scales, rows.dtype)
+    largest = wide.abs().amax(-1)
+    bits = (largest * _PART).view(torch.int32) + _HALF_BIT & _KEPT_BITS
+    scales = bits.clamp_min(_LEAST).view(torch.float32).where(largest.view(torch.int32) < _INFINITY, torch.nan)
+    return SmallRows((wide * scales.reciprocal().unsqueeze(-1)).to(DTYPE), scales, rows.dtype)
 
 
 def as_stored(rows: Tensor) -> Tensor:

@@ -117,14 +117,16 @@ def quantised(b_x):
     b_bits = b_x.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
     b_largest = tl.max(b_size, 1)[:, None]
-    b_exponent = tl.maximum((b_largest + 0x1FFFFF >> 23) - 8, 1)
-    b_scale = tl.where(b_largest < 0x7F800000, b_exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    inverse = (254 - b_exponent << 23).to(tl.float32, bitcast=True)
-    b_own = (b_size.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
-    b_normal = (b_own + 0x7FFFF + ((b_own >> 20) & 1) >> 20) - (120 << 3)  # rounded to three bits of fraction, ties to even
-    b_near = b_own.to(tl.float32, bitcast=True) + 16384.0  # whose last bit is 2^-9, as that of the smallest numbers
-    b_code = tl.where(b_own < 121 << 23, b_near.to(tl.int32, bitcast=True) - 0x46800000, b_normal)
-    b_code = tl.minimum(b_code, 0x7F) | ((b_bits >> 24) & 0x80)
+    b_part = (b_largest.to(tl.float32, bitcast=True) * (1 / 448)).to(tl.int32, bitcast=True)
+    b_scale = tl.maximum(b_part + 0x80 & -0x100, 27 << 23)  # 16 bits of fraction, and at least 2^-100
+    inverse = tl.div_rn(1.0, b_scale.to(tl.float32, bitcast=True))
+    b_scale = tl.where(b_largest < 0x7F800000, b_scale, 0x7FC00000).to(tl.float32, bitcast=True)
+    b_own = b_size.to(tl.float32, bitcast=True) * inverse
+    b_word = b_own.to(tl.int32, bitcast=True)
+    b_normal = (b_word + 0x7FFFF + ((b_word >> 20) & 1) >> 20) - (120 << 3)  # three bits of fraction, ties to even
+    # The smallest numbers are multiples of 2^-9. Multiplying by 512 is exact, so it may be joined with the addition.
+    b_small = (b_own * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    b_code = tl.minimum(tl.where(b_word < 121 << 23, b_small, b_normal), 0x7F) | ((b_bits >> 24) & 0x80)
     return b_code.to(tl.uint8), b_scale
 
 

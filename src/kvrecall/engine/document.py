@@ -79,18 +79,22 @@ class Document:
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Source, *,
         method: Method | str | None = None, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
-        host_rows: Literal["plain", "fp8"] = "plain",
+        host_rows: Literal["plain", "fp8"] | None = None,
     ) -> Document:  # fmt: skip
-        """A document; parameters as in `kvrecall.ask`. host_rows: as in `RetrievalCache`, for a text; sessions and caches have
-        their own. Reads no text yet.
+        """A document; parameters as in `kvrecall.ask`. host_rows: as in `RetrievalCache`; None: "plain" for a text, and what a
+        session or cache has. Reads no text yet.
 
-        Raises ParameterError for an empty document, and the errors of `RetrievalCache.load` for a session.
+        Raises ParameterError for an empty document, and for a session or cache with other rows than `host_rows`; and the errors
+        of `RetrievalCache.load` for a session.
         """
         chosen, start = chosen_method(method, settings), time.perf_counter()
         about: dict[str, Any] = {}
         if _is_folder(document):
             about, document = _loaded(model, Path(document))  # type: ignore[arg-type]
         if isinstance(document, RetrievalCache):
+            if host_rows not in (None, document.host_rows):
+                remedy = "Leave it out, or load the session by RetrievalCache.load(…, host_rows=…)."
+                raise ParameterError("host_rows", repr(document.host_rows), host_rows, remedy)
             held = _held(document)
             cache = document if chosen in (None, document.method) else document.fork(chosen)
             made = cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction))
@@ -99,7 +103,7 @@ class Document:
         texts = _texts("document", document)
         for text in texts:
             _some("document", text)
-        cache = RetrievalCache(model.config, chosen or methods.recommended(), host_rows=host_rows)
+        cache = RetrievalCache(model.config, chosen or methods.recommended(), host_rows=host_rows or "plain")
         made = cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, texts, instruction))
         made.about = {"first_words": " ".join(texts[0][: 8 * FIRST_WORDS].split())[:FIRST_WORDS], "tokens": made.tokens}
         return made
@@ -192,7 +196,7 @@ class Document:
     def resume(self, folder: str | PathLike[str]) -> int:
         """Loads a session of this document, or of a first part of it; returns the number of tokens.
 
-        Raises SessionError, and changes nothing, for a session of another document, method, or model.
+        Raises SessionError, and changes nothing, for a session of another document, method, form of rows, or model.
         """
         start = time.perf_counter()
         cache = RetrievalCache.load(Path(folder), self.model.config, model=self.model)
@@ -200,6 +204,9 @@ class Document:
         if cache.method != self.cache.method:
             remedy = "Give that method with its settings, or another folder."
             raise SessionError("method", _named(cache.method), _named(self.cache.method), remedy)
+        if cache.host_rows != self.cache.host_rows:
+            remedy = "Give that form of rows in host memory, or another folder."
+            raise SessionError("host_rows", repr(cache.host_rows), repr(self.cache.host_rows), remedy)
         if held != self.prompt.prefix[: len(held)]:
             remedy = "Give the same files in the same order, perhaps with more behind them, or another folder."
             raise SessionError("document", "one that begins with what the session holds", "another", remedy)
