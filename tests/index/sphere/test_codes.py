@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrecall.core.fp8_rows import as_stored
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, cpu_encode
 from kvrecall.index.sphere.codes import Codes, decode
@@ -47,6 +48,19 @@ def test_zero_counts_as_positive(encode) -> None:
     key = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.0, 2.0, -2.0, 0.0]).repeat(8).view(1, 1, 64)
     signs = encode(key, torch.eye(64)).signs
     assert torch.equal(signs, torch.full((1, 1, 8), 0b10110111, dtype=torch.uint8))
+
+
+@encoders
+@pytest.mark.parametrize("dim", [64, 128])
+def test_signs_of_sums_that_cancel_do_not_depend_on_rounding(encode, dim: int) -> None:
+    """Keys in eight bits have few digits, so their sums cancel. Where the smallest change of a key would decide, all are +."""
+    keys, rotation = as_stored(gaussian(dim, 2, 2000, dim)), rotation_matrix(dim, 42)
+    exact = (keys.double() @ rotation.double().mT).unflatten(-1, (-1, 8))
+    assert (exact.abs() < 1e-9).sum() > 10
+    expected = codes.pack_bits(exact > -1e-9)
+    for seed in range(3):
+        noise = 1 + 6e-8 * gaussian(seed, 2, 2000, dim)
+        assert torch.equal(encode(keys * noise, rotation).signs, expected)
 
 
 @encoders

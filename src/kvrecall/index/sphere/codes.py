@@ -26,6 +26,9 @@ MAGNITUDE_BYTES = 3
 """Bytes of 8 packed three-bit magnitudes."""
 CENTROIDS = 1 << BLOCK
 MIN_ALPHA = 1e-6
+SIGN_SLACK = 2.0**-18
+"""A coordinate is negative below minus this share of its block's length. Sums may cancel exactly, most of all for rows in eight
+bits. Only rounding decides whether such a sum is below 0, and it differs between devices."""
 TILE = 64
 """Keys that are multiplied by a map at a time."""
 
@@ -34,7 +37,7 @@ TILE = 64
 class Codes:
     """Summaries of n tokens, token-major. S = D / 8 blocks.
 
-    signs: uint8 `[..., n, S]`; bit j is set when coordinate j of the block is >= 0 (so sign(0) = +).
+    signs: uint8 `[..., n, S]`; bit j is set when coordinate j of the block is not negative (`SIGN_SLACK`; sign(0) = +).
     magnitudes: uint8 `[..., n, 3 S]`; bits 3j .. 3j+2 of each little-endian group of 3 bytes hold coordinate j's level.
     weights: bf16, fp16, fp32 or uint8 (`small_floats`) `[..., n, S]`; all zero marks a key of zero norm.
     norms: of the rotated keys, uint8 (`small_floats`) `[..., n, 1]`, or None.
@@ -89,7 +92,7 @@ def encode(
     radius = blocks.norm(dim=-1)
     direction = blocks / torch.where(radius > 0, radius, 1.0).unsqueeze(-1)
 
-    positive = blocks >= 0
+    positive = blocks >= -SIGN_SLACK * radius.unsqueeze(-1)
     levels = torch.bucketize(direction.abs(), magnitude_thresholds(keys.device), right=True)
     reconstructed = magnitude_levels(keys.device)[levels]  # magnitudes of v; its signs are those of u
     alpha = (reconstructed * direction.abs()).sum(-1).clamp_min(MIN_ALPHA)  # <v, u>, Eq. 7

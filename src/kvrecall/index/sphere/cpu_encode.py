@@ -13,7 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.core.small_floats import pack
-from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes, scaled, stored_weights
+from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, SIGN_SLACK, Codes, scaled, stored_weights
 from kvrecall.index.sphere.levels import lloyd_max
 
 
@@ -72,10 +72,11 @@ def _encode(keys, maps, scale, thresholds, levels, signs, magnitudes, weights, l
             whole += square
             radius = np.sqrt(square)
             inverse = np.float32(1.0) / radius if radius > 0 else np.float32(0.0)
+            least = np.float32(-SIGN_SLACK) * radius
             sign, word, alpha = 0, 0, np.float32(0.0)
             for j in range(8):
                 value = turned[8 * s + j]
-                if value >= 0:
+                if value >= least:
                     sign |= 1 << j
                 magnitude = abs(value) * inverse
                 level = 0

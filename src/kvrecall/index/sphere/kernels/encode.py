@@ -17,7 +17,15 @@ from torch import Tensor
 
 from kvrecall.core import small_floats
 from kvrecall.core.launch import cdiv, next_power_of_2
-from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, Codes, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.codes import (
+    BLOCK,
+    MIN_ALPHA,
+    SIGN_SLACK,
+    Codes,
+    magnitude_levels,
+    magnitude_thresholds,
+    weight_range,
+)
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN
@@ -30,6 +38,7 @@ _SUMMED = 32
 _SHIFT = tl.constexpr(small_floats.SHIFT)
 _HALF = tl.constexpr(1 << (small_floats.SHIFT - 1))
 _OFFSET = tl.constexpr(small_floats.OFFSET)
+_SLACK = tl.constexpr(SIGN_SLACK)
 
 
 @triton.jit
@@ -71,7 +80,8 @@ def encode_blocks(
         b_value = tl.where(m_reached, tl.load(p_levels + i + 1), b_value)
     b_alpha = tl.maximum(tl.sum(b_value * b_size, 2), MIN_ALPHA)
     # 24 bits of magnitudes and 8 of signs above them, made by one sum over the block's coordinates in several threads.
-    b_word = tl.sum((b_level << (3 * o_j)) | ((b_blocks >= 0).to(tl.int32) << (24 + o_j)), 2)
+    b_positive = b_blocks >= -_SLACK * b_radius[:, :, None]
+    b_word = tl.sum((b_level << (3 * o_j)) | (b_positive.to(tl.int32) << (24 + o_j)), 2)
     b_weight = tl.maximum(tl.minimum(b_scale[:, None] * (b_radius / b_alpha), HIGHEST), LOWEST)
     b_weight = tl.where(b_scale[:, None] > 0, b_weight, 0.0)
     if p_weights.dtype.element_ty == tl.uint8:
