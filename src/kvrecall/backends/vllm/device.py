@@ -204,8 +204,11 @@ class DeviceLayer:
             pairs = range(len(blocks) * self.shape.kv_heads)
             q, k, v = queries[own].contiguous(), keys[own], values[own]  # a token's kernels read those before it, too
 
-            def part(of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables) -> None:
-                self._search.launch(q, tables, rows[own], asked.plan.fire[own], self._params.scaling, of)
+            def part(
+                of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables,
+                among: int = len(pairs),
+            ) -> None:  # fmt: skip
+                self._search.launch(q, tables, rows[own], asked.plan.fire[own], self._params.scaling, of, among)
                 self._attend(q, k, v, asked, own, window, of)
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)

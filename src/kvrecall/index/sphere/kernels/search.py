@@ -13,6 +13,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
 """Tokens per tile, for zones of up to `_LONG` tokens and for longer ones."""
-_LONGEST_TOKENS, _LONGEST = 4096, 786_432
-"""The same for binary products beyond `_LONGEST` tokens."""
+_LONGEST_TOKENS, _LONGEST_TILES = 4096, 1536
+"""Tokens per tile of binary products, if a search of all sequences and KV heads has at least `_LONGEST_TILES` of them."""
 _MAX_TILES = 1024
 _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
@@ -105,6 +106,14 @@ class Tables:
         return self.codes.signs.shape[1], self.blocks.shape[1], self.codes.signs.stride(0)
 
 
+class Tiling(NamedTuple):
+    """tokens: of a tile. each: tiles of a program. programs: of each pair of a sequence and a KV head."""
+
+    tokens: int
+    each: int
+    programs: int
+
+
 class GpuSearch:
     """Scratch and launches for zones of up to `tokens` tokens and up to `candidates` candidates."""
 
@@ -121,11 +130,6 @@ class GpuSearch:
         self._words = cdiv(self._lanes, 4)
         self._blocks = dim // BLOCK
         self._binary = stage1 == "product" and self._lanes <= _BINARY_LANES and dim <= _BINARY_BITS and binary_products(device)
-        self._tile = _SCAN_TOKENS if tokens <= _LONG else _LONG_TOKENS
-        if self._binary and tokens > _LONGEST:
-            self._tile = _LONGEST_TOKENS
-        self._sub = max(1, cdiv(tokens, self._tile * _MAX_TILES))
-        self._tiles = max(1, cdiv(tokens, self._tile * self._sub))
         pairs = sequences * heads
         self.pairs = range(pairs)
         """All pairs of sequences and KV heads, head by head."""
@@ -153,7 +157,7 @@ class GpuSearch:
         self._scale = product_scale(dim, norms)
         most = self._scale.top if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
         self._bins = next_power_of_2(most + 3)
-        self._reach = scratch(pairs, self._bins, self._tiles)
+        self._reach = scratch(pairs, self._bins, self._tiling(1).programs)
         self._total = scratch(pairs, self._bins)
         self._zeros = scratch(pairs)
         self._room = cdiv(candidates, 16) * 16  # aligned rows are read four numbers at a time
@@ -180,16 +184,18 @@ class GpuSearch:
         return other
 
     def launch(
-        self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None
-    ) -> None:
+        self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None,
+        among: int | None = None,
+    ) -> None:  # fmt: skip
         """Searches for queries `[B, H_q, D]` (contiguous) in the sequences with int32 `fire[b]` != 0.
 
         Fills `ids` and `counts`; other sequences keep their results. plan: int32 `[B, stride]`. pairs: the part of `self.pairs`
-        to search, all by default; launches for different parts may run at the same time.
+        to search, all by default; launches for different parts may run at the same time. among: how many pairs these launches
+        search together; by default all of `self.pairs`.
         """
         self.make_tables(queries, tables, plan, fire, pairs)
-        self.scan(tables, plan, fire, pairs)
-        self.compact(tables, plan, fire, pairs)
+        self.scan(tables, plan, fire, pairs, among)
+        self.compact(tables, plan, fire, pairs, among)
         self.rerank(tables, plan, fire, scaling, pairs)
         self.pick(plan, fire, scaling, pairs)
 
@@ -219,23 +225,31 @@ class GpuSearch:
         count = len(pairs) if inside else gcd(self._heads, pairs.start, len(pairs))
         return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * self._lanes <= _SHIFT_LANES))
 
-    def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
-        """Computes the scores of all tokens and their histogram."""
-        pairs = pairs or self.pairs
+    def _tiling(self, pairs: int) -> Tiling:
+        """How a search of so many pairs of sequences and KV heads is divided."""
+        tokens, tile = self.tokens, _SCAN_TOKENS if self.tokens <= _LONG else _LONG_TOKENS
+        if self._binary and pairs * tokens >= _LONGEST_TILES * _LONGEST_TOKENS:
+            tile = _LONGEST_TOKENS
+        each = max(1, cdiv(tokens, tile * _MAX_TILES))
+        return Tiling(tile, each, max(1, cdiv(tokens, tile * each)))
+
+    def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
+        """Computes the scores of all tokens and their histogram. among: as in `launch`."""
+        pairs, (tile, each, tiles) = pairs or self.pairs, self._tiling(among or len(self.pairs))
         codes, width, size = tables.codes, self._blocks, tables.block_size
         barred = codes.signs if tables.barred is None else tables.barred
         written = plan, fire, self._scores, self._reach, self._total
-        sizes, places = (self._heads, pairs.start, self.tokens, self._tiles), tables.places
+        sizes, places = (self._heads, pairs.start, self.tokens, tiles), tables.places
         if self._binary:
             read = gcd(width, 4)
             signs = codes.signs.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[read])
             offset, shift, top = self._scale
-            binary_kernel[(self._tiles, len(pairs))](
+            binary_kernel[(tiles, len(pairs))](
                 signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, self._zeros,
                 barred, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
                 float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, READ=read, STEPS=cdiv(self._dim, 128), LANES=self._lanes,
-                WARPS=_BINARY_WARPS, TILE=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None,
+                WARPS=_BINARY_WARPS, TILE=tile, SUB=each, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top, NORMS=codes.norms is not None,
                 UNIT=UNIT, PEAK=PRODUCT_PEAK, CENTRED=self._centred, SPAN=SPAN, BR=self._block,
                 BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, BARRED=self._barred, num_warps=_BINARY_WARPS,
@@ -247,13 +261,13 @@ class GpuSearch:
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift, top = self._scale
-            product_kernel[(self._tiles, len(pairs))](
+            product_kernel[(tiles, len(pairs))](
                 codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
                 self._zeros, barred, self._rotated, self._shifts, self._sums, *written,
                 PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
-                SUB=self._sub * self._tile // _DOT_TOKENS, TALLY=self._tile, HAS_BARRED=tables.barred is not None,
+                SUB=each * tile // _DOT_TOKENS, TALLY=tile, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
@@ -262,23 +276,23 @@ class GpuSearch:
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
-        collision_kernel[(self._tiles, len(pairs))](
+        collision_kernel[(tiles, len(pairs))](
             codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
             barred, self._tables, *written, *sizes, *places,
             BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
-            T=self._tile, SUB=self._sub, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
+            T=tile, SUB=each, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
             BARRED=self._barred, num_warps=4, **self._options,
         )  # fmt: skip
 
-    def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
-        """Writes the ids of the candidates."""
-        pairs = pairs or self.pairs
-        programs = self._tiles * len(self.pairs)
-        compact_kernel[(self._tiles, len(pairs))](
+    def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
+        """Writes the ids of the candidates. among: as in `launch`."""
+        pairs, among = pairs or self.pairs, among or len(self.pairs)
+        tile, each, tiles = self._tiling(among)
+        compact_kernel[(tiles, len(pairs))](
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
-            pairs.start, self.tokens, self._tiles, self._room,
-            T=self._tile, SUB=self._sub, BT=next_power_of_2(self._tiles), FIELDS=self._stride, BINS=self._bins,
-            num_warps=1 if programs >= _MANY else _COMPACT_WARPS, **self._options,
+            pairs.start, self.tokens, tiles, self._room,
+            T=tile, SUB=each, BT=next_power_of_2(tiles), FIELDS=self._stride, BINS=self._bins,
+            num_warps=1 if tiles * among >= _MANY else _COMPACT_WARPS, **self._options,
         )  # fmt: skip
 
     def rerank(self, tables: Tables, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:
