@@ -42,6 +42,20 @@ def test_all_rows_in_order(
 
 
 @devices
+@pytest.mark.parametrize(
+    ("first", "stop", "sizes"),
+    [(10, 170, [10, 64, 64, 32]), (64, 130, [64, 64, 2]), (500, 70, [64, 6]), (10, 8, [8]), (10, 10, [10]), (10, 74, [10, 64])],
+)
+def test_a_smaller_first_piece(first: int, stop: int, sizes: list[int], device: str) -> None:
+    rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
+    place = torch.device(device)
+    with prefetch_pieces(pool_of(rows, device == "cuda"), 0, stop, 64, place, torch.clone, first) as pieces:
+        found = list(pieces)
+    assert [piece.shape[1] for piece in found] == sizes
+    assert torch.equal(torch.cat(found, 1).cpu(), rows[:, :stop])
+
+
+@devices
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize(("start", "stop"), [(0, 170), (7, 169), (39, 41), (120, 121)])
 def test_keys_into_a_place_among_others(start: int, stop: int, pinned: bool, device: str) -> None:

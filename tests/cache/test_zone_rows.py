@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,15 +67,17 @@ def test_blocks_from_any_position(seed: int, sizes: list[int], start: int) -> No
     assert torch.equal(contents(made, start), rows(0, sum(sizes))[:, start:])
 
 
-def test_announced_length_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_in_few_steps_up_to_an_announced_length(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     give = BlockRows.give
     monkeypatch.setattr(BlockRows, "give", lambda self, blocks: (asked.append(blocks), give(self, blocks)))
     made = zone()
     made.reserve(1000)
-    made.append(rows(0, 10))
-    made.append(rows(10, 990))
-    assert set(asked) == {63}  # blocks of 16 tokens
+    for start in range(0, 1000, 10):
+        made.append(rows(start, 10))
+    grown = sorted(set(asked))
+    assert grown[0] == 1 and grown[-1] == 63  # blocks of 16 tokens
+    assert all(b <= max(a + 1, a * 5 // 4) for a, b in pairwise(grown))
     assert made.nbytes == 1000 * HEADS * 2 * DIM * 4
     made.append(rows(1000, 9))
     assert max(asked) == 64 and torch.equal(contents(made), rows(0, 1009))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrecall.attend.reference import softmax_rows
 from kvrecall.core.structs import Partial
-from kvrecall.merge import merge, sink_logits
+from kvrecall.merge import merge, merge_in_turn, sink_logits
 from tests.strategies import SEEDS, examples, gaussian
 
 
@@ -53,6 +53,15 @@ def test_nothing_but_empty_parts_stays_empty() -> None:
 def test_a_single_part_is_returned_as_it_is() -> None:
     some = part(gaussian(0, 2, 2, 3, 1, 5), gaussian(1, 2, 2, 5, 8))
     assert merge([some]) is some
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_in_sixteen_bits_are_merged_in_fp32(count: int) -> None:
+    parts = [part(gaussian(i, 1, 2, 3, 4, 5), gaussian(9 + i, 1, 2, 5, 8)) for i in range(count)]
+    narrow = [Partial(each.out.bfloat16(), each.lse) for each in parts]
+    expected = merge([Partial(each.out.float(), each.lse) for each in narrow])
+    for made in (merge(narrow), merge_in_turn(narrow[:1], iter(narrow[1:]))):
+        assert made.out.dtype == torch.float32 and torch.equal(made.out, expected.out) and torch.equal(made.lse, expected.lse)
 
 
 def test_log_sum_exp_is_natural() -> None:

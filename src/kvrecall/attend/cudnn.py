@@ -33,11 +33,12 @@ def is_better(queries: Tensor, rows: int, among: int) -> bool:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Partial:
-    """Queries `[1, H_q, T, D]`, keys and values `[1, H_kv, n, D]`, rows contiguous; causal: query t sees rows 0..t."""
+    """Queries `[1, H_q, T, D]`, keys and values `[1, H_kv, n, D]`, rows contiguous; causal: query t sees rows 0..t. The part's
+    `out` has the queries' dtype."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, causal, scale=scaling
     )
-    return Partial(out.float(), lse.float().reshape(out.shape[:3]))
+    return Partial(out, lse.float().reshape(out.shape[:3]))
 
 
 @cache

@@ -25,6 +25,7 @@ from kvrecall.cache.transfer import bring
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.core.fp8_rows import StoredRows, as_stored, wide
+from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable, Rows
 
 _PIECE_BYTES = 64 << 20
@@ -306,7 +307,7 @@ class LayerStore:
         if near.device.type != "cuda" or not host.length:
             yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
             return
-        with prefetch_pieces(host, 0, host.length, tokens, near.device, take) as pieces:
+        with prefetch_pieces(host, 0, host.length, tokens, near.device, take, cdiv(tokens, 4)) as pieces:
             yield chain(first, pieces)
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:

@@ -82,18 +82,22 @@ def _parts(source: Zone, start: int, tokens: int) -> Iterator[tuple[StoredRows, 
 
 @contextmanager
 def prefetch_pieces(
-    source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken]
-) -> Iterator[Iterator[Taken]]:
+    source: Zone, start: int, stop: int, size: int, device: torch.device, take: Callable[[Tensor], Taken],
+    first: int | None = None,
+) -> Iterator[Iterator[Taken]]:  # fmt: skip
     """Calls `take` for the rows start .. stop - 1 of the zone, in order, in pieces `[H_kv, <= size, 2, D]` on the device, and
-    yields its results. A piece's memory is reused afterwards.
+    yields its results. A piece's memory is reused afterwards. first: most rows of the first piece, if fewer: `take` waits for
+    it.
 
     A GPU copies on a separate stream, from the moment the context is entered. The host does not wait.
     """
-    starts = range(start, stop, size)
+    second = min(stop, start + (size if first is None else min(first, size)))
+    ends = [*range(second, stop, size), stop] if start < stop else []
+    bounds = list(zip([start, *ends], ends, strict=False))
     if device.type != "cuda":
-        yield (take(zone_rows(source, at, min(at + size, stop)).to(device)) for at in starts)
+        yield (take(zone_rows(source, begin, end).to(device)) for begin, end in bounds)
         return
-    pieces = _Pieces(source, starts, device, take)
+    pieces = _Pieces(source, bounds, device, take)
     try:
         yield iter(pieces)
     finally:
@@ -107,15 +111,18 @@ _PLACES_BYTES = 128 << 20
 class _Pieces(Generic[Taken]):
     """Buffers on a GPU, at least two, that are filled with rows in turn."""
 
-    def __init__(self, source: Zone, starts: range, device: torch.device, take: Callable[[Tensor], Taken]) -> None:
-        self._source, self._starts, self._device, self._stream = source, starts, device, _stream(device)
+    def __init__(
+        self, source: Zone, bounds: list[tuple[int, int]], device: torch.device, take: Callable[[Tensor], Taken]
+    ) -> None:
+        """bounds: first row and end of each piece."""
+        self._source, self._bounds, self._device, self._stream = source, bounds, device, _stream(device)
         rows = next(source.stored(0, 1))
         self._take = take
         self._sent: list[torch.cuda.Event] = []
-        whole = min(starts.step, starts.stop - starts.start)
+        whole = max(end - begin for begin, end in bounds)
         kinds = (rows,) if isinstance(rows, Tensor) else rows[:2]
         nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in kinds) * whole
-        places = min(max(2, _PLACES_BYTES // nbytes), len(starts))
+        places = min(max(2, _PLACES_BYTES // nbytes), len(bounds))
         made = [torch.empty(places, x.shape[0], whole, *x.shape[2:], dtype=x.dtype, device=device) for x in kinds]
         self._near: list[StoredRows] = list(made[0])
         if isinstance(rows, SmallRows):
@@ -124,7 +131,7 @@ class _Pieces(Generic[Taken]):
             self._send(number)
 
     def __iter__(self) -> Iterator[Taken]:
-        for number in range(len(self._starts)):
+        for number in range(len(self._bounds)):
             torch.cuda.current_stream(self._device).wait_event(self._sent[number])
             taken = self._take(wide(self._place(number)))
             self._send(number + len(self._near))
@@ -139,14 +146,15 @@ class _Pieces(Generic[Taken]):
         return part_of(self._near[number % len(self._near)], 0, self._tokens(number))
 
     def _tokens(self, number: int) -> int:
-        return min(self._starts.step, self._starts.stop - self._starts[number])
+        begin, end = self._bounds[number]
+        return end - begin
 
     def _send(self, number: int) -> None:
-        if number >= len(self._starts):
+        if number >= len(self._bounds):
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # readers of the old content
         with torch.cuda.stream(self._stream):
-            for rows, begin, end in _parts(self._source, self._starts[number], self._tokens(number)):
+            for rows, begin, end in _parts(self._source, self._bounds[number][0], self._tokens(number)):
                 copy_heads(rows, part_of(self._place(number), begin, end))
             sent = torch.cuda.Event()
             sent.record()

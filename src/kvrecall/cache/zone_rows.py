@@ -50,7 +50,7 @@ class ZoneRows:
         return self._rows.pinned
 
     def reserve(self, tokens: int) -> None:
-        """Announces the length that the zone will reach, so that memory is allocated at once."""
+        """Announces the length that the zone will reach. Memory grows in a few steps up to it, and no further."""
         self._reserved = max(self._reserved, tokens)
 
     def append(self, rows: Tensor) -> Tensor:
@@ -65,9 +65,13 @@ class ZoneRows:
         return wide(stored)
 
     def make_room(self, tokens: int) -> None:
-        """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory."""
+        """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory.
+
+        Of an announced length, an eighth more than there is: the GPU reads a chunk of a prompt while the host page-locks
+        memory for the next one, and even long zones need few steps."""
         if tokens:
-            self.reach(max(self.length + tokens, self._reserved))
+            needed = self.length + tokens
+            self.reach(max(needed, min(self._reserved, needed * 9 // 8)))
 
     def reach(self, tokens: int, every_layer: bool = False) -> None:
         """Makes room for `tokens` rows in all, with unshared blocks from the next row on. every_layer: from the next row of the

@@ -213,7 +213,7 @@ def join_rows(batches: list[Rows]) -> Rows:
 class Partial:
     """Attention over a part of the tokens.
 
-    out: fp32 `[B, H_q, T_q, D]`, normalised within the part.
+    out: `[B, H_q, T_q, D]`, normalised within the part; fp32, or as the kernel that made it rounds. What is merged is fp32.
     lse: fp32 `[B, H_q, T_q]`, natural logarithm of the sum of exponentials; -inf for an empty part, whose `out` is 0.
     """
 

@@ -15,11 +15,12 @@ from kvrecall.core.structs import Partial
 def merge(parts: list[Partial]) -> Partial:
     """Attention over the union of disjoint parts; an empty part (lse = -inf) changes nothing."""
     if len(parts) == 1:
-        return parts[0]
+        (part,) = parts
+        return part if part.out.dtype == torch.float32 else Partial(part.out.float(), part.lse)
     if parts[0].out.shape[2] == 1 and len(parts) <= 64 and kernels_available(parts[0].out.device):
         from kvrecall.merge.cuda import merge_parts
 
-        return Partial(*merge_parts([p.out for p in parts], [p.lse for p in parts]))
+        return Partial(*merge_parts([p.out.float() for p in parts], [p.lse for p in parts]))
     lse = torch.stack([p.lse for p in parts])
     total = torch.logsumexp(lse, 0)
     weights = torch.exp(lse - torch.where(total.isfinite(), total, 0.0)).unsqueeze(-1)
@@ -36,7 +37,7 @@ def merge_in_turn(parts: list[Partial], coming: Iterable[Partial]) -> Partial:
         return merge([*parts, *coming])
     from kvrecall.merge.cuda import take_in
 
-    so_far = Partial(parts[0].out, parts[0].lse.contiguous())
+    so_far = Partial(parts[0].out.float(), parts[0].lse.contiguous())
     for part in chain(parts[1:], coming):
         take_in(so_far, part)
     return so_far
