@@ -61,6 +61,10 @@ def test_a_search_finds_the_same_ids_every_time(name: str) -> None:
         graph.replay()
         assert torch.equal(gpu.ids, expected)
         assert torch.equal(index.search(queries, budget, [0]).ids, expected)
+    for among in (1, 8, 1024):  # divided as in a smaller or larger batch
+        gpu.ids.fill_(-2)
+        gpu.launch(queries, tables, *planned[1:], budget.scaling, among=among)
+        assert torch.equal(gpu.ids, expected)
 
 
 @pytest.mark.parametrize(("name", "dim", "room"), [("balanced", 128, 26_000_000), ("collisions", 80, 31_000_000)])
