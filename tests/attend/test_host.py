@@ -1,30 +1,22 @@
-"""Attention on the CPU to selected rows where they lie: against float64 over the same rows, and as work beside the caller."""
+"""Attention on the CPU to selected rows where they lie: against float64 over the same rows, and in any number of pieces."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-
+import numba
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall.attend import attend_selected, start
+from kvrecall.attend import attend_selected
+from kvrecall.attend.cpu import PIECE
 from kvrecall.core.fp8_rows import quantised
-from kvrecall.core.structs import HostTable, Partial
+from kvrecall.core.structs import HostTable
 from kvrecall.merge import merge
 from tests.attend.dense import dense
 from tests.blocks import filled
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, generator
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def table(rows: Tensor, block_size: int = 16, small: bool = False) -> HostTable:
@@ -60,45 +52,56 @@ def expected(
     seed=SEEDS, dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from(sorted(DTYPES)), group=st.sampled_from([1, 3, 8]),
     tokens=st.sampled_from([1, 16, 40, 111, 230]), block_size=st.sampled_from([16, 64, 256]),
     counts=st.lists(st.sampled_from([0, 1, 5, 30, 400]), min_size=1, max_size=3),
-    softcap=st.sampled_from([0.0, 5.0]), scale=st.sampled_from([0.1, 1.0, 4.0]), cores=st.sampled_from([1, 2, 3, 16]),
-    small=st.booleans(),
+    softcap=st.sampled_from([0.0, 5.0]), scale=st.sampled_from([0.1, 1.0, 4.0]), small=st.booleans(),
 )  # fmt: skip
 def test_against_float64(
     seed: int, dim: int, dtype: str, group: int, tokens: int, block_size: int, counts: list[int], softcap: float, scale: float,
-    cores: int, small: bool,
+    small: bool,
 ) -> None:  # fmt: skip
     """docs/design/tolerances.md: 1e-5 absolute and relative, whatever the number of blocks and of pieces."""
     kv_heads = len(counts)
     rows = gaussian(seed, kv_heads, tokens, 2, dim).to(DTYPES[dtype])
     queries = (scale * gaussian(seed + 1, kv_heads * group, dim)).to(DTYPES[dtype])
     ids, real = choose(seed, tokens, [min(tokens, n) for n in counts])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(cores)
-        parts = attend_selected(queries, table(rows, block_size, small), ids, real, dim**-0.5, softcap)
-    finally:
-        torch.set_num_threads(before)
+    found = attend_selected(queries, table(rows, block_size, small), ids, real, dim**-0.5, softcap)
     rows = quantised(rows.float()).wide() if small else rows  # fp32 products of scales and numbers
-    found = merge(parts)
     out, lse = expected(queries, rows, ids, real, dim**-0.5, softcap)
     assert found.out.shape == (1, kv_heads * group, 1, dim) and found.lse.shape == (1, kv_heads * group, 1)
-    assert all(part.out.dtype == part.lse.dtype == torch.float32 for part in parts)
+    assert found.out.dtype == found.lse.dtype == torch.float32
     torch.testing.assert_close(found.out.double(), out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.lse.double(), lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 5, 8])
-def test_rows_are_split_among_the_cores(cores: int, threads: None) -> None:
-    """Two heads on eight cores: four pieces each, all of them needed, none counted twice."""
-    rows, queries = gaussian(0, 2, 50, 2, 64), gaussian(1, 6, 64)
-    ids, counts = choose(2, 50, [37, 3])
-    torch.set_num_threads(cores)
-    parts = attend_selected(queries, table(rows), ids, counts, 0.125)
-    assert len(parts) == max(1, cores // 2)
-    out, lse = expected(queries, rows, ids, counts, 0.125, 0.0)
-    found = merge(parts)
-    torch.testing.assert_close(found.out.double(), out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.lse.double(), lse, atol=1e-5, rtol=1e-5)
+COUNTS = [3 * PIECE + 7, PIECE, 0, 1, PIECE + 1]
+"""Several pieces, whole ones, none, one row, and one row in a second piece."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_pieces_are_one_attention(dtype: str) -> None:
+    """All rows at once give what single pieces give that the general merge puts together."""
+    rows, queries = gaussian(0, 5, 300, 2, 64).to(DTYPES[dtype]), gaussian(1, 15, 64)
+    ids, counts = choose(2, 300, COUNTS)
+    whole, parts = attend_selected(queries, table(rows), ids, counts, 0.125), []
+    for first in range(0, max(COUNTS), PIECE):
+        own = (counts - first).clamp(0, PIECE)
+        parts.append(attend_selected(queries, table(rows), ids[:, first : first + PIECE], own, 0.125))
+    joined = merge(parts)
+    torch.testing.assert_close(whole.out, joined.out, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(whole.lse, joined.lse, atol=1e-6, rtol=1e-6)
+    assert (whole.lse[0, 6:9] == float("-inf")).all() and not whole.out[0, 6:9].any()
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    rows, queries = gaussian(0, 5, 300, 2, 64), gaussian(1, 15, 64)
+    ids, counts = choose(2, 300, COUNTS)
+    alone = attend_selected(queries, table(rows), ids, counts, 0.125)
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        one = attend_selected(queries, table(rows), ids, counts, 0.125)
+    finally:
+        numba.set_num_threads(before)
+    assert torch.equal(alone.out, one.out) and torch.equal(alone.lse, one.lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,14 +109,14 @@ def test_rows_are_split_among_the_cores(cores: int, threads: None) -> None:
 def test_an_empty_selection_is_minus_infinity_and_zero(dtype: str, width: int) -> None:
     rows = gaussian(0, 2, 9, 2, 64).to(DTYPES[dtype])
     ids, counts = torch.full((2, width), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    for part in attend_selected(gaussian(1, 6, 64).to(DTYPES[dtype]), table(rows), ids, counts, 0.125):
-        assert torch.equal(part.out, torch.zeros(1, 6, 1, 64)) and (part.lse == float("-inf")).all()
+    part = attend_selected(gaussian(1, 6, 64).to(DTYPES[dtype]), table(rows), ids, counts, 0.125)
+    assert torch.equal(part.out, torch.zeros(1, 6, 1, 64)) and (part.lse == float("-inf")).all()
 
 
 def test_one_empty_head_leaves_the_others_alone() -> None:
     rows, queries = gaussian(0, 3, 20, 2, 64), gaussian(1, 9, 64)
     ids, counts = choose(2, 20, [6, 0, 2])
-    found = merge(attend_selected(queries, table(rows), ids, counts, 0.125))
+    found = attend_selected(queries, table(rows), ids, counts, 0.125)
     out, _ = expected(queries, rows, ids, counts, 0.125, 0.0)
     torch.testing.assert_close(found.out.double(), out, atol=1e-5, rtol=1e-5)
     assert (found.lse[0, 3:6] == float("-inf")).all() and torch.isfinite(found.lse[0, [0, 1, 2, 6, 7, 8]]).all()
@@ -123,57 +126,6 @@ def test_large_logits_do_not_overflow() -> None:
     rows, queries = gaussian(0, 1, 63, 2, 64), gaussian(1, 2, 64)
     rows[:, :, 0] *= 1e18
     ids, counts = choose(0, 63, [63])
-    found = merge(attend_selected(queries, table(rows), ids, counts, 1.0))
+    found = attend_selected(queries, table(rows), ids, counts, 1.0)
     winner = (queries @ rows[0, :, 0].T).argmax(-1)
     torch.testing.assert_close(found.out[0, :, 0], rows[0, winner, 1], atol=1e-4, rtol=1e-4)
-
-
-def test_work_waits_until_it_is_asked_for() -> None:
-    ran: list[str] = []
-
-    def work() -> list[Partial]:
-        ran.append(threading.current_thread().name)
-        return []
-
-    result = start(work, beside=False)
-    assert not ran
-    assert result() == [] and ran == [threading.current_thread().name]
-
-
-def test_work_beside_runs_in_a_thread_of_its_own() -> None:
-    begun, may_end, inside = threading.Event(), threading.Event(), []
-    answer = [Partial(torch.ones(1), torch.ones(1))]
-
-    def work() -> list[Partial]:
-        inside.append(threading.get_ident())
-        begun.set()
-        assert may_end.wait(10)
-        return answer
-
-    result = start(work, beside=True)
-    assert begun.wait(10)  # it has begun, though nobody has asked for the result
-    may_end.set()
-    assert result() is answer and inside != [threading.get_ident()]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_exceptions_reach_the_caller_and_spoil_nothing(beside: bool) -> None:
-    def failing() -> list[Partial]:
-        raise ValueError("rows are gone")
-
-    with pytest.raises(ValueError, match="rows are gone"):
-        start(failing, beside)()
-    assert start(list, beside)() == []
-
-
-def test_gradients_stay_off_beside_the_caller() -> None:
-    weight, modes = torch.ones(3, requires_grad=True), []
-
-    def work() -> list[Partial]:
-        modes.append(torch.is_grad_enabled())
-        return [Partial(weight * 2, weight.sum())]
-
-    with torch.no_grad():
-        (part,) = start(work, beside=True)()
-    assert modes == [False] and not part.out.requires_grad and not part.lse.requires_grad
-    assert torch.is_grad_enabled()

@@ -62,11 +62,11 @@ def test_fetched_rows_are_those_of_the_pool(dim: int, how: tuple[str, Direct | S
         before = fetched
 
 
-def test_host_attention_runs_beside_the_device() -> None:
+def test_the_host_attends_to_the_selection() -> None:
     method = kvrecall.CTKVR(top_k=16, sink_tokens=4, local_tokens=16, update_interval=8, full_attention_threshold=0)
     state = LayerState(0, LayerShape(1, 6, 2, 64, torch.bfloat16, torch.device("cuda")), method)
-    assert state.overlaps and not LayerState(0, LayerShape(1, 6, 2, 64, torch.bfloat16, torch.device("cpu")), method).overlaps
     q, k, v = (normal(1, h, 200, 64, seed=h).bfloat16().cuda() for h in (6, 2, 2))
     prefill_layer(state, q, k, v, None, params())
     decode_step(state, q[:, :, :1], k[:, :, :1], v[:, :, :1], None, params())
     assert state.stats.bytes_fetched == 0 and state.stats.retrieved_tokens == 2 * 16
+    assert state.held[0].ids.device.type == state.held[0].counts.device.type == "cpu" and state.attended_ids(0).is_cuda

@@ -136,7 +136,7 @@ def test_an_error_in_the_middle_of_a_call_undoes_all_of_it(name: str, monkeypatc
     one, inputs = begun(name, 2), Inputs.random(5, 2, 8)
     rows = [torch.cat([part.clone() for part in one.store.blocks(b)], 1) for b in range(2)]
     assert isinstance(one.index, Index)
-    searches, search = 0, type(one.index).search
+    searches, search = 0, type(one.index).start_search
 
     def fails(self: Index, *args: object) -> object:
         nonlocal searches
@@ -145,7 +145,7 @@ def test_an_error_in_the_middle_of_a_call_undoes_all_of_it(name: str, monkeypatc
             raise DeviceMemoryError(0, 1, 0, 1, torch.device("cpu"))
         return search(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(one.index), "search", fails)
+    monkeypatch.setattr(type(one.index), "start_search", fails)
     with pytest.raises(DeviceMemoryError):
         together(one, inputs)
     assert searches

@@ -7,12 +7,9 @@ over earlier blocks and, causally, over their own chunk), `attend_selected` atte
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
 from kvrecall.attend import reference
@@ -20,7 +17,7 @@ from kvrecall.attend.chunk import attend_block, attend_causal
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import HostRows, HostTable, Partial, Rows
 
-__all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "attend_zones", "start"]
+__all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "attend_zones"]
 
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
@@ -41,7 +38,7 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
 
 def attend_selected(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
-) -> list[Partial]:
+) -> Partial:
     """See `host.attend_selected`: attention to selected rows in host memory, in place."""
     from kvrecall.attend import host
 
@@ -57,23 +54,6 @@ def attend_zones(
 
         return zones.attend_zones(queries, table, lengths, longest, scaling, softcap)
     return reference.attend_zones(queries, table, lengths, longest, scaling, softcap)
-
-
-def start(work: Callable[[], list[Partial]], beside: bool) -> Callable[[], list[Partial]]:
-    """Returns a function for the result of `work`, which runs when it is called, or with `beside` at once in a thread."""
-    if not beside:
-        return work
-
-    def without_gradients() -> list[Partial]:
-        with torch.no_grad():  # the setting of the calling thread does not apply to other threads
-            return work()
-
-    return _beside().submit(without_gradients).result
-
-
-@cache
-def _beside() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "kvrecall-host-attention")
 
 
 @cache

@@ -1,5 +1,9 @@
 """Decode attention over a set of rows on the CPU, by numba: rows are read in place, once for all query heads of a group (bytes:
-2 D numbers per row and KV head; torch's kernel reads them once per query head)."""
+2 D numbers per row and KV head; torch's kernel reads them once per query head).
+
+Threads share pieces of `PIECE` rows of each KV head, so that few heads keep many threads busy. The pieces of a head are merged
+by their log-sum-exp. Sums do not depend on the number of threads.
+"""
 
 # numba passes the typing context of an intrinsic itself; a type checker cannot know this.
 # pyright: reportCallIssue=false
@@ -11,9 +15,22 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, as_bits, load_float, prefetch
+from kvrecall.core.numeric import E4M3, as_bits
+from kvrecall.core.row_words import (
+    QUERIES,
+    add_row,
+    as_words,
+    from_word_order,
+    in_word_order,
+    load_row,
+    numbers_per_word,
+    prefetch_words,
+    products,
+)  # fmt: skip
 from kvrecall.core.structs import Partial, Rows
 
+PIECE = 64
+"""Rows that one task attends to."""
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan/ninf: -inf marks an empty part
 _NO_SCALES = np.empty(0, np.float32)
 _AHEAD = 4  # rows are prefetched this far ahead, because selected rows are scattered
@@ -24,63 +41,70 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     b, heads, _, dim = queries.shape
     out = torch.empty(b, heads, 1, dim)
     lse = torch.empty(b, heads, 1)
-    bits, kind = as_bits(rows.kv.contiguous().flatten(2))
+    words, kind = as_words(*as_bits(rows.kv.contiguous().flatten(2)), dim)
     # One layout of every array: one compilation.
     lengths = rows.lengths.contiguous().numpy()
-    _attend(
-        queries[:, :, 0].float().contiguous().numpy(),
-        bits,
-        kind,
-        lengths,
-        np.float32(scaling),
-        np.float32(softcap),
-        _NO_SCALES,
-        out.numpy(),
-        lse.numpy(),
-    )
+    near, factors = queries[:, :, 0].float().contiguous().numpy(), (np.float32(scaling), np.float32(softcap))
+    _attend(near, words, kind, lengths, *factors, _NO_SCALES, out[:, :, 0].numpy(), lse[:, :, 0].numpy())
     return Partial(out, lse)
 
 
 @njit(cache=True, parallel=True, nogil=True)
 def _attend(queries, kv, kind, lengths, scaling, softcap, scales, out, lse):
-    b_n, kv_heads = kv.shape[0], kv.shape[1]
-    group, width = queries.shape[1] // kv_heads, 2 * queries.shape[2]
-    for task in prange(b_n * kv_heads):
-        h = task % kv_heads
-        b = task // kv_heads
+    b_n, kv_heads, dim = kv.shape[0], kv.shape[1], queries.shape[2]
+    group, width = queries.shape[1] // kv_heads, 2 * dim // numbers_per_word(kind)
+    longest = 0
+    for b in range(b_n):
+        for h in range(kv_heads):
+            longest = max(longest, lengths[b, h])
+    pieces = max(1, -(-longest // PIECE))
+    outs, lses = np.empty((b_n, kv_heads, pieces, group, dim), np.float32), np.empty((b_n, kv_heads, pieces, group), np.float32)
+    for task in prange(b_n * kv_heads * pieces):
+        piece = task % pieces
+        h = task // pieces % kv_heads
+        b = task // (pieces * kv_heads)
+        places = np.arange(piece * PIECE, min((piece + 1) * PIECE, lengths[b, h])) * width
         own = slice(h * group, (h + 1) * group)
-        places = np.arange(lengths[b, h]) * width
-        attend_head(queries[b, own], kv[b, h], kind, places, scales, places, scaling, softcap, out[b, own, 0], lse[b, own, 0])
+        attend_piece(
+            queries[b, own], kv[b, h], kind, places, scales, places, scaling, softcap, outs[b, h, piece], lses[b, h, piece]
+        )
+    for b in range(b_n):
+        for h in range(kv_heads):
+            merge_pieces(outs[b, h], lses[b, h], out[b, h * group : (h + 1) * group], lse[b, h * group : (h + 1) * group])
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def attend_head(queries, rows, kind, places, scales, scale_places, scaling, softcap, out, lse):
-    """One KV head: queries `[G, D]` over the rows `[2, D]` that begin at `places` of `rows`; writes out `[G, D]` and lse `[G]`.
+def attend_piece(queries, rows, kind, places, scales, scale_places, scaling, softcap, out, lse):
+    """Queries `[G, D]` of one KV head over the rows `[2, D]` that begin at the words `places` of `rows`; writes out `[G, D]`
+    and lse `[G]`.
 
     Rows in eight bits have the scales of key and value at `scale_places` of `scales` and behind it; see `numeric.row_place`."""
-    group, dim = queries.shape
-    n = places.shape[0]
-    row = np.empty(dim, np.float32)
-    logits = np.empty((group, n), np.float32)
+    (group, dim), n = queries.shape, places.shape[0]
+    if n == 0:
+        out[:], lse[:] = np.float32(0.0), np.float32(-np.inf)
+        return
+    width = dim // numbers_per_word(kind)
+    row, near = np.empty(dim, np.float32), in_word_order(queries, kind)
+    padded = near.shape[0]
+    logits = np.empty((padded, n), np.float32)
     base, itemsize = rows.ctypes.data, rows.itemsize
     for i in range(n):
         if i + _AHEAD < n:
-            later = base + np.int64(places[i + _AHEAD]) * itemsize
-            prefetch(later)
-            prefetch(later + dim * itemsize)
-        own = rows[places[i] : places[i] + dim]
-        for d in range(dim):
-            row[d] = load_float(own[d], kind)
+            prefetch_words(base + places[i + _AHEAD] * itemsize, 2 * width * itemsize)
+        load_row(rows, np.uint64(places[i]), kind, row)
         scale = scales[scale_places[i]] * scaling if kind == E4M3 else scaling
-        for g in range(group):
-            total = np.float32(0.0)
-            for d in range(dim):
-                total += row[d] * queries[g, d]
-            total *= scale
-            if softcap > 0:
-                total = softcap * np.tanh(total / softcap)
-            logits[g, i] = total
+        for g in range(0, padded, QUERIES):
+            s_0, s_1, s_2, s_3 = products(row, near, g)
+            logits[g, i], logits[g + 1, i], logits[g + 2, i], logits[g + 3, i] = (
+                s_0 * scale,
+                s_1 * scale,
+                s_2 * scale,
+                s_3 * scale,
+            )
     for g in range(group):
+        if softcap > 0:
+            for i in range(n):
+                logits[g, i] = softcap * np.tanh(logits[g, i] / softcap)
         peak = np.float32(-np.inf)
         for i in range(n):
             peak = max(peak, logits[g, i])
@@ -89,18 +113,36 @@ def attend_head(queries, rows, kind, places, scales, scale_places, scaling, soft
             weight = np.float32(np.exp(logits[g, i] - peak))
             logits[g, i] = weight
             total += weight
-        lse[g] = peak + np.log(total) if n > 0 else np.float32(-np.inf)
-        inverse = np.float32(1.0) / total if n > 0 else np.float32(0.0)
+        lse[g] = peak + np.log(total)
+        inverse = np.float32(1.0) / total
         for i in range(n):
             logits[g, i] *= inverse
-    acc = np.zeros((group, dim), np.float32)
+    sums = np.zeros((padded, dim), np.float32)
     for i in range(n):
-        own = rows[places[i] + dim : places[i] + 2 * dim]
-        for d in range(dim):
-            row[d] = load_float(own[d], kind)
+        load_row(rows, np.uint64(places[i] + width), kind, row)
         scale = scales[scale_places[i] + 1] if kind == E4M3 else np.float32(1.0)
-        for g in range(group):
-            weight = logits[g, i] * scale
-            for d in range(dim):
-                acc[g, d] += weight * row[d]
-    out[:, :] = acc
+        for g in range(0, padded, QUERIES):
+            weights = logits[g, i] * scale, logits[g + 1, i] * scale, logits[g + 2, i] * scale, logits[g + 3, i] * scale
+            add_row(row, weights, g, sums)
+    from_word_order(sums, kind, out)
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def merge_pieces(outs, lses, out, lse):
+    """Attention over the union of pieces: outs `[P, G, D]`, lses `[P, G]` -> out `[G, D]`, lse `[G]`."""
+    out[:] = np.float32(0.0)
+    for g in range(out.shape[0]):
+        peak = np.float32(-np.inf)
+        for p in range(lses.shape[0]):
+            peak = max(peak, lses[p, g])
+        lse[g] = peak
+        if peak == -np.inf:
+            continue
+        total = np.float32(0.0)
+        for p in range(lses.shape[0]):
+            total += np.float32(np.exp(lses[p, g] - peak))
+        lse[g] = peak + np.log(total)
+        for p in range(lses.shape[0]):
+            weight = np.float32(np.exp(lses[p, g] - peak)) / total
+            for d in range(out.shape[1]):
+                out[g, d] += weight * outs[p, g, d]

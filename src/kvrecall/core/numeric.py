@@ -43,7 +43,8 @@ def row_bits(table: HostTable) -> tuple[np.ndarray, int, np.ndarray]:
 def row_place(blocks, size, heads, h, token, dim, kind):
     """(place of a token's row among the numbers, place of its first scale) in what `row_bits` returns. blocks: the
     sequence's."""
-    block, row = np.int64(blocks[token // size]), h * size + token % size
+    number = np.int64(np.uint32(token) // np.uint32(size))  # a signed division takes several times as long
+    block, row = np.int64(blocks[number]), (h - number) * size + token
     rows, width = heads * size, 2 * dim
     if kind != E4M3:
         return (block * rows + row) * width, np.int64(0)
@@ -72,6 +73,16 @@ def float_to_bits(typingctx, value):
 
 
 @intrinsic
+def trailing_zeros(typingctx, bits):
+    """Number of zero bits below the lowest one bit of a uint64 other than 0."""
+
+    def build(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), build
+
+
+@intrinsic
 def prefetch(typingctx, address):
     """Prefetches the cache line at an integer address; never faults."""
 
@@ -93,17 +104,6 @@ def load_e4m3(bits):
     wide = np.uint32(bits)
     number = ((wide & np.uint32(0x80)) << np.uint32(24)) | ((wide & np.uint32(0x7F)) << np.uint32(20))
     return bits_to_float(np.uint32(number)) * np.float32(2.0**120)
-
-
-@njit(cache=True, nogil=True)
-def load_row(bits, kind, row):
-    """Fills row fp32 `[D]` with numbers of a kind `[D]`, for `load_float`."""
-    if kind == E4M3:  # outside the loop, which is vectorised then
-        for d in range(row.shape[0]):
-            row[d] = load_e4m3(bits[d])
-    else:
-        for d in range(row.shape[0]):
-            row[d] = load_float(bits[d], kind)
 
 
 @njit(inline="always")

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvrecall.core.host_copies import to_device
+
 
 def lasting_tensors() -> AbstractContextManager[object]:
     """Context for allocating tensors that outlive a step.
@@ -64,6 +66,13 @@ class Selection:
     bias: Tensor | None = None
     estimated: Estimated | None = None
 
+    def to(self, device: torch.device) -> Selection:
+        """The ids and counts on a device; weights and estimated rows are made there."""
+        if self.ids.device == device:
+            return self
+        ids, counts = to_device(device, self.ids, self.counts)
+        return replace(self, ids=ids, counts=counts)
+
     def of(self, sequence: int, zone: int) -> HeldSelection:
         """The selection of one sequence, found in a retrieval zone of `zone` tokens."""
         bias = None if self.bias is None else self.bias[sequence]
@@ -75,7 +84,8 @@ class Selection:
 class HeldSelection(NamedTuple):
     """The result of a sequence's last search.
 
-    ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. zone: tokens of the retrieval zone it searched.
+    ids: int32 `[H_kv, K]`, padded with -1. counts: int32 `[H_kv]`. Both are on the CPU if it attends to the selection, else on
+    the device. zone: tokens of the retrieval zone it searched.
     bias: fp32 `[H_q, K]`, estimated: rows of a batch of one, as in `Selection`.
     """
 

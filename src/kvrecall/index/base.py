@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -265,7 +265,16 @@ class Index(ABC):
         """Finds the tokens to fetch. Does not influence other searches; the result stays valid after later appends.
 
         queries: `[len(sequences), H_q, D]`, post-RoPE, any float dtype. Sequences with fewer tokens than the budget get all.
+        The result is on the queries' device.
         """
+
+    def start_search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Callable[[], Selection]:
+        """Starts a search. The function it returns ends the search and gives the result of `search`, on the device or the CPU.
+
+        An index that searches on the CPU gives the device its part of the work here, so that the caller can give the device
+        other work before the CPU waits. By default all of the search is started here."""
+        found = self.search(queries, budget, sequences)
+        return lambda: found
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The candidates that the first stage of a search leaves, per sequence int64 `[H_kv, 1 or G, C]`; None if a search
@@ -291,6 +300,8 @@ class Index(ABC):
 
 def stack_selections(found: list[tuple[Tensor, Tensor]]) -> Selection:
     """Pads the per-sequence results (ids `[H_kv, K_b]`, counts `[H_kv]`) to one Selection."""
+    if len(found) == 1:
+        return Selection(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))
     width = max(ids.shape[-1] for ids, _ in found)
     padded = [torch.nn.functional.pad(ids, (0, width - ids.shape[-1]), value=-1) for ids, _ in found]
     return Selection(torch.stack(padded), torch.stack([counts for _, counts in found]))

@@ -55,14 +55,10 @@ class Counters:
         self._selected = self._selected + count
         if in_place:
             self._read = self._read + count
-        if not selected.is_cuda:
-            self._settle()
 
     def estimated(self, units: Tensor) -> None:
         """Counts groups of tokens whose attention was estimated, int32 of any shape."""
         self._estimated = self._estimated + _total(units)
-        if not units.is_cuda:
-            self._settle()
 
     def fetched(self, read: int, reused: int) -> None:
         """Counts rows read from the host and rows that were still resident."""

@@ -5,13 +5,16 @@ K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> mer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones, start
+from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones
 from kvrecall.cache.transfer import bring
+from kvrecall.core.host_copies import ToHost, to_device
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
-from kvrecall.layer.state import LayerState
+from kvrecall.layer.state import LayerState, of_sequences
 from kvrecall.merge import merge, merge_in_turn, sink_logits
 
 _HOST = torch.device("cpu")
@@ -82,10 +85,11 @@ def _step(
     active = [b for b in every if valid is None or valid[b]]
     layer.scaling = params.scaling
     layer.store.append_step(keys, values, valid)
-    layer.begin_step(_of(active, queries)[:, :, 0], active)
+    layer.begin_step(of_sequences(active, queries)[:, :, 0], active)
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
-    retrieved = start(lambda: _attend_retrieved(layer, searching, queries, params), layer.overlaps and bool(searching))
+    # A GPU attends to the resident rows while the CPU searches, or waits for a search of the GPU.
+    end_search = _start_search(layer, searching, queries, params)
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
     if layer.store.on_device:
@@ -93,7 +97,11 @@ def _step(
     else:
         for b in whole:
             parts += [_scatter(part, [b], queries) for part in _attend_zone(layer, b, queries[b], params)]
-    parts += retrieved()
+    if searching:
+        with layer.clock("search"):
+            end_search()
+        parts += _attend_retrieved(layer, searching, queries, params)
+        layer.learn(searching)
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
     with layer.clock("merge"):
@@ -131,14 +139,17 @@ def _attend_near(layer: LayerState, whole: list[int], queries: Tensor, params: A
         return [attend_zones(queries, table, lengths, longest, params.scaling, params.softcap)]
 
 
+def _start_search(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> Callable[[], None]:
+    if not searching:
+        return lambda: None
+    with layer.clock("search"):
+        return layer.start_search(queries[:, :, 0], searching, params.scaling)
+
+
 def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
     """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device."""
-    if not searching:
-        return []
-    with layer.clock("search"):
-        layer.search(queries[:, :, 0], searching, params.scaling)
     layer.count_attended(searching)
-    picked = _of(searching, queries)
+    picked = of_sequences(searching, queries)
     sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
     if not layer.method.attends_on_host:
         with layer.clock("fetch"):
@@ -146,20 +157,23 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
     sets += layer.estimated_rows(searching)
     with layer.clock("attend"):
         parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
-        parts = [_scatter(part, searching, queries) for part in parts]
         if layer.method.attends_on_host:
-            for b in searching:
-                table, (ids, counts, *_) = layer.store.host[b].table(_HOST), layer.held[b]
-                assert table is not None, "a zone that was searched has rows"
-                found = attend_selected(queries[b, :, 0], table, ids, counts, params.scaling, params.softcap)
-                parts += [_scatter(part, [b], queries) for part in found]
-    layer.learn(searching)
-    return parts
+            parts.append(_attend_on_host(layer, searching, picked, params))
+        return [_scatter(part, searching, queries) for part in parts]
 
 
-def _of(sequences: list[int], queries: Tensor) -> Tensor:
-    """Rows of some sequences, without an index tensor: a GPU would have to be sent one."""
-    return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
+def _attend_on_host(layer: LayerState, searching: list[int], picked: Tensor, params: AttentionParams) -> Partial:
+    """Attention of the CPU to the selections, for queries `[len(searching), H_q, 1, D]`; as one part on the device."""
+    held = [layer.held[b] for b in searching]
+    near, *selected = ToHost(picked[:, :, 0], *(x for found in held for x in (found.ids, found.counts))).wait()
+    parts = []
+    for i, b in enumerate(searching):
+        table = layer.store.host[b].table(_HOST)
+        assert table is not None, "a zone that was searched has rows"
+        ids, counts = selected[2 * i : 2 * i + 2]
+        parts.append(attend_selected(near[i], table, ids, counts, params.scaling, params.softcap))
+    out, lse = torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts])
+    return Partial(*to_device(picked.device, out, lse))
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:

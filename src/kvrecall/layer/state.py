@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -168,22 +169,29 @@ class LayerState:
             attended = None if not step or self.attends_whole_zone(sequence) else self.attended_ids(sequence)
             self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
 
-    def search(self, queries: Tensor, sequences: list[int], scaling: float) -> None:
-        """Searches for queries `[B, H_q, D]` in the sequences without a held selection, and holds the results."""
+    def start_search(self, queries: Tensor, sequences: list[int], scaling: float) -> Callable[[], None]:
+        """Starts searches for queries `[B, H_q, D]` in the sequences without a held selection. The function it returns ends
+        them and holds the results."""
         assert self.index is not None
+        started = []
         for top_k, due in self._due(sequences).items():
             if top_k:
                 self.counters.searched(len(due))
-                asked = self.trigger.asks(queries[due], due, self.shape.kv_heads)
+                asked = self.trigger.asks(of_sequences(due, queries), due, self.shape.kv_heads)
                 if self.on_search is not None:
                     self.on_search(asked, Budget(top_k, scaling), due)
                 with self.building_index():
                     self.index.prepare(due)
-                found = self.index.search(asked, Budget(top_k, scaling), due)
+                started.append((due, self.index.start_search(asked, Budget(top_k, scaling), due)))
             else:  # the static set is the whole budget
-                shape = (len(due), self.shape.kv_heads)
-                none = torch.zeros(shape, dtype=torch.int32, device=queries.device)
-                found = Selection(none.new_empty(*shape, 0), none)
+                started.append((due, partial(_nothing_of, len(due), self.shape)))
+        return lambda: self._hold(started)
+
+    def _hold(self, started: list[tuple[list[int], Callable[[], Selection]]]) -> None:
+        """Ends searches and holds the results where attention reads them."""
+        for due, ended in started:
+            found = ended()
+            found = found if self.method.attends_on_host else found.to(self.shape.device)
             for i, b in enumerate(due):
                 self.held[b] = found.of(i, self.store.host[b].length)
 
@@ -218,11 +226,6 @@ class LayerState:
             with self.clock("learn"), self.building_index():
                 self.index.learn(sequences)
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether the CPU attends to the selection while the device attends to the resident tokens."""
-        return self.method.attends_on_host and self.shape.device.type != "cpu"
-
     def _addresses(self, sequences: list[int]) -> HostTable | None:
         """Where the rows of the sequences lie, if attention reads the selected ones in place (it then applies no weights)."""
         if not self._in_place or any(self.held[b].bias is not None for b in sequences):
@@ -246,9 +249,9 @@ class LayerState:
         return self.attended_ids(sequence).shape[1] >= held.zone
 
     def attended_ids(self, sequence: int) -> Tensor:
-        """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1."""
+        """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1, on the device."""
         sets = self.held.get(sequence), self.static[sequence]
-        return torch.cat([found.ids for found in sets if found is not None], 1)
+        return torch.cat([found.ids.to(self.shape.device) for found in sets if found is not None], 1)
 
     def absorb(self, sequence: int, moved: Tensor | None, generated: bool = False) -> None:
         """Indexes rows `[H_kv, n, 2, D]` that moved to the retrieval zone. A GPU's non-finite flags are looked at now."""
@@ -437,3 +440,14 @@ class LayerState:
         offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
         sight = Observation(seen, others, offset, self.top_k, self.scaling, count).kept()
         return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)
+
+
+def of_sequences(sequences: list[int], queries: Tensor) -> Tensor:
+    """Rows of some sequences, without an index tensor: a GPU would have to be sent one."""
+    return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
+
+
+def _nothing_of(sequences: int, shape: LayerShape) -> Selection:
+    """The selection of no tokens."""
+    none = torch.zeros(sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
+    return Selection(none.new_empty(*none.shape, 0), none)

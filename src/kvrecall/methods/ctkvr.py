@@ -18,7 +18,7 @@ class CTKVR(Method):
        lists the rho = `list_ratio` x `top_k` keys of the largest softmax score (causal, largest over the group).
     2. A step recalls the lists of the C' = `recalled_centroids` most similar centroids (cosine, largest over the group),
        removes duplicates, and reranks the keys exactly to `top_k` (rho').
-    3. The rerank, and the attention to the selected rows, run on the CPU, beside the device's dense attention.
+    3. The rerank, and the attention to the selected rows, run on the CPU, while the device attends to sink and window.
     4. With `dynamic_update` the query then replaces the oldest centroid.
 
     The `pool_tokens` newest tokens of the retrieval zone are always recalled; older ones enter lists that rank them high

@@ -10,6 +10,9 @@ from numba import njit
 
 from kvrecall.core.numeric import sort_key
 
+_RANGES = 2048
+"""Ranges of scores that are counted at once."""
+
 
 @njit(cache=True)
 def mean_softmax(scores, scaling):
@@ -58,33 +61,66 @@ def top_k_of(scores, ids, k, out):
         for i in range(n):
             out[i] = ids[i]
         return n
-    keys = np.empty(n, np.uint32)
-    for i in range(n):
-        keys[i] = sort_key(scores[i])
-    prefix, mask, left = np.uint32(0), np.uint32(0), k
-    counts = np.empty(2048, np.int64)
-    for shift, width in ((21, 11), (10, 11), (0, 10)):
-        counts[:] = 0
-        field = np.uint32((1 << width) - 1)
-        for i in range(n):
-            if (keys[i] & mask) == prefix:
-                counts[(keys[i] >> np.uint32(shift)) & field] += 1
-        digit = (1 << width) - 1
-        while counts[digit] < left:
-            left -= counts[digit]
-            digit -= 1
-        prefix = np.uint32(prefix | (np.uint32(digit) << np.uint32(shift)))
-        mask = np.uint32(mask | (field << np.uint32(shift)))
+    keys, left = _highest_range(scores, k)
+    least, left = _kth_largest(keys, left)
     at = 0
     for i in range(n):
-        if keys[i] > prefix:
+        key = sort_key(scores[i])
+        if key > least:
             out[at] = ids[i]
             at += 1
-        elif keys[i] == prefix and left > 0:
+        elif key == least and left > 0:
             out[at] = ids[i]
             at += 1
             left -= 1
     return k
+
+
+@njit(cache=True)
+def _highest_range(scores, k):
+    """Keys uint32 of the scores among which the k-th largest is, and how many of these are among the k largest.
+
+    The range from the smallest score to the largest is divided into equal ones, so most scores have a range to themselves, and
+    counting one waits for no other."""
+    n = scores.shape[0]
+    low, high = np.float64(scores[0]), np.float64(scores[0])
+    for i in range(n):
+        low, high = min(low, np.float64(scores[i])), max(high, np.float64(scores[i]))
+    ranges, left, last = np.zeros(n, np.int32), k, 0
+    if low < high and high - low < np.inf:
+        counts, factor = np.zeros(_RANGES, np.int32), (_RANGES - 1) / (high - low)
+        for i in range(n):
+            ranges[i] = np.int32((np.float64(scores[i]) - low) * factor)
+            counts[ranges[i]] += 1
+        last = _RANGES - 1
+        while counts[last] < left:
+            left -= counts[last]
+            last -= 1
+    keys, count = np.empty(n, np.uint32), 0
+    for i in range(n):
+        if ranges[i] == last:
+            keys[count] = sort_key(scores[i])
+            count += 1
+    return keys[:count], left
+
+
+@njit(cache=True)
+def _kth_largest(keys, k):
+    """The k-th largest key, and how many that are equal to it are among the k largest."""
+    prefix, mask, left = np.uint32(0), np.uint32(0), k
+    counts = np.empty(256, np.int64)
+    for shift in (24, 16, 8, 0):
+        counts[:] = 0
+        for i in range(keys.shape[0]):
+            if (keys[i] & mask) == prefix:
+                counts[(keys[i] >> np.uint32(shift)) & np.uint32(255)] += 1
+        digit = 255
+        while counts[digit] < left:
+            left -= counts[digit]
+            digit -= 1
+        prefix = np.uint32(prefix | (np.uint32(digit) << np.uint32(shift)))
+        mask = np.uint32(mask | (np.uint32(255) << np.uint32(shift)))
+    return prefix, left
 
 
 @njit(cache=True)

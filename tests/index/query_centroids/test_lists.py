@@ -196,7 +196,7 @@ def test_nearest_is_the_largest_cosine_of_the_group(
     )
     made = ivf.build(seen, gaussian(0, kv_heads, 4, 64), 0, 2, 0.125)
     queries = (5 * gaussian(seed + 1, kv_heads * group, 64)).to(dtype)
-    near = ivf.nearest(made, queries, kv_heads, count)
+    near = ivf.nearest(made, ivf.directions(queries)[0], kv_heads, count)
     for h in range(kv_heads):
         cosines = []
         for c in range(centroids):
@@ -210,6 +210,6 @@ def test_nearest_prefers_the_lower_of_equals() -> None:
     """Directions along the axes: equal cosines are equal in every bit."""
     axes = torch.eye(8)[torch.tensor([3, 1, 1, 0, 1, 3])].unsqueeze(0)
     lists = replace(labelled([0] * 6), queries=axes.expand(2, -1, -1))
-    query = torch.tensor([0.5, 2.0, 0, 1.0, 0, 0, 0, 0]).expand(2, 8)
+    query, _ = ivf.directions(torch.tensor([0.5, 2.0, 0, 1.0, 0, 0, 0, 0]).expand(2, 8))
     assert ivf.nearest(lists, query, 1, 2).tolist() == [[1, 2]]
     assert ivf.nearest(lists, query, 1, 4).tolist() == [[0, 1, 2, 4]]

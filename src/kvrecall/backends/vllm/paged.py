@@ -144,7 +144,7 @@ class PagedLayer:
             counts = torch.full((1, heads), dense.shape[2], dtype=torch.int32)
             parts = [attend_rows(q[i : i + 1].unsqueeze(2), Rows(dense, counts), params.scaling, params.softcap)]
             ids, held = found.ids[i], found.counts[i]
-            parts += attend_selected(q[i], self._host.table(tables[i]), ids, held, params.scaling, params.softcap)
+            parts.append(attend_selected(q[i], self._host.table(tables[i]), ids, held, params.scaling, params.softcap))
             if self._means is not None:
                 rows = self._means.rows(tables[i], ends[i], ids, q.shape[1] // heads)
                 parts.append(attend_rows(q[i : i + 1].unsqueeze(2), rows, params.scaling, params.softcap))

@@ -10,16 +10,17 @@ its oldest tokens enter the lists of the centroids that rank them high enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.host_copies import ToHost
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
@@ -84,6 +85,15 @@ class CentroidConfig(IndexConfig):
         return count * (lists + shape.query_heads * (shape.head_dim * shape.dtype.itemsize + 8))
 
 
+class Recall(NamedTuple):
+    """A search that the device has begun. unit, norms: the query, see `lists.directions`. picked: waits, and returns the query
+    `[H_q, D]` and the lists of its nearest centroids, int32 `[H_kv, C', rho]`, where they are reranked."""
+
+    unit: Tensor
+    norms: Tensor
+    picked: Callable[[], list[Tensor]]
+
+
 class CentroidIndex(Index):
     """Centroids and lists of one layer."""
 
@@ -94,7 +104,7 @@ class CentroidIndex(Index):
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[Tensor, Rerank, float]] = {}  # last search of each sequence, for `learn`
+        self._found: dict[int, tuple[Recall, Rerank]] = {}  # last search of each sequence, for `learn`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._near: dict[int, NearestCentroids] = {}  # scratch of the searches on a GPU
@@ -139,27 +149,29 @@ class CentroidIndex(Index):
             self._replace_oldest(sequence, lists, made)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        return self.start_search(queries, budget, sequences)().to(queries.device)
+
+    def start_search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Callable[[], Selection]:
+        """The device compares queries and centroids; the rest may be the host's, which then has the result."""
         self._scaling = budget.scaling
-        return stack_selections([self._search_one(q, b, budget) for q, b in zip(queries, sequences, strict=True)])
+        begun = [self._recall(q, b) for q, b in zip(queries, sequences, strict=True)]
+        return lambda: stack_selections([self._rerank(q, b, budget) for q, b in zip(begun, sequences, strict=True)])
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The recalled ids; heads with fewer ids repeat their first."""
         found = []
         for query, b in zip(queries, sequences, strict=True):
-            ids, _ = self._recalled(query, b, self._excluded[b])
+            ids, _ = self._recalled(self._recall(query, b).picked()[1], b, self._excluded[b])
             found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
         return found
 
     def learn(self, sequences: list[int]) -> None:
         """Dynamic centroid update (Algorithm 2 d)."""
         for b in sequences:
-            query, found, scaling = self._found.pop(b, (None, None, 0.0))
-            if query is None or found is None or not self._config.dynamic_update:
-                continue
-            newest = found.as_centroid(query, self._config.list_tokens, scaling)
+            asked, found = self._found.pop(b, (None, None))
             lists = self._lists[b]
-            if lists is not None:
-                self._replace_oldest(b, lists, newest)
+            if asked is not None and found is not None and lists is not None and self._config.dynamic_update:
+                self._replace_oldest(b, lists, found.as_centroid(asked.unit, asked.norms))
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence] = ids
@@ -220,46 +232,53 @@ class CentroidIndex(Index):
         """alpha: distinct recalled ids ÷ recalled ids (section 3.1.2), mean over KV heads."""
         lists = self._lists[sequence]
         assert lists is not None
-        picked = self._picked(sequence, lists, queries)
+        picked = self._picked(sequence, lists, ivf.directions(queries)[0])
         _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
-    def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
-        ids, counts = self._recalled(query, sequence, None)
+    def _recall(self, query: Tensor, sequence: int) -> Recall:
+        """Starts the search of a query `[H_q, D]`: finds the lists of its nearest centroids."""
+        lists, (unit, norms) = self._lists[sequence], ivf.directions(query)
+        if lists is None:  # no queries of the prompt were observed: every token is in the pool
+            picked = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device)
+        else:
+            picked = self._picked(sequence, lists, unit)
+        arriving = ToHost(query, picked).wait if self._on_host else lambda: [query, picked]
+        return Recall(unit, norms, arriving)
+
+    def _rerank(self, asked: Recall, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        query, picked = asked.picked()
+        ids, counts = self._recalled(picked, sequence, None, cut=False)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
+        listed = self._config.list_tokens if self._config.dynamic_update else 0
         source, barred = self._sources[sequence], self._excluded[sequence]
-        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, barred)
-        self._found[sequence] = (query, found, budget.scaling)
+        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, barred, listed)
+        self._found[sequence] = asked, found
         return found.best
 
-    def _recalled(self, query: Tensor, sequence: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Distinct ids of the nearest centroids' lists and of the pool, without barred ids."""
-        lists, tokens, listed = self._lists[sequence], self._counts[sequence], self._listed[sequence]
-        if lists is None:  # no queries of the prompt were observed: every token is in the pool
-            picked, listed = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device), 0
-        else:
-            picked = self._picked(sequence, lists, query)
-        if self._on_host:
-            picked = picked.cpu()
+    def _recalled(self, picked: Tensor, sequence: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+        """Distinct ids of picked lists and of the pool, without barred ids; see `rerank.distinct`."""
+        listed = 0 if self._lists[sequence] is None else self._listed[sequence]
         barred = None if barred is None else barred.to(picked.device)
-        return distinct(picked, tokens, listed, barred)
+        return distinct(picked, self._counts[sequence], listed, barred, cut)
 
-    def _picked(self, sequence: int, lists: CentroidLists, query: Tensor) -> Tensor:
-        near = self._nearest(sequence, lists, query)
+    def _picked(self, sequence: int, lists: CentroidLists, unit: Tensor) -> Tensor:
+        """The lists of the centroids nearest to queries of norm 1, int32 `[H_kv, C', rho]`."""
+        near = self._nearest(sequence, lists, unit)
         heads = torch.arange(self._shape.kv_heads, device=near.device).unsqueeze(1)
         return lists.ids[heads, near]
 
-    def _nearest(self, sequence: int, lists: CentroidLists, query: Tensor) -> Tensor:
+    def _nearest(self, sequence: int, lists: CentroidLists, unit: Tensor) -> Tensor:
         count = self._config.recalled_centroids
         if not self._kernels:
-            return ivf.nearest(lists, query, self._shape.kv_heads, count)
+            return ivf.nearest(lists, unit, self._shape.kv_heads, count)
         from kvrecall.index.query_centroids.kernels import NearestCentroids
 
         made = self._near.get(sequence)
         if made is None or made.centroids is not lists.queries:
             with lasting_tensors():
                 made = self._near[sequence] = NearestCentroids(lists.queries, self._shape.kv_heads, count)
-        return made.find(query)
+        return made.find(unit)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]

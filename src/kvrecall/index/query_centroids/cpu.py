@@ -1,8 +1,8 @@
 """CTkvr's host side, by numba: deduplication of recalled lists, exact scores of rows where they lie, and the best of them.
 
 Bytes per search and KV head: the recalled keys, R * D numbers, once for all query heads of a group; nothing is copied. Threads
-share the recalled keys of all heads equally. What follows the scores are four passes: as torch functions it would be some
-forty small parallel regions, each of which wakes every thread.
+share pieces of the recalled keys of all heads. What follows the scores is one pass per head for the selection, and one for the
+list of the query: as torch functions it would be some forty small parallel regions, each of which wakes every thread.
 """
 
 # numba passes the typing context of an intrinsic itself; a type checker cannot know this.
@@ -14,19 +14,26 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange
+from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import BFLOAT16, E4M3, bits_to_float, load_row, prefetch, row_bits, row_place
+from kvrecall.core.numeric import E4M3, row_bits, row_place, trailing_zeros
+from kvrecall.core.row_words import (
+    QUERIES,
+    as_words,
+    in_word_order,
+    load_row,
+    numbers_per_word,
+    prefetch_words,
+    products,
+)  # fmt: skip
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
 _AHEAD = 8
-_LINE = 64
-"""Bytes that one prefetch brings."""
-_QUERIES = 4
-"""Query heads whose sums are in registers while a row is read."""
-_TASKS_PER_THREAD = 4
+"""Rows are prefetched this far ahead."""
+_PIECE = 128
+"""Recalled keys that one task scores."""
 MODES = {"max": 0, "max_softmax": 1, "mean_softmax": 2}
 """Numbers of the ways in which a group shares a ranking, see `select.gqa`."""
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -41,19 +48,20 @@ def top_k_rows(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(out).view(*scores.shape[:-1], out.shape[1])
 
 
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
     """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
 
-    Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`.
+    Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`. cut: R is the largest count; otherwise
+    as many as there can be.
     """
     heads = lists.shape[0]
     most = min(tokens, lists[0].numel() + tokens - first_always) if heads else 0
-    out = np.full((heads, most), -1, np.int32)
+    out = np.empty((heads, most), np.int32)
     counts = np.zeros(heads, np.int32)
     none = np.empty((heads, 0), np.int32)
     barred_ids = none if barred is None else barred.contiguous().numpy()
     _distinct(lists.contiguous().numpy(), tokens, first_always, barred_ids, out, counts)
-    return torch.from_numpy(out[:, : max(int(counts.max()), 0)]), torch.from_numpy(counts)
+    return torch.from_numpy(out[:, : max(int(counts.max()), 0)] if cut else out), torch.from_numpy(counts)
 
 
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
@@ -61,63 +69,59 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -
 
     table: addresses of the sequence's rows, for the CPU. Entries after a head's count are -inf.
     """
-    heads, group, dim = queries.shape
-    bits, kind, scales = row_bits(table)
-    near = queries.new_zeros(heads, -(-group // _QUERIES) * _QUERIES, dim)
-    near[:, :group] = queries
-    step = 2 if kind == BFLOAT16 and dim % 2 == 0 else 1
-    if step == 2:
-        bits = bits.view(np.uint32)  # two numbers at a time
-    even, odd = (near[:, :, first::step].contiguous().numpy() for first in (0, step - 1))
-    out, tasks = np.empty((heads, group, ids.shape[1]), np.float32), _TASKS_PER_THREAD * get_num_threads()
-    blocks, own = table.blocks[0].numpy(), ids.contiguous().numpy()
-    _score(even, odd, dim, step, bits, kind, scales, blocks, table.block_size, own, counts.numpy(), tasks, out)
-    return torch.from_numpy(out)
+    scores, peaks, sums = _scratch(queries, ids)
+    _score(queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), 1.0, scores, peaks, sums)
+    return torch.from_numpy(scores)
 
 
-class Softmax(NamedTuple):
-    """A softmax over each head's scores times scaling, in float64.
+class Found(NamedTuple):
+    """What a rerank found.
 
-    peaks `[H_kv, G]`: the largest logit, -inf if there is none. powers `[H_kv, G, R]`: exponentials of the logits less
-    this one. sums `[H_kv, G]`: of the powers.
+    scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for padding. lse: fp32 `[H_kv, G]`, of the scores times scaling.
+    best: (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`), the selection.
+    listed: (ids int32 `[H_kv, rho]` ascending, padded with -1; fp32 `[H_kv, rho]`, padded with -inf), the ids with the largest
+    log softmax, largest over the group.
     """
 
-    peaks: Tensor
-    powers: Tensor
-    sums: Tensor
+    scores: Tensor
+    lse: Tensor
+    best: tuple[Tensor, Tensor]
+    listed: tuple[Tensor, Tensor]
 
 
-def softmax_of(scores: Tensor, counts: Tensor, scaling: float) -> Softmax:
-    """The softmax over the first counts[h] scores `[H_kv, G, R]` times scaling."""
-    peaks, sums, powers = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2]), np.empty(scores.shape)
-    _softmax(scores.numpy(), counts.numpy(), scaling, peaks, powers, sums)
-    return Softmax(torch.from_numpy(peaks), torch.from_numpy(powers), torch.from_numpy(sums))
-
-
-def pick(
-    scores: Tensor, ids: Tensor, counts: Tensor, softmax: Softmax, k: int, mode: str, scaling: float, barred: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The k best ids without `barred` (ascending, `[H_kv, m]`): int32 `[H_kv, K]`, ascending, padded with -1, and counts.
-
-    Ranked as `select.gqa.reduce_scores` does, ties to the lower id. mode: one of `MODES`.
-    """
+def rerank(
+    queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, k: int, list_tokens: int, mode: str, scaling: float,
+    barred: Tensor | None,
+) -> Found:  # fmt: skip
+    """Scores the rows of ids as `score_rows`; selects the k best ids without `barred` (ascending int `[H_kv, m]`), ranked as
+    `select.gqa.reduce_scores` does, ties to the lower id; and lists the best `list_tokens`. mode: one of `MODES`."""
     heads, longest = ids.shape
+    scores, peaks, sums = _scratch(queries, ids)
     best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
-    barred_ids = np.empty((heads, 0), np.int32) if barred is None else barred.cpu().int().contiguous().numpy()
-    ranks, tasks = np.empty(ids.shape, np.float32), _TASKS_PER_THREAD * get_num_threads()
-    own = ids.contiguous().numpy()
-    _rank(scores.numpy(), counts.numpy(), *(x.numpy() for x in softmax), scaling, MODES[mode], tasks, ranks)
-    _pick(ranks, own, counts.numpy(), barred_ids, best, kept)
-    return torch.from_numpy(best[:, : int(kept.max()) if heads else 0]), torch.from_numpy(kept)
-
-
-def best_listed(scores: Tensor, ids: Tensor, lse: Tensor, list_tokens: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """The `list_tokens` ids `[H_kv, R]` (-1: none) of the largest score times scaling minus lse fp32 `[H_kv, G]`, largest over
-    the group: ascending int32 `[H_kv, list_tokens]`, padded with -1, and these numbers, fp32, padded with -inf."""
-    heads = ids.shape[0]
     listed, ranked = np.full((heads, list_tokens), -1, np.int32), np.full((heads, list_tokens), -np.inf, np.float32)
-    _best_listed(scores.numpy(), ids.contiguous().numpy(), lse.contiguous().numpy(), np.float32(scaling), listed, ranked)
-    return torch.from_numpy(listed), torch.from_numpy(ranked)
+    lse = np.full(scores.shape[:2], -np.inf, np.float32)
+    barred_ids = np.empty((heads, 0), np.int32) if barred is None else barred.cpu().int().contiguous().numpy()
+    _rerank(
+        queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), barred_ids, MODES[mode], scaling,
+        scores, peaks, sums, best, kept, listed, ranked, lse,
+    )  # fmt: skip
+    best = best[:, : int(kept.max()) if heads else 0]
+    made = [torch.from_numpy(x) for x in (scores, lse, best, kept, listed, ranked)]
+    return Found(made[0], made[1], (made[2], made[3]), (made[4], made[5]))
+
+
+def _scratch(queries: Tensor, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Memory for scores `[H_kv, G, R]`, and for peaks and sums of each piece's softmax, float64 `[H_kv, P, G]`."""
+    (heads, group, _), longest = queries.shape, ids.shape[1]
+    pieces = -(-longest // _PIECE)
+    scores = np.empty((heads, group, longest), np.float32)
+    return scores, np.full((heads, pieces, group), -np.inf), np.zeros((heads, pieces, group))
+
+
+def _rows(table: HostTable) -> tuple[np.ndarray, int, np.ndarray, np.ndarray, int]:
+    """Words of all rows, their kind, scales, blocks of the sequence, and tokens per block."""
+    bits, kind, scales = row_bits(table)
+    return *as_words(bits, kind, table.rows.shape[-1]), scales, table.blocks[0].numpy(), table.block_size
 
 
 @njit(cache=True, parallel=True, nogil=True)
@@ -129,75 +133,84 @@ def _top_k_rows(scores, out):
 
 @njit(cache=True, parallel=True, nogil=True)
 def _distinct(lists, tokens, first_always, barred, out, counts):
-    heads, count, longest = lists.shape
-    for h in prange(heads):
-        wanted = np.zeros(tokens, np.uint8)
-        for c in range(count):
-            for i in range(longest):
-                if lists[h, c, i] >= 0:
-                    wanted[lists[h, c, i]] = 1
-        for i in range(first_always, tokens):
-            wanted[i] = 1
-        for i in range(barred.shape[1]):
-            wanted[barred[h, i]] = 0
-        at = 0
-        for i in range(tokens):
-            if wanted[i]:
-                out[h, at] = i
-                at += 1
-        counts[h] = at
+    for h in prange(lists.shape[0]):
+        counts[h] = _distinct_of(lists[h], tokens, first_always, barred[h], out[h])
+
+
+@njit(cache=True, nogil=True)
+def _distinct_of(lists, tokens, first_always, barred, out):
+    """One head's ids from a set of bits, 64 tokens per word; returns how many there are."""
+    one, every = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+    wanted = np.zeros(-(-tokens // 64), np.uint64)
+    for c in range(lists.shape[0]):
+        for i in range(lists.shape[1]):
+            token = lists[c, i]
+            if token >= 0:
+                wanted[token >> 6] |= one << np.uint64(token & 63)
+    for word in range(first_always >> 6, wanted.shape[0]):
+        below = np.uint64(max(0, first_always - 64 * word))  # the first word may begin before the first token
+        above = np.uint64(max(0, 64 * word + 64 - tokens))  # the last one may go on behind the last token
+        wanted[word] |= (every << below) & (every >> above)
+    for i in range(barred.shape[0]):
+        wanted[barred[i] >> 6] &= ~(one << np.uint64(barred[i] & 63))
+    at = 0
+    for word in range(wanted.shape[0]):
+        bits = wanted[word]
+        while bits != 0:
+            out[at] = 64 * word + np.int64(trailing_zeros(bits))
+            at += 1
+            bits &= bits - one
+    out[at:] = -1
+    return at
+
+
+@njit(cache=True, nogil=True)
+def _rerank(
+    queries, rows, kind, scales, blocks, size, ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed,
+    ranked, lse,
+):  # fmt: skip
+    _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums)
+    _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _score(even, odd, dim, step, rows, kind, scales, blocks, size, ids, counts, tasks, out):
-    heads = ids.shape[0]
-    before = np.zeros(heads + 1, np.int64)
-    for h in range(heads):
-        before[h + 1] = before[h] + counts[h]
-        out[h, :, counts[h] :] = -np.inf
-    for task in prange(tasks):
-        first, last = before[heads] * task // tasks, before[heads] * (task + 1) // tasks
-        for h in range(heads):
-            start, stop = max(first, before[h]) - before[h], min(last, before[h + 1]) - before[h]
-            if start < stop:
-                _score_head(even[h], odd[h], dim, step, rows, kind, scales, blocks, size, heads, h, ids[h], start, stop, out[h])
+def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums):
+    """Scores, and each piece's largest logit and sum of exponentials of the logits less this one."""
+    heads, longest = ids.shape
+    pieces = peaks.shape[1]
+    for task in prange(heads * pieces):
+        h = task // pieces
+        piece = task % pieces
+        first, end = piece * _PIECE, min((piece + 1) * _PIECE, longest)
+        last = max(first, min(end, counts[h]))
+        _score_piece(queries[h], rows, kind, scales, blocks, size, heads, h, ids[h], first, last, scores[h])
+        scores[h, :, last:end] = -np.inf
+        for g in range(scores.shape[1]):
+            peak, total = -np.inf, 0.0
+            for i in range(first, last):
+                peak = max(peak, np.float64(scores[h, g, i]) * scaling)
+            for i in range(first, last):
+                total += np.exp(np.float64(scores[h, g, i]) * scaling - peak)
+            peaks[h, piece, g], sums[h, piece, g] = peak, total
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h, ids, first, last, out):
-    """Scores of ids[first:last]. A word of rows `[n]` holds one number, for which `even` has the queries `[·, D]`, padded to
-    whole `_QUERIES`; or with step 2 two numbers, for which `even` and `odd` have every second coordinate."""
-    group, width = out.shape[0], dim // step
-    base, itemsize = rows.ctypes.data, rows.itemsize
-    row = np.empty(width, np.float32)
+@njit(cache=True, nogil=True)
+def _score_piece(queries, rows, kind, scales, blocks, size, heads, h, ids, first, last, out):
+    """Scores of ids[first:last]."""
+    group, dim = queries.shape
+    step, near, row = numbers_per_word(kind), in_word_order(queries, kind), np.empty(dim, np.float32)
+    base, width, itemsize = rows.ctypes.data, dim // step, rows.itemsize
+    places, scale_places = np.empty(last - first, np.int64), np.empty(last - first, np.int64)
+    for i in range(first, last):
+        place, scale_places[i - first] = row_place(blocks, size, heads, h, ids[i], dim, kind)
+        places[i - first] = place // step
     for i in range(first, last):
         if i + _AHEAD < last:
-            place, _ = row_place(blocks, size, heads, h, ids[i + _AHEAD], dim, kind)
-            later = base + place // step * itemsize
-            for line in range(0, width * itemsize, _LINE):
-                prefetch(later + line)
-        place, scale_place = row_place(blocks, size, heads, h, ids[i], dim, kind)
-        own = rows[place // step : place // step + width]
-        scale = scales[scale_place] if kind == E4M3 else np.float32(1.0)
-        if width == dim:
-            load_row(own, kind, row)
-        for g in range(0, group, _QUERIES):
-            s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
-            if width != dim:
-                for d in range(width):
-                    word = own[d]
-                    low = bits_to_float(np.uint32(word << np.uint32(16)))
-                    high = bits_to_float(np.uint32(word & np.uint32(0xFFFF0000)))
-                    s_0 += low * even[g, d] + high * odd[g, d]
-                    s_1 += low * even[g + 1, d] + high * odd[g + 1, d]
-                    s_2 += low * even[g + 2, d] + high * odd[g + 2, d]
-                    s_3 += low * even[g + 3, d] + high * odd[g + 3, d]
-            else:
-                for d in range(width):
-                    s_0 += row[d] * even[g, d]
-                    s_1 += row[d] * even[g + 1, d]
-                    s_2 += row[d] * even[g + 2, d]
-                    s_3 += row[d] * even[g + 3, d]
+            prefetch_words(base + places[i + _AHEAD - first] * itemsize, width * itemsize)
+        load_row(rows, np.uint64(places[i - first]), kind, row)
+        scale = scales[scale_places[i - first]] if kind == E4M3 else np.float32(1.0)
+        for g in range(0, group, QUERIES):
+            s_0, s_1, s_2, s_3 = products(row, near, g)
             out[g, i] = s_0 * scale
             if g + 1 < group:
                 out[g + 1, i] = s_1 * scale
@@ -208,64 +221,73 @@ def _score_head(even, odd, dim, step, rows, kind, scales, blocks, size, heads, h
 
 
 @njit(cache=True, parallel=True, nogil=True)
-def _softmax(scores, counts, scaling, peaks, powers, sums):
-    heads, group = scores.shape[0], scores.shape[1]
-    for task in prange(heads * group):
-        g = task % group
-        h = task // group
-        peak, total = -np.inf, 0.0
-        for i in range(counts[h]):
-            peak = max(peak, np.float64(scores[h, g, i]) * scaling)
-        for i in range(counts[h]):
-            powers[h, g, i] = np.exp(np.float64(scores[h, g, i]) * scaling - peak)
-            total += powers[h, g, i]
-        if counts[h]:
-            peaks[h, g], sums[h, g] = peak, total
+def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
+    """The selection and the list of every head, one task each."""
+    for task in prange(2 * ids.shape[0]):
+        h = task // 2
+        count = counts[h]
+        peak, total = _softmax_of(peaks[h], sums[h])
+        if task % 2 == 0:
+            ranks = _ranks(scores[h], count, peak, total, scaling, mode)
+            kept[h] = _pick(ranks, ids[h], count, barred[h], best[h])
+            if count:
+                lse[h] = (peak + np.log(total)).astype(np.float32)
+        elif listed.shape[1]:
+            own = (peak + np.log(total)).astype(np.float32)
+            _list(scores[h], ids[h], count, own, np.float32(scaling), listed[h], ranked[h])
 
 
-@njit(cache=True, parallel=True, nogil=True)
-def _rank(scores, counts, peaks, powers, sums, scaling, mode, tasks, ranks):
-    """Ranks `[H_kv, R]` of all keys among those of their head."""
-    logs = np.log(sums)
-    for task in prange(tasks):
-        for h in range(scores.shape[0]):
-            for i in range(counts[h] * task // tasks, counts[h] * (task + 1) // tasks):
-                best, total = -np.inf, 0.0
-                for g in range(scores.shape[1]):
-                    if mode == 2:
-                        total += powers[h, g, i] / sums[h, g]
-                    elif mode == 1:
-                        best = max(best, np.float64(scores[h, g, i]) * scaling - peaks[h, g] - logs[h, g])
-                    else:
-                        best = max(best, np.float64(scores[h, g, i]))
-                ranks[h, i] = np.float32(total / scores.shape[1] if mode == 2 else best)
+@njit(cache=True, nogil=True)
+def _softmax_of(peaks, sums):
+    """(largest logit, sum of exponentials of the logits less this one) of each query head of a group, float64 `[G]`, from those
+    of the pieces `[P, G]`."""
+    peak, total = np.full(peaks.shape[1], -np.inf), np.zeros(peaks.shape[1])
+    for g in range(peaks.shape[1]):
+        for piece in range(peaks.shape[0]):
+            peak[g] = max(peak[g], peaks[piece, g])
+        for piece in range(peaks.shape[0]):
+            if sums[piece, g] > 0:
+                total[g] += sums[piece, g] * np.exp(peaks[piece, g] - peak[g])
+    return peak, total
 
 
-@njit(cache=True, parallel=True, nogil=True)
-def _pick(ranks, ids, counts, barred, best, kept):
-    for h in prange(ids.shape[0]):
-        ranked, own = np.empty(counts[h], np.float32), np.empty(counts[h], np.int32)
-        at, b = 0, 0
-        for i in range(counts[h]):
-            while b < barred.shape[1] and barred[h, b] < ids[h, i]:
-                b += 1
-            if b < barred.shape[1] and barred[h, b] == ids[h, i]:
-                continue
-            ranked[at], own[at] = ranks[h, i], ids[h, i]
-            at += 1
-        kept[h] = top_k_of(ranked[:at], own[:at], best.shape[1], best[h])
+@njit(cache=True, nogil=True)
+def _ranks(scores, count, peak, total, scaling, mode):
+    """Ranks fp32 `[count]` of the keys among those of their head."""
+    group = scores.shape[0]
+    best, logs = np.full(count, 0.0 if mode == 2 else -np.inf), np.log(total)
+    for g in range(group):
+        for i in range(count):
+            if mode == 2:
+                best[i] += np.exp(np.float64(scores[g, i]) * scaling - peak[g]) / total[g]
+            elif mode == 1:
+                best[i] = max(best[i], np.float64(scores[g, i]) * scaling - peak[g] - logs[g])
+            else:
+                best[i] = max(best[i], np.float64(scores[g, i]))
+    return (best / group if mode == 2 else best).astype(np.float32)
 
 
-@njit(cache=True, parallel=True, nogil=True)
-def _best_listed(scores, ids, lse, scaling, listed, ranked):
-    heads, group, longest = scores.shape
-    for h in prange(heads):
-        count = 0
-        while count < longest and ids[h, count] >= 0:
-            count += 1
-        every, places = np.full(count, -np.inf, np.float32), np.empty(listed.shape[1], np.int32)
-        for g in range(group):
-            for i in range(count):
-                every[i] = max(every[i], scores[h, g, i] * scaling - lse[h, g])
-        for j in range(top_k_of(every, np.arange(count), listed.shape[1], places)):
-            listed[h, j], ranked[h, j] = ids[h, places[j]], every[places[j]]
+@njit(cache=True, nogil=True)
+def _pick(ranks, ids, count, barred, best):
+    """The best ids that are not barred; returns how many there are."""
+    ranked, own = np.empty(count, np.float32), np.empty(count, np.int32)
+    at, b = 0, 0
+    for i in range(count):
+        while b < barred.shape[0] and barred[b] < ids[i]:
+            b += 1
+        if b < barred.shape[0] and barred[b] == ids[i]:
+            continue
+        ranked[at], own[at] = ranks[i], ids[i]
+        at += 1
+    return top_k_of(ranked[:at], own[:at], best.shape[0], best)
+
+
+@njit(cache=True, nogil=True)
+def _list(scores, ids, count, lse, scaling, listed, ranked):
+    """The ids of the largest log softmax, largest over the group, and this number."""
+    every, places = np.full(count, -np.inf, np.float32), np.empty(listed.shape[0], np.int32)
+    for g in range(scores.shape[0]):
+        for i in range(count):
+            every[i] = max(every[i], scores[g, i] * scaling - lse[g])
+    for j in range(top_k_of(every, np.arange(count), listed.shape[0], places)):
+        listed[j], ranked[j] = ids[places[j]], every[places[j]]

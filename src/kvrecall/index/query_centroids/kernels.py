@@ -39,10 +39,9 @@ class NearestCentroids:
         self._plan = torch.tensor([row], dtype=torch.int64, device=centroids.device)
         self._fire = torch.ones(1, **ints)
 
-    def find(self, queries: Tensor) -> Tensor:
-        """As `lists.nearest`, for queries `[H_q, D]`: ascending int64 `[H_kv, min(C', C)]`."""
-        unit = torch.nn.functional.normalize(queries.float(), dim=-1).unsqueeze(0)
-        self._search.launch(unit, self._plan, self._fire, 1.0, self.count)
+    def find(self, unit: Tensor) -> Tensor:
+        """As `lists.nearest`, for queries of norm 1, fp32 `[H_q, D]`: ascending int64 `[H_kv, min(C', C)]`."""
+        self._search.launch(unit.unsqueeze(0), self._plan, self._fire, 1.0, self.count)
         return self._search.ids[0, :, : min(self.count, self.centroids.shape[1])].long()
 
 

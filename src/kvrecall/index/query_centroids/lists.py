@@ -22,6 +22,8 @@ from kvrecall.select.topk import top_k_positions
 
 _LOGITS = 1 << 24
 """Logits at a time: bounds the temporaries to 64 MiB."""
+_LEAST_NORM = 1e-30
+"""A query of zeros is divided by this."""
 _TENSORS = ("queries", "norms", "lse", "ids", "scores")
 
 
@@ -64,7 +66,7 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
     kept = min(list_tokens, tokens)
     queries = observed.queries.float()
     positions = torch.arange(observed.start, observed.start + count, device=keys.device)
-    norms = queries.norm(dim=-1).clamp_min(1e-30)
+    norms = queries.norm(dim=-1).clamp_min(_LEAST_NORM)
     ids = torch.full((heads, count, list_tokens), -1, dtype=torch.int32, device=keys.device)
     scores = torch.full((heads, count, list_tokens), float("-inf"), dtype=torch.bfloat16, device=keys.device)
     wide = keys.float()
@@ -117,13 +119,15 @@ def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> Ce
 
 
 def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists:
-    """FIFO (Algorithm 2 d): the centroids of `newest` replace the oldest ones, in place: copying all lists would take longer
-    than the whole search."""
-    count = lists.queries.shape[1]
-    arriving = newest.queries.shape[1]
-    slots = (torch.arange(arriving, device=lists.ids.device) + lists.head) % count
+    """FIFO (Algorithm 2 d): the centroids of `newest`, at most as many, replace the oldest ones, in place: copying all lists
+    would take longer than the whole search. They are rounded to the dtypes of `lists`."""
+    count, arriving = lists.queries.shape[1], newest.queries.shape[1]
+    before_end = min(arriving, count - lists.head)
     for name in _TENSORS:
-        getattr(lists, name).index_copy_(1, slots, getattr(newest, name))
+        own, new = getattr(lists, name), getattr(newest, name)
+        own[:, lists.head : lists.head + before_end].copy_(new[:, :before_end])
+        if before_end < arriving:
+            own[:, : arriving - before_end].copy_(new[:, before_end:])
     return replace(lists, head=(lists.head + arriving) % count)
 
 
@@ -134,9 +138,16 @@ def truncate(lists: CentroidLists, tokens: int) -> CentroidLists:
     return CentroidLists(lists.queries, lists.norms, lists.lse, ids, scores, lists.head)
 
 
-def nearest(lists: CentroidLists, queries: Tensor, kv_heads: int, count: int) -> Tensor:
-    """The `count` centroids most similar to queries `[H_q, D]`, int64 `[H_kv, count]`: cosine, largest over the group."""
-    unit = torch.nn.functional.normalize(queries.float(), dim=-1)
+def directions(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries `[H_q, D]` divided by their lengths, fp32, and the lengths fp32 `[H_q, 1]`."""
+    wide = queries.float()
+    norms = wide.norm(dim=-1, keepdim=True).clamp_min_(_LEAST_NORM)
+    return wide / norms, norms
+
+
+def nearest(lists: CentroidLists, unit: Tensor, kv_heads: int, count: int) -> Tensor:
+    """The `count` centroids most similar to queries of norm 1, fp32 `[H_q, D]`: int64 `[H_kv, count]`, by cosine, largest over
+    the group."""
     cosine = inner_products(unit.unsqueeze(1), lists.queries).squeeze(1)
     return best_positions(cosine.unflatten(0, (kv_heads, -1)).amax(1), count).long()
 

@@ -1,0 +1,114 @@
+"""Rows of host memory for numba, read word by word: a word holds one number, or two bfloat16 numbers.
+
+Words of two numbers give a row's even coordinates first, then the odd ones (word order), because a vector of words is split
+into two vectors by one instruction each. Products of a row and a query are the same in any order that both have, so queries are
+brought into word order before, and sums over rows out of it afterwards.
+
+Words are read by their number, without views of single rows: a view counts references to the memory of all rows, and threads
+wait for each other where they count. Numbers are unsigned, because a negative one would count from the end, and loops that ask
+for that are not vectorised.
+
+Only modules with numba code may import it, because it imports numba.
+"""
+
+# numba passes the typing context of an intrinsic itself; a type checker cannot know this.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kvrecall.core.numeric import BFLOAT16, E4M3, bits_to_float, load_e4m3, load_float, prefetch
+
+PAIRS = 5
+"""Kind of words that hold two bfloat16 numbers; see `numeric.as_bits` for the other kinds."""
+QUERIES = 4
+"""Queries whose sums are in registers while a row is read."""
+_LINE = 64
+"""Bytes that one prefetch brings."""
+_FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan/ninf: -inf marks an empty part
+
+
+def as_words(bits: np.ndarray, kind: int, dim: int) -> tuple[np.ndarray, int]:
+    """Numbers of a kind as words, and the kind of the words. bits: unsigned integers `[..., n]`, contiguous, rows of `dim`."""
+    return (bits.view(np.uint32), PAIRS) if kind == BFLOAT16 and dim % 2 == 0 else (bits, kind)
+
+
+@njit(inline="always")
+def numbers_per_word(kind):
+    """1 or 2."""
+    return 2 if kind == PAIRS else 1
+
+
+@njit(cache=True, nogil=True)
+def load_row(words, first, kind, row):
+    """Fills row fp32 `[D]`, in word order, with one key or value, whose first word has the number `first`, uint64."""
+    if kind == PAIRS:  # each kind has a loop of its own, which is vectorised then
+        width = np.uint64(row.shape[0] // 2)
+        for i in range(width):
+            word = words[first + i]
+            row[i] = bits_to_float(np.uint32(word << np.uint32(16)))
+            row[width + i] = bits_to_float(np.uint32(word & np.uint32(0xFFFF0000)))
+    elif kind == E4M3:
+        for i in range(np.uint64(row.shape[0])):
+            row[i] = load_e4m3(words[first + i])
+    else:
+        for i in range(np.uint64(row.shape[0])):
+            row[i] = load_float(words[first + i], kind)
+
+
+@njit(cache=True, nogil=True)
+def in_word_order(queries, kind):
+    """Queries fp32 `[G, D]` in word order, padded with 0 to whole `QUERIES`."""
+    group, dim = queries.shape
+    ordered = np.zeros((-(-group // QUERIES) * QUERIES, dim), np.float32)
+    step = numbers_per_word(kind)
+    width = dim // step
+    for g in range(group):
+        for i in range(width):
+            for part in range(step):
+                ordered[g, part * width + i] = queries[g, step * i + part]
+    return ordered
+
+
+@njit(cache=True, nogil=True)
+def from_word_order(sums, kind, out):
+    """Fills out fp32 `[G, D]` from sums of rows `[·, D]` in word order."""
+    group, dim = out.shape
+    step = numbers_per_word(kind)
+    width = dim // step
+    for g in range(group):
+        for i in range(width):
+            for part in range(step):
+                out[g, step * i + part] = sums[g, part * width + i]
+
+
+@njit(inline="always")
+def prefetch_words(address, count):
+    """Prefetches `count` bytes."""
+    for line in range(0, count, _LINE):
+        prefetch(address + line)
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def products(row, queries, g):
+    """Inner products of a row with the queries g .. g + QUERIES - 1 of `[·, D]`, all in word order."""
+    s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+    for d in range(row.shape[0]):
+        s_0 += row[d] * queries[g, d]
+        s_1 += row[d] * queries[g + 1, d]
+        s_2 += row[d] * queries[g + 2, d]
+        s_3 += row[d] * queries[g + 3, d]
+    return s_0, s_1, s_2, s_3
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def add_row(row, weights, g, sums):
+    """Adds a row times weights `[QUERIES]` to the sums g .. g + QUERIES - 1 of `[·, D]`."""
+    w_0, w_1, w_2, w_3 = weights
+    for d in range(row.shape[0]):
+        sums[g, d] += w_0 * row[d]
+        sums[g + 1, d] += w_1 * row[d]
+        sums[g + 2, d] += w_2 * row[d]
+        sums[g + 3, d] += w_3 * row[d]
