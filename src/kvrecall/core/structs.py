@@ -67,8 +67,8 @@ class Selection:
     estimated: Estimated | None = None
 
     def to(self, device: torch.device) -> Selection:
-        """The ids and counts on a device; weights and estimated rows are made there."""
-        if self.ids.device == device:
+        """The ids and counts on the CPU or the layer's GPU; weights and estimated rows are made there."""
+        if self.ids.device.type == device.type:  # a GPU may be named without its number
             return self
         ids, counts = to_device(device, self.ids, self.counts)
         return replace(self, ids=ids, counts=counts)
