@@ -295,7 +295,8 @@ class LayerStore:
         its results.
 
         On a GPU the host's rows are copied piece by piece into buffers that are reused; copying starts when the context is
-        entered. `take` must read them on the current stream only. Rows on the device are joined to pieces of the same size.
+        entered. `take` must read them on the current stream only. Blocks on the device are joined to pieces of the same size,
+        and resident rows to the first piece.
         """
         near, host = self.resident.view(sequence), self.host[sequence]
         first = (take(rows) for rows in (near,) if rows.shape[1])
@@ -307,8 +308,14 @@ class LayerStore:
         if near.device.type != "cuda" or not host.length:
             yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
             return
-        with prefetch_pieces(host, 0, host.length, tokens, near.device, take, cdiv(tokens, 4)) as pieces:
-            yield chain(first, pieces)
+        others = [near] if near.shape[1] else []
+
+        def with_others(rows: Tensor) -> Taken:
+            return take(torch.cat([others.pop(), rows], 1) if others else rows)
+
+        # The first piece is small, because `take` waits for it. Resident rows are few: alone they would take as long as many.
+        with prefetch_pieces(host, 0, host.length, tokens, near.device, with_others, cdiv(tokens, 4)) as pieces:
+            yield pieces
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:
         """Remembers a copy of the window before it is overwritten; the first copy counts. start: resident rows before it."""
