@@ -89,7 +89,7 @@ def _recalled(layer: LayerTrace, places: Tensor, prompt: int, scaling: float) ->
     assert made is not None
     heads, recalls, sizes = zone.shape[0], [], []
     for query in layer.queries:
-        near = ivf.nearest(made, query, heads, 4)
+        near = ivf.nearest(made, ivf.directions(query)[0], heads, 4)
         grouped = query.float().unflatten(0, (heads, -1))
         truth = (grouped @ zone.float().transpose(1, 2)).topk(100, -1).indices
         for h in range(heads):

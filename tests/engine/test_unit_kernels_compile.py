@@ -83,10 +83,17 @@ def test_kernels_of_a_captured_layer_of_units(name: str, capability: int, launch
     + [(256, torch.float32, capability) for capability in (80, 100)],
 )
 def test_recall_and_rerank_of_query_centroids(dim: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.index.query_centroids.kernels import NearestCentroids, score_rows
+    from kvrecall.index.query_centroids.kernels import recall, score_rows
+    from kvrecall.index.query_centroids.lists import CentroidLists
 
-    NearestCentroids(torch.zeros(8, 20, dim, dtype=dtype), 2, 4).find(torch.zeros(8, dim, dtype=dtype))
+    ids, nothing = torch.zeros(2, 20, 30, dtype=torch.int32), torch.empty(0)
+    recall(
+        CentroidLists(torch.zeros(8, 20, dim, dtype=dtype), nothing, nothing, ids, nothing),
+        torch.zeros(8, dim, dtype=dtype),
+        2,
+        4,
+    )
     score_rows(torch.zeros(2, 4, dim), empty_table(1, dim, dtype), torch.zeros(2, 5, dtype=torch.int32))
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    assert names == {"score_kernel", "fill_kernel", "expand_kernel", "score_rows_kernel"}
+    assert names == {"cosine_kernel", "recall_kernel", "score_rows_kernel"}
     compile_all(launches, capability)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvrecall.core.fp8_rows import quantised
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, cpu, reference
-from kvrecall.index.query_centroids.lists import directions
+from kvrecall.index.query_centroids.lists import Recalled, directions
 from kvrecall.index.query_centroids.rerank import rerank
 from tests.blocks import filled
 from tests.index.query_centroids.zone import KV_HEADS, Zone, prompt, query_of
@@ -87,8 +87,8 @@ def test_host_and_device_rerank_alike(seed: int, dtype: str, mode: str, top_k: i
     host, device = (rerank(queries, *asked, where, list_tokens=20) for where in (True, False))
     assert torch.equal(host.best[0], device.best[0]) and torch.equal(host.best[1], device.best[1])
     torch.testing.assert_close(host.scores, device.scores, atol=1e-4, rtol=1e-5)
-    unit, norms = directions(queries.flatten(0, 1))
-    one, other = (found.as_centroid(unit, norms) for found in (host, device))
+    query = Recalled(*directions(queries.flatten(0, 1)), ids)
+    one, other = (found.as_centroid(query) for found in (host, device))
     assert torch.equal(one.ids, other.ids)
     torch.testing.assert_close(one.lse, other.lse, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(one.scores, other.scores, atol=0.02, rtol=0.01)  # bf16

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,13 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.host_copies import ToHost
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.structs import Budget, Selection, lasting_tensors
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
-from kvrecall.index.query_centroids.lists import CentroidLists
+from kvrecall.index.query_centroids.lists import CentroidLists, Recalled
 from kvrecall.index.query_centroids.rerank import Rerank, distinct, have_numba, rerank
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.select.queries import ObservedQueries
-
-if TYPE_CHECKING:
-    from kvrecall.index.query_centroids.kernels import NearestCentroids
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,12 @@ class CentroidConfig(IndexConfig):
         return count * (lists + shape.query_heads * (shape.head_dim * shape.dtype.itemsize + 8))
 
 
-class Recall(NamedTuple):
-    """A search that the device has begun. unit, norms: the query, see `lists.directions`. picked: waits, and returns the query
-    `[H_q, D]` and the lists of its nearest centroids, int32 `[H_kv, C', rho]`, where they are reranked."""
+class Asked(NamedTuple):
+    """A search that the device has begun. arriving: waits, and returns the query `[H_q, D]` and the recalled lists, int32
+    `[H_kv, C', rho]`, where they are reranked."""
 
-    unit: Tensor
-    norms: Tensor
-    picked: Callable[[], list[Tensor]]
+    recalled: Recalled
+    arriving: Callable[[], list[Tensor]]
 
 
 class CentroidIndex(Index):
@@ -104,10 +100,9 @@ class CentroidIndex(Index):
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[Recall, Rerank]] = {}  # last search of each sequence, for `learn`
+        self._found: dict[int, tuple[Asked, Rerank]] = {}  # last search of each sequence, for `learn`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
-        self._near: dict[int, NearestCentroids] = {}  # scratch of the searches on a GPU
         self._scaling = shape.head_dim**-0.5
 
     @property
@@ -154,14 +149,14 @@ class CentroidIndex(Index):
     def start_search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Callable[[], Selection]:
         """The device compares queries and centroids; the rest may be the host's, which then has the result."""
         self._scaling = budget.scaling
-        begun = [self._recall(q, b) for q, b in zip(queries, sequences, strict=True)]
+        begun = [self._ask(q, b) for q, b in zip(queries, sequences, strict=True)]
         return lambda: stack_selections([self._rerank(q, b, budget) for q, b in zip(begun, sequences, strict=True)])
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The recalled ids; heads with fewer ids repeat their first."""
         found = []
         for query, b in zip(queries, sequences, strict=True):
-            ids, _ = self._recalled(self._recall(query, b).picked()[1], b, self._excluded[b])
+            ids, _ = self._recalled(self._ask(query, b).arriving()[1], b, self._excluded[b])
             found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
         return found
 
@@ -171,7 +166,7 @@ class CentroidIndex(Index):
             asked, found = self._found.pop(b, (None, None))
             lists = self._lists[b]
             if asked is not None and found is not None and lists is not None and self._config.dynamic_update:
-                self._replace_oldest(b, lists, found.as_centroid(asked.unit, asked.norms))
+                self._replace_oldest(b, lists, found.as_centroid(asked.recalled))
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence] = ids
@@ -217,7 +212,7 @@ class CentroidIndex(Index):
         for name in ("_lists", "_listed", "_counts", "_excluded"):
             setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
         self._shared, chosen._shared = [True] * len(self._shared), [True] * len(sequences)
-        chosen._found, chosen._near = {}, {}
+        chosen._found = {}
         return chosen
 
     @property
@@ -230,24 +225,27 @@ class CentroidIndex(Index):
 
     def deduplication(self, queries: Tensor, sequence: int) -> float:
         """alpha: distinct recalled ids ÷ recalled ids (section 3.1.2), mean over KV heads."""
-        lists = self._lists[sequence]
-        assert lists is not None
-        picked = self._picked(sequence, lists, ivf.directions(queries)[0])
+        picked = self._recall(queries, sequence).picked
         _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
-    def _recall(self, query: Tensor, sequence: int) -> Recall:
-        """Starts the search of a query `[H_q, D]`: finds the lists of its nearest centroids."""
-        lists, (unit, norms) = self._lists[sequence], ivf.directions(query)
-        if lists is None:  # no queries of the prompt were observed: every token is in the pool
-            picked = torch.empty(self._shape.kv_heads, 0, 0, dtype=torch.int32, device=query.device)
-        else:
-            picked = self._picked(sequence, lists, unit)
-        arriving = ToHost(query, picked).wait if self._on_host else lambda: [query, picked]
-        return Recall(unit, norms, arriving)
+    def _ask(self, query: Tensor, sequence: int) -> Asked:
+        """Starts the search of a query `[H_q, D]`."""
+        recalled = self._recall(query, sequence)
+        return Asked(recalled, ToHost(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked])
 
-    def _rerank(self, asked: Recall, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
-        query, picked = asked.picked()
+    def _recall(self, query: Tensor, sequence: int) -> Recalled:
+        lists, heads = self._lists[sequence], self._shape.kv_heads
+        if lists is None:  # no queries of the prompt were observed: every token is in the pool
+            return Recalled(*ivf.directions(query), torch.empty(heads, 0, 0, dtype=torch.int32, device=query.device))
+        if self._kernels:
+            from kvrecall.index.query_centroids.kernels import recall
+
+            return recall(lists, query, heads, self._config.recalled_centroids)
+        return ivf.recall(lists, query, heads, self._config.recalled_centroids)
+
+    def _rerank(self, asked: Asked, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        query, picked = asked.arriving()
         ids, counts = self._recalled(picked, sequence, None, cut=False)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
         listed = self._config.list_tokens if self._config.dynamic_update else 0
@@ -261,24 +259,6 @@ class CentroidIndex(Index):
         listed = 0 if self._lists[sequence] is None else self._listed[sequence]
         barred = None if barred is None else barred.to(picked.device)
         return distinct(picked, self._counts[sequence], listed, barred, cut)
-
-    def _picked(self, sequence: int, lists: CentroidLists, unit: Tensor) -> Tensor:
-        """The lists of the centroids nearest to queries of norm 1, int32 `[H_kv, C', rho]`."""
-        near = self._nearest(sequence, lists, unit)
-        heads = torch.arange(self._shape.kv_heads, device=near.device).unsqueeze(1)
-        return lists.ids[heads, near]
-
-    def _nearest(self, sequence: int, lists: CentroidLists, unit: Tensor) -> Tensor:
-        count = self._config.recalled_centroids
-        if not self._kernels:
-            return ivf.nearest(lists, unit, self._shape.kv_heads, count)
-        from kvrecall.index.query_centroids.kernels import NearestCentroids
-
-        made = self._near.get(sequence)
-        if made is None or made.centroids is not lists.queries:
-            with lasting_tensors():
-                made = self._near[sequence] = NearestCentroids(lists.queries, self._shape.kv_heads, count)
-        return made.find(unit)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]

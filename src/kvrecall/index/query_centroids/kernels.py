@@ -17,32 +17,69 @@ from torch import Tensor
 from kvrecall.core.host_rows import load_keys
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostTable
-from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
+from kvrecall.index.query_centroids.lists import LEAST_NORM as _LEAST
+from kvrecall.index.query_centroids.lists import CentroidLists, Recalled
 
+LEAST_NORM = tl.constexpr(_LEAST)
+_CENTROIDS, _IDS = 64, 1024
+"""Centroids per program of the cosines, and ids of a list that are copied at a time."""
 _KEYS = 16
 """Keys per program of the exact scores."""
 
 
-class NearestCentroids:
-    """Scratch of `lists.nearest` by kernels, for one sequence: every centroid is a unit of one token."""
+def recall(lists: CentroidLists, query: Tensor, kv_heads: int, count: int) -> Recalled:
+    """As `lists.recall`, by two launches; the lists come in order of similarity. Does not synchronise."""
+    (heads, dim), (centroids, length) = query.shape, lists.ids.shape[1:]
+    near = min(count, centroids)
+    scores, unit, norms = (query.new_empty(heads, n, dtype=torch.float32) for n in (centroids, dim, 1))
+    picked = lists.ids.new_empty(kv_heads, near, length)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another one
+        cosine_kernel[(cdiv(centroids, _CENTROIDS), heads)](
+            query.contiguous(), lists.queries, scores, unit, norms, centroids, D=dim, BD=next_power_of_2(dim), R=_CENTROIDS,
+            num_warps=4,
+        )  # fmt: skip
+        recall_kernel[(near, kv_heads)](
+            scores, lists.ids, picked, centroids, length, near, G=heads // kv_heads, BC=next_power_of_2(centroids), BL=_IDS,
+            num_warps=4,
+        )  # fmt: skip
+    return Recalled(unit, norms, picked)
 
-    def __init__(self, centroids: Tensor, kv_heads: int, count: int) -> None:
-        """centroids: `[H_q, C, D]` of norm 1; may be written to, must not move. count: centroids to find, C'."""
-        self.centroids, self.count = centroids, count
-        heads, number, dim = centroids.shape
-        ints = {"dtype": torch.int32, "device": centroids.device}
-        self._each = torch.arange(number + 1, **ints)  # members and offsets of units of one token
-        kind = UnitKind(volume=False, ordered=True, per_query_head=True)
-        self._search = GpuUnitSearch(1, kv_heads, heads // kv_heads, dim, "max", kind, count, number, centroids)
-        each = self._each.expand(heads, -1)
-        row = plan_row(centroids, each[:, :number], each, self._search.scores[0])
-        self._plan = torch.tensor([row], dtype=torch.int64, device=centroids.device)
-        self._fire = torch.ones(1, **ints)
 
-    def find(self, unit: Tensor) -> Tensor:
-        """As `lists.nearest`, for queries of norm 1, fp32 `[H_q, D]`: ascending int64 `[H_kv, min(C', C)]`."""
-        self._search.launch(unit.unsqueeze(0), self._plan, self._fire, 1.0, self.count)
-        return self._search.ids[0, :, : min(self.count, self.centroids.shape[1])].long()
+@triton.jit
+def cosine_kernel(p_queries, p_centroids, p_scores, p_unit, p_norms, C, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr):
+    """Program (R centroids, query head): cosines fp32 `[H_q, C]` of queries `[H_q, D]` with centroids `[H_q, C, D]` of norm 1;
+    and the queries divided by their norms, fp32 `[H_q, D]`, and the norms `[H_q]`."""
+    i_c, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_c, o_d = i_c * R + tl.arange(0, R), tl.arange(0, BD)
+    m_c, m_d = o_c < C, o_d < D
+    b_q = tl.load(p_queries + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    norm = tl.maximum(tl.sqrt_rn(tl.sum(b_q * b_q, 0)), LEAST_NORM)
+    b_unit = tl.div_rn(b_q, norm)
+    if i_c == 0:
+        tl.store(p_unit + i_h * D + o_d, b_unit, mask=m_d)
+        tl.store(p_norms + i_h, norm)
+    p_row = p_centroids + (i_h * C + o_c)[:, None] * D + o_d[None, :]
+    b_c = tl.load(p_row, mask=m_c[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [R, BD]
+    tl.store(p_scores + i_h * C + o_c, tl.sum(b_c * b_unit[None, :], 1), mask=m_c)
+
+
+@triton.jit
+def recall_kernel(p_scores, p_lists, p_picked, C, LENGTH, NEAR, G: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr):
+    """Program (i, KV head): copies the list of the i-th nearest of C centroids, equal ones in order of their numbers, from
+    int32 `[H_kv, C, LENGTH]` to picked `[H_kv, NEAR, LENGTH]`. scores fp32 `[H_kv, G, C]`: the largest of the group counts."""
+    i_n, i_kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_c = tl.arange(0, BC)
+    b_s = tl.full([BC], float("-inf"), tl.float32)
+    for g in tl.static_range(G):
+        b_s = tl.maximum(b_s, tl.load(p_scores + (i_kv * G + g) * C + o_c, mask=o_c < C, other=float("-inf")))
+    found = 0
+    for _ in range(i_n + 1):
+        found = tl.min(tl.where(b_s == tl.max(b_s, 0), o_c, C - 1), 0)  # C - 1: no comparison with nan is true
+        b_s = tl.where(o_c == found, float("-inf"), b_s)
+    p_list, p_to = p_lists + (i_kv * C + found) * LENGTH, p_picked + (i_kv * NEAR + i_n) * LENGTH
+    for first in range(0, LENGTH, BL):
+        o_l = first + tl.arange(0, BL)
+        tl.store(p_to + o_l, tl.load(p_list + o_l, mask=o_l < LENGTH, other=-1), mask=o_l < LENGTH)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from kvrecall.select.topk import top_k_positions
 
 _LOGITS = 1 << 24
 """Logits at a time: bounds the temporaries to 64 MiB."""
-_LEAST_NORM = 1e-30
+LEAST_NORM = 1e-30
 """A query of zeros is divided by this."""
 _TENSORS = ("queries", "norms", "lse", "ids", "scores")
 
@@ -66,7 +67,7 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
     kept = min(list_tokens, tokens)
     queries = observed.queries.float()
     positions = torch.arange(observed.start, observed.start + count, device=keys.device)
-    norms = queries.norm(dim=-1).clamp_min(_LEAST_NORM)
+    norms = queries.norm(dim=-1).clamp_min(LEAST_NORM)
     ids = torch.full((heads, count, list_tokens), -1, dtype=torch.int32, device=keys.device)
     scores = torch.full((heads, count, list_tokens), float("-inf"), dtype=torch.bfloat16, device=keys.device)
     wide = keys.float()
@@ -138,10 +139,27 @@ def truncate(lists: CentroidLists, tokens: int) -> CentroidLists:
     return CentroidLists(lists.queries, lists.norms, lists.lse, ids, scores, lists.head)
 
 
+class Recalled(NamedTuple):
+    """What a query recalls: unit fp32 `[H_q, D]`, the query divided by norms fp32 `[H_q, 1]`, its lengths; and picked int32
+    `[H_kv, C', rho]`, the lists of the nearest centroids, all of them on the device."""
+
+    unit: Tensor
+    norms: Tensor
+    picked: Tensor
+
+
+def recall(lists: CentroidLists, query: Tensor, kv_heads: int, count: int) -> Recalled:
+    """The lists of the `count` centroids most similar to a query `[H_q, D]`: by cosine, largest over the group, ties to the
+    lower one."""
+    unit, norms = directions(query)
+    near, heads = nearest(lists, unit, kv_heads, count), torch.arange(kv_heads, device=query.device).unsqueeze(1)
+    return Recalled(unit, norms, lists.ids[heads, near])
+
+
 def directions(queries: Tensor) -> tuple[Tensor, Tensor]:
     """Queries `[H_q, D]` divided by their lengths, fp32, and the lengths fp32 `[H_q, 1]`."""
     wide = queries.float()
-    norms = wide.norm(dim=-1, keepdim=True).clamp_min_(_LEAST_NORM)
+    norms = wide.norm(dim=-1, keepdim=True).clamp_min_(LEAST_NORM)
     return wide / norms, norms
 
 

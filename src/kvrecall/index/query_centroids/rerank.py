@@ -14,7 +14,7 @@ from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
-from kvrecall.index.query_centroids.lists import CentroidLists, best_positions
+from kvrecall.index.query_centroids.lists import CentroidLists, Recalled, best_positions
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import union_rows
 
@@ -34,13 +34,14 @@ class Rerank:
     best: tuple[Tensor, Tensor]
     listed: tuple[Tensor, Tensor]
 
-    def as_centroid(self, unit: Tensor, norms: Tensor) -> CentroidLists:
-        """The query as a centroid with a list of the best reranked keys, in fp32 on the query's device. unit, norms: see
-        `lists.directions`."""
+    def as_centroid(self, query: Recalled) -> CentroidLists:
+        """The query as a centroid with a list of the best reranked keys, in fp32 on the query's device."""
         ids, scores, lse = *self.listed, self.lse
-        if lse.device != unit.device:
-            ids, scores, lse = to_device(unit.device, ids, scores, lse)
-        return CentroidLists(unit.unsqueeze(1), norms, lse.flatten().unsqueeze(1), ids.unsqueeze(1), scores.unsqueeze(1))
+        if lse.device != query.unit.device:
+            ids, scores, lse = to_device(query.unit.device, ids, scores, lse)
+        return CentroidLists(
+            query.unit.unsqueeze(1), query.norms, lse.flatten().unsqueeze(1), ids.unsqueeze(1), scores.unsqueeze(1)
+        )
 
 
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:

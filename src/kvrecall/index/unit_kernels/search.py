@@ -54,14 +54,12 @@ class UnitKind:
     """Properties of units. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to logits.
 
     ordered: all members of a unit come before those of the next. least_tokens: smallest unit, but for one per sequence.
-    per_query_head: representations `[H_q, U, R]` per query head; a unit has the largest score of its group ("max").
     """
 
     volume: bool
     sized: bool = False
     ordered: bool = False
     least_tokens: int = 1
-    per_query_head: bool = False
 
 
 class GpuUnitSearch:
@@ -80,8 +78,7 @@ class GpuUnitSearch:
         self._heads, self._group, self._dim = heads, group, dim
         self._lanes = 1 if mode == "mean_q" else group
         self._like, device = like, like.device
-        assert not kind.per_query_head or mode == "max"
-        self._stored = 1 if mode == "max" and not kind.per_query_head else self._lanes
+        self._stored = 1 if mode == "max" else self._lanes
         needed = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))  # units that fill the budget
         self._block = max(_LEAST_CHUNK, next_power_of_2(cdiv(units, _CHUNKS)))
         count = cdiv(units, self._block)
@@ -132,8 +129,6 @@ class GpuUnitSearch:
         dot = self._dots(queries.dtype)
         rows = _DOT_UNITS if dot else _SUM_UNITS
         heads, group, lanes = self._heads, self._group, self._lanes
-        if self.kind.per_query_head:
-            heads, group, lanes = heads * group, 1, 1
         score_kernel[(cdiv(self.units, rows), plan.shape[0] * heads)](
             queries, self._like, plan, fire, self._peak, self._mass, scaling, heads, self._parts,
             D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
