@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.pieces import Work, finished, stretches
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.parts import Part
@@ -137,10 +138,10 @@ class ObservationWindow(StaticChoice):
             scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
         ends = []
         for part in stretches(zone.shape[1]):
-            shares = _shares(observed, zone[:, part], offset + part.start, scaling, total)
-            scores[:, part] = shares.mean((1, 2))
+            where = zone[:, part], offset + part.start, scaling
+            _mean_shares(observed, *where, total, scores[:, part])
             if sight.count is None and self.ratio == "online":
-                ends.append(shares[:, :, [0, -1]])
+                ends.append(torch.cat([_shares(*_one(observed, total, w), *where) for w in (0, -1)], 2))
             yield WEIGHED * (part.stop - part.start)
         count = self.tokens(sight.top_k, _overlap(torch.cat(ends, -1), sight.top_k) if ends else 0.0)
         count = count if sight.count is None else sight.count
@@ -195,16 +196,43 @@ def window_shares(
 ) -> Tensor:
     """Attention shares fp32 `[H_kv, G, W, n]` of a short zone's keys for the observed queries; arguments: see `Observation`."""
     total = _total([_mass(observed, zone, offset, scaling)], observed, others, scaling)
-    return _shares(observed, zone, offset, scaling, total)
+    return _shares(observed, total, zone, offset, scaling)
 
 
-def _shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor) -> Tensor:
+def _shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, scaling: float) -> Tensor:
+    """Shares fp32 `[H_kv, G, W, n]` of keys for the observed queries, whose log-sum-exps are total `[H_kv, G, W]`."""
     return _logits(observed, keys, start, scaling).sub_(total.unsqueeze(-1)).exp_()
+
+
+def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor, scores: Tensor) -> None:
+    """Fills scores fp32 `[H_kv, n]` with the means of `_shares` over group and window."""
+    if _by_kernels(observed, keys):
+        from kvrecall.static import cuda  # Triton takes a second to import
+
+        cuda.mean_shares(observed, keys, start, scaling, total, scores)
+    else:
+        scores.copy_(_shares(observed, total, keys, start, scaling).mean((1, 2)))
+
+
+def _one(observed: ObservedQueries, total: Tensor, w: int) -> tuple[ObservedQueries, Tensor]:
+    """Query w of the window, and its log-sum-exps; w may be -1, the last one."""
+    w %= observed.queries.shape[1]
+    own = slice(w, w + 1)
+    return ObservedQueries(observed.queries[:, own], observed.lse[:, own], observed.start + w), total[:, :, own]
 
 
 def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
     """Log-sum-exp fp32 `[H_kv, G, W]` of the observed queries' logits over keys `[H_kv, n, D]` from position `start` on."""
+    if _by_kernels(observed, keys):
+        from kvrecall.static import cuda
+
+        return cuda.mass(observed, keys, start, scaling)
     return _logits(observed, keys, start, scaling).logsumexp(-1)
+
+
+def _by_kernels(observed: ObservedQueries, keys: Tensor) -> bool:
+    sixteen = observed.queries.dtype == keys.dtype and keys.dtype in (torch.bfloat16, torch.float16)
+    return sixteen and keys.shape[1] > 0 and kernels_available(keys.device)
 
 
 def _total(sums: list[Tensor], observed: ObservedQueries, others: Iterable[tuple[Tensor, int]], scaling: float) -> Tensor:
