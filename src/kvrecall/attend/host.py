@@ -55,6 +55,6 @@ def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, sof
             places[i] = place // step
         of = slice(h * group, (h + 1) * group)
         attend_piece(queries[of], rows, kind, places, scales, scale_places, scaling, softcap, outs[task], lses[task])
-    for h in prange(kv_heads):
+    for h in range(kv_heads):  # less work than waking the threads again
         own, of = slice(first[h], first[h + 1]), slice(h * group, (h + 1) * group)
         merge_pieces(outs[own], lses[own], out[of], lse[of])

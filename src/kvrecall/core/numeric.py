@@ -73,6 +73,26 @@ def float_to_bits(typingctx, value):
 
 
 @intrinsic
+def bits_to_double(typingctx, bits):
+    """int64 -> float64 with the same bits."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), build
+
+
+@intrinsic
+def double_to_bits(typingctx, value):
+    """float64 -> int64 with the same bits."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(64))
+
+    return types.int64(types.float64), build
+
+
+@intrinsic
 def trailing_zeros(typingctx, bits):
     """Number of zero bits below the lowest one bit of a uint64 other than 0."""
 
@@ -123,6 +143,29 @@ def load_float(bits, kind):
     magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
     scaled = bits_to_float(magnitude) * np.float32(2.0**112)
     return bits_to_float(np.uint32(float_to_bits(scaled) | sign))
+
+
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_WHOLE = 1.5 * 2.0**52
+"""Added to a float64 below 2^51, it leaves the nearest whole number in the lowest bits."""
+_WHOLE_BITS = int(np.float64(_WHOLE).view(np.int64))
+
+
+@njit(inline="always")
+def exp_below(x):
+    """e^x of a float64 x <= 0 within 4e-16 of itself, and e^-708 below -708. Loops over it are vectorised; loops over numpy's
+    `exp` are not.
+
+    e^x = 2^n e^r with whole n and |r| <= ln 2 / 2; e^r by its power series. Not for functions with `fastmath`, which may leave
+    out a number that is added and then subtracted."""
+    x = max(x, -708.0)
+    whole = x * _LOG2_E + _WHOLE
+    n = whole - _WHOLE
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    series = 1.0 / 479001600.0
+    for denominator in (39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0):
+        series = series * r + 1.0 / denominator
+    return series * bits_to_double((double_to_bits(whole) - _WHOLE_BITS + 1023) << 52)
 
 
 @njit(inline="always")

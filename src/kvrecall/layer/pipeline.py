@@ -89,6 +89,7 @@ def _step(
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     # A GPU attends to the resident rows while the CPU searches, or waits for a search of the GPU.
+    asked = ToHost(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
     end_search = _start_search(layer, searching, queries, params)
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
@@ -100,7 +101,7 @@ def _step(
     if searching:
         with layer.clock("search"):
             end_search()
-        parts += _attend_retrieved(layer, searching, queries, params)
+        parts += _attend_retrieved(layer, searching, queries, asked, params)
         layer.learn(searching)
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
@@ -146,8 +147,11 @@ def _start_search(layer: LayerState, searching: list[int], queries: Tensor, para
         return layer.start_search(queries[:, :, 0], searching, params.scaling)
 
 
-def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:
-    """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device."""
+def _attend_retrieved(
+    layer: LayerState, searching: list[int], queries: Tensor, asked: ToHost | None, params: AttentionParams
+) -> list[Partial]:
+    """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device. asked: the
+    queries of these sequences, `[len(searching), H_q, 1, D]`, if the CPU attends to the selection."""
     layer.count_attended(searching)
     picked = of_sequences(searching, queries)
     sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
@@ -157,23 +161,24 @@ def _attend_retrieved(layer: LayerState, searching: list[int], queries: Tensor, 
     sets += layer.estimated_rows(searching)
     with layer.clock("attend"):
         parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
-        if layer.method.attends_on_host:
-            parts.append(_attend_on_host(layer, searching, picked, params))
+        if asked is not None:
+            parts.append(_attend_on_host(layer, searching, asked.wait()[0], params))
         return [_scatter(part, searching, queries) for part in parts]
 
 
-def _attend_on_host(layer: LayerState, searching: list[int], picked: Tensor, params: AttentionParams) -> Partial:
-    """Attention of the CPU to the selections, for queries `[len(searching), H_q, 1, D]`; as one part on the device."""
+def _attend_on_host(layer: LayerState, searching: list[int], queries: Tensor, params: AttentionParams) -> Partial:
+    """Attention of the CPU to the selections, for queries `[len(searching), H_q, 1, D]` on the CPU; as one part on the
+    device."""
     held = [layer.held[b] for b in searching]
-    near, *selected = ToHost(picked[:, :, 0], *(x for found in held for x in (found.ids, found.counts))).wait()
+    selected = ToHost(*(x for found in held for x in (found.ids, found.counts))).wait()
     parts = []
     for i, b in enumerate(searching):
         table = layer.store.host[b].table(_HOST)
         assert table is not None, "a zone that was searched has rows"
         ids, counts = selected[2 * i : 2 * i + 2]
-        parts.append(attend_selected(near[i], table, ids, counts, params.scaling, params.softcap))
+        parts.append(attend_selected(queries[i, :, 0], table, ids, counts, params.scaling, params.softcap))
     out, lse = torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts])
-    return Partial(*to_device(picked.device, out, lse))
+    return Partial(*to_device(layer.shape.device, out, lse))
 
 
 def _scatter(part: Partial, sequences: list[int], queries: Tensor) -> Partial:

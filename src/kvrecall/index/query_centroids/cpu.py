@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, row_bits, row_place, trailing_zeros
+from kvrecall.core.numeric import E4M3, exp_below, row_bits, row_place, trailing_zeros
 from kvrecall.core.row_words import (
     QUERIES,
     as_words,
@@ -186,12 +186,27 @@ def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scor
         _score_piece(queries[h], rows, kind, scales, blocks, size, heads, h, ids[h], first, last, scores[h])
         scores[h, :, last:end] = -np.inf
         for g in range(scores.shape[1]):
-            peak, total = -np.inf, 0.0
-            for i in range(first, last):
-                peak = max(peak, np.float64(scores[h, g, i]) * scaling)
-            for i in range(first, last):
-                total += np.exp(np.float64(scores[h, g, i]) * scaling - peak)
-            peaks[h, piece, g], sums[h, piece, g] = peak, total
+            peaks[h, piece, g], sums[h, piece, g] = _mass(scores[h, g, first:last], scaling)
+
+
+@njit(cache=True, nogil=True)
+def _mass(scores, scaling):
+    """The largest logit, and the sum of exponentials of the logits less this one."""
+    logits, peak = np.empty(scores.shape[0]), -np.inf
+    for i in range(scores.shape[0]):
+        logits[i] = np.float64(scores[i]) * scaling
+        peak = max(peak, logits[i])
+    for i in range(scores.shape[0]):
+        logits[i] = exp_below(logits[i] - peak)
+    return peak, _sum(logits)
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def _sum(numbers):
+    total = 0.0
+    for i in range(numbers.shape[0]):
+        total += numbers[i]
+    return total
 
 
 @njit(cache=True, nogil=True)

@@ -31,6 +31,7 @@ def recall(lists: CentroidLists, query: Tensor, kv_heads: int, count: int) -> Re
     """As `lists.recall`, by two launches; the lists come in order of similarity. Does not synchronise."""
     (heads, dim), (centroids, length) = query.shape, lists.ids.shape[1:]
     near = min(count, centroids)
+    assert lists.queries.is_contiguous() and lists.ids.is_contiguous()
     scores, unit, norms = (query.new_empty(heads, n, dtype=torch.float32) for n in (centroids, dim, 1))
     picked = lists.ids.new_empty(kv_heads, near, length)
     with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another one
