@@ -15,7 +15,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, as_bits
+from kvrecall.core.numeric import E4M3, PARALLEL, as_bits
 from kvrecall.core.row_words import (
     QUERIES,
     add_row,
@@ -49,7 +49,7 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     return Partial(out, lse)
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _attend(queries, kv, kind, lengths, scaling, softcap, scales, out, lse):
     b_n, kv_heads, dim = kv.shape[0], kv.shape[1], queries.shape[2]
     group, width = queries.shape[1] // kv_heads, 2 * dim // numbers_per_word(kind)
@@ -63,7 +63,7 @@ def _attend(queries, kv, kind, lengths, scaling, softcap, scales, out, lse):
         piece = task % pieces
         h = task // pieces % kv_heads
         b = task // (pieces * kv_heads)
-        places = np.arange(piece * PIECE, min((piece + 1) * PIECE, lengths[b, h])) * width
+        places = np.arange(piece * PIECE * width, min((piece + 1) * PIECE, lengths[b, h]) * width, width)
         own = slice(h * group, (h + 1) * group)
         attend_piece(
             queries[b, own], kv[b, h], kind, places, scales, places, scaling, softcap, outs[b, h, piece], lses[b, h, piece]

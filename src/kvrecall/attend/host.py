@@ -13,7 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import PIECE, attend_piece, merge_pieces
-from kvrecall.core.numeric import row_bits, row_place
+from kvrecall.core.numeric import PARALLEL, row_bits, row_place
 from kvrecall.core.row_words import as_words, numbers_per_word
 from kvrecall.core.structs import HostTable, Partial
 
@@ -37,7 +37,7 @@ def attend_selected(
     return Partial(torch.from_numpy(out).view(1, heads, 1, dim), torch.from_numpy(lse).view(1, heads, 1))
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, softcap, out, lse):
     kv_heads, dim, step = ids.shape[0], queries.shape[1], numbers_per_word(kind)
     group = queries.shape[0] // kv_heads

@@ -8,6 +8,8 @@ Only modules with numba code may import it, because it imports numba.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from llvmlite import ir
@@ -19,6 +21,12 @@ from kvrecall.core.fp8_rows import flat
 from kvrecall.core.small_floats import OFFSET, SHIFT
 from kvrecall.core.structs import HostTable
 
+PARALLEL: Any = {"prange": True} | dict.fromkeys(
+    ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil"), False
+)
+"""For `njit(parallel=...)`: loops over `prange` are parallel and nothing else. Otherwise, arrays that are filled or added up
+become parallel loops of their own, which take a fifth of the time of a compilation. Inside `prange`, arithmetic with whole
+arrays belongs into a function of its own, since numba refuses it there."""
 FLOAT32, BFLOAT16, FLOAT16, SMALL, E4M3 = 0, 1, 2, 3, 4
 _KINDS = {
     torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: SMALL, torch.float8_e4m3fn: E4M3,

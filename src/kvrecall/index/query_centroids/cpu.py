@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, exp_below, row_bits, row_place, trailing_zeros
+from kvrecall.core.numeric import E4M3, PARALLEL, exp_below, row_bits, row_place, trailing_zeros
 from kvrecall.core.row_words import (
     QUERIES,
     as_words,
@@ -124,14 +124,14 @@ def _rows(table: HostTable) -> tuple[np.ndarray, int, np.ndarray, np.ndarray, in
     return *as_words(bits, kind, table.rows.shape[-1]), scales, table.blocks[0].numpy(), table.block_size
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _top_k_rows(scores, out):
     positions = np.arange(scores.shape[1])
     for row in prange(scores.shape[0]):
         top_k_of(scores[row], positions, out.shape[1], out[row])
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _distinct(lists, tokens, first_always, barred, out, counts):
     for h in prange(lists.shape[0]):
         counts[h] = _distinct_of(lists[h], tokens, first_always, barred[h], out[h])
@@ -173,7 +173,7 @@ def _rerank(
     _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums):
     """Scores, and each piece's largest logit and sum of exponentials of the logits less this one."""
     heads, longest = ids.shape
@@ -235,7 +235,7 @@ def _score_piece(queries, rows, kind, scales, blocks, size, heads, h, ids, first
                 out[g + 3, i] = s_3 * scale
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
     """The selection and the list of every head, one task each."""
     for task in prange(2 * ids.shape[0]):
@@ -246,9 +246,9 @@ def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept,
             ranks = _ranks(scores[h], count, peak, total, scaling, mode)
             kept[h] = _pick(ranks, ids[h], count, barred[h], best[h])
             if count:
-                lse[h] = (peak + np.log(total)).astype(np.float32)
+                lse[h] = _log_sum(peak, total)
         elif listed.shape[1]:
-            own = (peak + np.log(total)).astype(np.float32)
+            own = _log_sum(peak, total)
             _list(scores[h], ids[h], count, own, np.float32(scaling), listed[h], ranked[h])
 
 
@@ -264,6 +264,12 @@ def _softmax_of(peaks, sums):
             if sums[piece, g] > 0:
                 total[g] += sums[piece, g] * np.exp(peaks[piece, g] - peak[g])
     return peak, total
+
+
+@njit(cache=True, nogil=True)
+def _log_sum(peak, total):
+    """lse fp32 `[G]` of what `_softmax_of` returns."""
+    return (peak + np.log(total)).astype(np.float32)
 
 
 @njit(cache=True, nogil=True)

@@ -16,7 +16,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.core.numeric import as_bits
+from kvrecall.core.numeric import FLOAT32, PARALLEL, SMALL, as_bits
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.sphere.codes import magnitude_levels
 from kvrecall.index.sphere.cpu_stages import (
@@ -27,7 +27,7 @@ from kvrecall.index.sphere.cpu_stages import (
     drop_ids,
     pair_tables,
     part,
-    rerank,
+    rerank_block,
     scan,
     threshold,
 )
@@ -40,6 +40,8 @@ from kvrecall.select.cpu import max_softmax, mean_softmax, top_k_of, union
 _CHUNK = 2048
 _NONE = np.empty((0, 0, 0, 0, 0), np.int16)
 """No products, in their dtype: `_search` is then compiled once for both kinds of tables."""
+_NO_WEIGHTS = np.empty((0, 0), np.uint16), np.empty((0, 0), np.uint32)
+"""Codes in numbers of two and of four bytes, where weights have another size: `_search` is compiled once for all weights."""
 _MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
 _MODES = {
     "mean_softmax": _MEAN_SOFTMAX, "max": _MAX, "per_head": _PER_HEAD, "mean_q": _MEAN_Q, "max_softmax": _MAX_SOFTMAX,
@@ -70,8 +72,9 @@ def search_batch(
     stage1: "collision" (tables are made here) or "product" (tables of the reference). shifts: per sequence
     fp32 `[H_kv, G', R]`, <q, c> by spans of tokens, added to products with centred keys; None without centres.
     """
-    layout = pages.layout
-    bits, kind = as_bits(pages.tensor.view(layout.weight_dtype))
+    layout, codes = pages.layout, pages.tensor
+    bits, kind = as_bits(codes.view(layout.weight_dtype))
+    halves, words = (bits if bits.dtype == none.dtype else none for none in _NO_WEIGHTS)
     blocks = np.zeros((len(tables), max(len(own) for own in tables)), np.int32)
     for b, own in enumerate(tables):
         blocks[b, : len(own)] = own
@@ -92,7 +95,7 @@ def search_batch(
             added[b, ..., : own.shape[-1]] = own
             whole[b, ..., : own.shape[-1]] = whole_shifts(queries[b], own)
     ids, found = _search(
-        pages.tensor.numpy(), bits, kind, blocks, layout.block_size, np.array(layout.starts), layout.norms, counts.numpy(),
+        codes.numpy(), halves, words, kind, blocks, layout.block_size, np.array(layout.starts), layout.norms, counts.numpy(),
         np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
@@ -101,10 +104,11 @@ def search_batch(
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _search(
     codes,
-    wide,
+    halves,
+    words,
     kind,
     tables,
     size,
@@ -130,11 +134,11 @@ def _search(
     added,
     whole,
 ):
-    """codes: uint8 `[blocks, bytes]`, wide: the same memory in numbers of the weights' size. The parts of a block of
-    `size` tokens begin at the bytes `starts`; weighed: whether there are norms. tables: int32 `[b, W]`, the blocks of each
-    searched sequence."""
+    """codes: uint8 `[blocks, bytes]`; halves, words: the same memory in numbers of two and of four bytes, where weights have
+    that size. The parts of a block of `size` tokens begin at the bytes `starts`; weighed: whether there are norms. tables:
+    int32 `[b, W]`, the blocks of each searched sequence."""
     b_n, heads, group, dim = queries.shape
-    blocks, item = dim // 8, wide.itemsize
+    blocks, item = dim // 8, 1 if kind == SMALL else 4 if kind == FLOAT32 else 2
     sets = group if mode == _PER_HEAD else 1
     longest = lengths.max()
     chunks = (longest + _CHUNK - 1) // _CHUNK
@@ -182,7 +186,7 @@ def _search(
                     SPAN,
                 )
                 if zero_norms[b]:
-                    weights = part(wide, block, starts[2] // item, heads, h, size, blocks)
+                    weights = part(codes, block, starts[2], heads, h, size, blocks * item)
                     bar_zero_norms(weights, first, left, right, coarse[b, h], histogram[b, h, :, c])
             if barred_counts[b] > 0:
                 bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
@@ -212,16 +216,18 @@ def _search(
                 base = candidates[b, h, j, first] // size * size
                 last = first + np.searchsorted(candidates[b, h, j, first:taken], base + size)
                 block, chosen = tables[b, base // size], candidates[b, h, j, first:last]
-                signs = part(codes, block, starts[0], heads, h, size, blocks)
-                magnitudes = part(codes, block, starts[1], heads, h, size, 3 * blocks)
-                weights = part(wide, block, starts[2] // item, heads, h, size, blocks)
                 for g in range(j if mode == _PER_HEAD else 0, j + 1 if mode == _PER_HEAD else group):
-                    rerank(
-                        signs,
-                        magnitudes,
-                        weights,
-                        base,
+                    rerank_block(
+                        codes,
+                        halves,
+                        words,
                         kind,
+                        block,
+                        starts,
+                        heads,
+                        h,
+                        size,
+                        base,
                         pairs[b, h, g],
                         chosen,
                         scores[b, h, 0 if together else g, first:last],
@@ -254,7 +260,7 @@ def _search(
 
     ids = np.full((b_n, heads, sets * top_k), -1, np.int32)
     found = np.empty((b_n, heads), np.int32)
-    for task in prange(b_n * heads):
+    for task in range(b_n * heads):
         h = task % heads
         b = task // heads
         found[b, h] = union(best[b, h], kept[b, h], ids[b, h])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvrecall.core.numeric import load_float, prefetch
+from kvrecall.core.numeric import FLOAT32, SMALL, load_float, prefetch
 from kvrecall.core.small_floats import UNIT
 
 _AHEAD = 16
@@ -129,7 +129,7 @@ def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most
 
 @njit(cache=True)
 def bar_zero_norms(weights, first, start, end, coarse, histogram):
-    """Gives keys of zero norm the lowest coarse score, 0."""
+    """Gives keys of zero norm the lowest coarse score, 0. weights: `[n, bytes]`, all 0 for such keys."""
     for i in range(start, end):
         zero = True
         for s in range(weights.shape[1]):
@@ -241,3 +241,21 @@ def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_lar
             total = np.float32(total + term) if s > 0 else term
         total = np.float32(total + added[chosen[c] // span])
         out[c] = max(out[c], total) if keep_larger else total
+
+
+@njit(cache=True)
+def rerank_block(codes, halves, words, kind, block, starts, heads, h, size, base, pairs, chosen, out, keep_larger, added, span):
+    """`rerank` of tokens of one block, which begins with token `base`. halves, words: the codes in numbers of two and of four
+    bytes, in which weights of these sizes lie."""
+    blocks = pairs.shape[0]
+    signs = part(codes, block, starts[0], heads, h, size, blocks)
+    magnitudes = part(codes, block, starts[1], heads, h, size, 3 * blocks)
+    if kind == SMALL:
+        weights = part(codes, block, starts[2], heads, h, size, blocks)
+        rerank(signs, magnitudes, weights, base, kind, pairs, chosen, out, keep_larger, added, span)
+    elif kind == FLOAT32:
+        singles = part(words, block, starts[2] // 4, heads, h, size, blocks)
+        rerank(signs, magnitudes, singles, base, kind, pairs, chosen, out, keep_larger, added, span)
+    else:
+        shorts = part(halves, block, starts[2] // 2, heads, h, size, blocks)
+        rerank(signs, magnitudes, shorts, base, kind, pairs, chosen, out, keep_larger, added, span)
