@@ -14,11 +14,12 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.layer.state import LayerState
 
 pytestmark = pytest.mark.model
+LARGER = pytest.mark.model("larger")
 
-ZONES: dict[str, Any] = {"sink_tokens": 8, "local_tokens": 24, "update_interval": 12, "full_attention_threshold": 0}
+ZONES: dict[str, Any] = {"sink_tokens": 8, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
 SUBJECTS = ("the lighthouse", "the survey ship Petrel and what its crew found", "a goat")
-LENGTHS = (160, 75, 120)
-NEW_TOKENS = (16, 12)
+LENGTHS = (110, 50, 80)
+NEW_TOKENS = (11, 9)
 """Of the first and of the second answer; in each the buffer goes over."""
 
 
@@ -89,8 +90,11 @@ SEARCHED = kvrecall.ParisKV(top_k=4096, gqa="per_head", **ZONES)
 
 @pytest.mark.parametrize(
     ("name", "method", "searching"),
-    [("smollm2-135m", IN_PLACE, False), ("smollm2-135m", SEARCHED, True), ("qwen2.5-coder-0.5b", SEARCHED, True)],
-    ids=["smollm2-zone-attended-in-place", "smollm2-zone-searched-and-fetched", "qwen-zone-searched-and-fetched"],
+    [
+        pytest.param("smollm2-135m", IN_PLACE, False, id="smollm2-zone-attended-in-place"),
+        pytest.param("smollm2-135m", SEARCHED, True, id="smollm2-zone-searched-and-fetched"),
+        pytest.param("qwen2.5-coder-0.5b", SEARCHED, True, id="qwen-zone-searched-and-fetched", marks=LARGER),
+    ],
     indirect=["name"],
     scope="module",
 )
@@ -108,10 +112,11 @@ def test_two_turns_of_a_ragged_batch_equal_dynamic_cache(
         assert torch.equal(_generate(model, cache, prompts, NEW_TOKENS[0]), first)
         assert torch.equal(_generate(model, cache, turn, NEW_TOKENS[1]), second)
     total = cache.stats().total
-    assert total.tokens["retrieval"] > 300
+    assert total.tokens["retrieval"] > 200
     assert (total.counters.searches > 0) == searching
 
 
+@LARGER
 def test_small_budget_still_answers_from_the_document(qwen05b: tuple[Any, Any]) -> None:
     """Retrieval at work on real keys: a fact far outside sink and local is found with 100 of about 2,500 tokens."""
     from importlib.resources import files
