@@ -138,13 +138,13 @@ def test_looked_up_answers_are_the_plain_ones(name: str, look_up: list[int], mon
     with monkeypatch.context() as patch:
         patch.setattr(steps, "_capturing", lambda asked: None)
         plain = kvrecall.RetrievalCache(model.config, method)
-        expected = engine.generate(model, None, ids, plain, max_new_tokens=24).new_tokens
+        expected = engine.generate(model, None, ids, plain, max_new_tokens=16).new_tokens
     guess_from(expected[0], monkeypatch)
     cache = kvrecall.RetrievalCache(model.config, method)
-    made = engine.generate(model, None, ids, cache, max_new_tokens=24, prompt_lookup_num_tokens=3)
+    made = engine.generate(model, None, ids, cache, max_new_tokens=16, prompt_lookup_num_tokens=3)
     assert made.new_tokens == expected
     assert Launched.recorded_steps == 1 and {1, 2, 3} <= set(look_up) <= {1, 2, 3, 4}
-    assert not cache.captured and cache.get_seq_length() == plain.get_seq_length() == ids.shape[1] + 23
+    assert not cache.captured and cache.get_seq_length() == plain.get_seq_length() == ids.shape[1] + 15
     held, wanted = cache.tokens.ids(), plain.tokens.ids()
     assert held is not None and wanted is not None and torch.equal(held, wanted)
     for ours, theirs in zip(cache.retrieval_layers, plain.retrieval_layers, strict=True):
@@ -162,11 +162,11 @@ def test_a_request_beside_it_interrupts_captured_guesses(look_up: list[int], mon
     other = User(method, (36,), 3, seed=1, more={"temperature": 0.0})
     with monkeypatch.context() as patch:
         patch.setattr(steps, "_capturing", lambda asked: None)
-        expected = engine.generate(model, None, ids, method, max_new_tokens=24).new_tokens
+        expected = engine.generate(model, None, ids, method, max_new_tokens=16).new_tokens
         beside = other.alone(model)
     guess_from(expected[0], monkeypatch)
     cache = kvrecall.RetrievalCache(model.config, method)
-    request = engine.Engine.of(model).submit(None, ids, cache, max_new_tokens=24, prompt_lookup_num_tokens=3)
+    request = engine.Engine.of(model).submit(None, ids, cache, max_new_tokens=16, prompt_lookup_num_tokens=3)
     answer = iter(request)
     for _ in range(4):
         next(answer)
@@ -180,9 +180,9 @@ def test_a_request_that_is_cancelled_keeps_what_was_taken(look_up: list[int], mo
     model, ids = tiny("llama", **SMALL), prompt(44)
     model.generation_config.eos_token_id = None
     cache = kvrecall.RetrievalCache(model.config, RECORDED["sphere"])
-    expected = engine.generate(model, None, ids, RECORDED["sphere"], max_new_tokens=24).new_tokens[0]
+    expected = engine.generate(model, None, ids, RECORDED["sphere"], max_new_tokens=16).new_tokens[0]
     guess_from(expected, monkeypatch)
-    request = engine.Engine.of(model).submit(None, ids, cache, max_new_tokens=24, prompt_lookup_num_tokens=3)
+    request = engine.Engine.of(model).submit(None, ids, cache, max_new_tokens=16, prompt_lookup_num_tokens=3)
     for number, _ in enumerate(request):
         if number == 7:
             break
@@ -217,10 +217,10 @@ def test_a_method_whose_tokens_cannot_be_taken_back_is_looked_up_uncaptured(
 def test_room_that_runs_out_is_made_anew(look_up: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, method, ids = tiny("llama", **SMALL), RECORDED["sphere"], prompt(44)
     model.generation_config.eos_token_id = None
-    expected = engine.generate(model, None, ids, method, max_new_tokens=30).new_tokens
+    expected = engine.generate(model, None, ids, method, max_new_tokens=18).new_tokens
     guess_from(expected[0], monkeypatch)
     guess, step = captured.Capturing.guess, captured.Capturing.step
     monkeypatch.setattr(captured.Capturing, "guess", lambda self, known, guesses, room: guess(self, known, guesses, 5))
     monkeypatch.setattr(captured.Capturing, "step", lambda self, ids, room: step(self, ids, 5))
-    assert engine.generate(model, None, ids, method, max_new_tokens=30, prompt_lookup_num_tokens=3).new_tokens == expected
+    assert engine.generate(model, None, ids, method, max_new_tokens=18, prompt_lookup_num_tokens=3).new_tokens == expected
     assert sum(look_up) > 8

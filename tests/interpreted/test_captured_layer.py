@@ -201,7 +201,7 @@ def same_codes(made: LayerState, expected: LayerState) -> None:
 
 
 @pytest.mark.parametrize(("name", "steps", "lengths"), [
-    ("balanced", 24, (90, 61)), ("balanced-eight-bits", 18, (75, 140)), ("balanced-early", 16, (82, 80)),
+    ("balanced", 10, (90, 76)), ("balanced-eight-bits", 12, (75, 140)), ("balanced-early", 9, (82, 80)),
     ("reused", 10, (78, 206)),
 ])  # fmt: skip
 def test_centres_follow_the_tokens_that_leave(name: str, steps: int, lengths: tuple[int, int]) -> None:

@@ -28,7 +28,7 @@ METHODS = {
         top_k=9, threshold=1.0, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=6, **ZONES
     ),
 }
-LONG, SHORT, ROOM = 1_203, 59, 20
+LONG, SHORT, ROOM = 1_203, 59, 16
 
 
 def make(layers: Layers, number: int, new: tuple[Tensor, ...]) -> Tensor:
