@@ -43,6 +43,13 @@ def ragged(lengths: tuple[int, ...] = (111, 7, 40)) -> dict[str, torch.Tensor]:
     return inputs
 
 
+def in_chunks(first: int, *others: int) -> list[Any]:
+    """(prompts, tokens of a chunk): even and ragged prompts in chunks of every size, and one token in a single chunk."""
+    many = {"even": prompt(2), "ragged": ragged()}
+    cases = [pytest.param(x, size, id=f"{size}-{name}") for name, x in many.items() for size in (first, *others)]
+    return [*cases, pytest.param(prompt(1, 1), first, id=f"{first}-one-token")]
+
+
 def run(model: Any, cache: Any, inputs: dict[str, torch.Tensor], new_tokens: int = 40, **call: Any) -> torch.Tensor:
     torch.manual_seed(5)
     call = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0, **call}

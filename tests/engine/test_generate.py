@@ -12,7 +12,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.core.errors import ParameterError
 from tests.backends.models import tiny
-from tests.backends.test_transformers import METHODS, prompt, ragged, run
+from tests.backends.test_transformers import METHODS, in_chunks, prompt, ragged, run
 from tests.tiny import WORDS, tiny_tokenizer
 
 
@@ -21,8 +21,7 @@ def new_cache(model: Any, method: kvrecall.Method = METHODS["pariskv"]) -> kvrec
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("inputs", [prompt(2), ragged(), prompt(1, 1)], ids=["even", "ragged", "one-token"])
-@pytest.mark.parametrize("chunk", [30, 110, 111, 1024])
+@pytest.mark.parametrize(("inputs", "chunk"), in_chunks(30, 110, 111, 1024))
 def test_equals_transformers(family: str, inputs: dict[str, torch.Tensor], chunk: int) -> None:
     model = tiny(family)
     expected = run(model, DynamicCache(config=model.config), inputs)

@@ -14,7 +14,7 @@ from kvrecall import engine, errors
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.engine.prefill import chunk_size
 from tests.backends.models import tiny
-from tests.backends.test_transformers import METHODS, ZONES, prompt, ragged, run
+from tests.backends.test_transformers import METHODS, ZONES, in_chunks, prompt, ragged, run
 from tests.blocks import small_blocks
 
 inputs_ = pytest.mark.parametrize("inputs", [prompt(2), ragged(), prompt(1, 1)], ids=["even", "ragged", "one-token"])
@@ -35,8 +35,7 @@ def follow_up(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@inputs_
-@pytest.mark.parametrize("chunk", [2, 37, 110, 1024])
+@pytest.mark.parametrize(("inputs", "chunk"), in_chunks(2, 37, 110, 1024))
 def test_any_chunks_fill_the_cache_alike(family: str, inputs: dict[str, torch.Tensor], chunk: int) -> None:
     model = tiny(family)
     cache, whole = new_cache(model), new_cache(model)

@@ -73,7 +73,7 @@ def test_every_parameter_is_documented(name: str) -> None:
         assert field.name in text or f"`{field.name}`" in text, field.name
 
 
-@pytest.mark.parametrize("tokens", [64, 1000, 2500])
+@pytest.mark.parametrize("tokens", [64, 2500])
 @each
 def test_promised_summary_bytes_are_those_of_its_index(name: str, tokens: int) -> None:
     method = methods.get(name, full_attention_threshold=0, dense_layers=())
