@@ -18,7 +18,7 @@ from kvrecall.layer.state import LayerState
 from tests.baselines.small import CHOSEN_ONCE, KEEPS_NOTHING, SAMPLES, baselines
 from tests.one_layer import dense, index_keys, layer, methods, normal, params
 
-quick = settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SMALL, COVERING = (methods(top_k=k) | baselines(top_k=k) for k in (7, 10_000))
 SEARCHES = [n for n in SMALL if n not in ("full", *KEEPS_NOTHING, *CHOSEN_ONCE, *SAMPLES)]
 LENGTHS = st.lists(st.sampled_from([1, 3, 5, 19, 20, 21, 29, 63, 111]), min_size=1, max_size=3)

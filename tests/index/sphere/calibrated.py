@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -64,6 +65,7 @@ class Model:
     def __init__(self, seed: int, heads: int, group: int, dim: int, rotary: Rotary | None = None, mean: float = 4.0) -> None:
         self.heads, self.group, self.dim, self._mean, self._seed = heads, group, dim, mean, seed
         self.rotary = Halves(dim) if rotary is None else rotary
+        self._calibrations: dict[int, LayerCalibration] = {}
 
     def keys(self, seed: int, tokens: int, first: int = 0) -> Tensor:
         """As attention sees them at the positions from `first` on, `[H_kv, n, D]`."""
@@ -74,11 +76,12 @@ class Model:
         return self._turned(self._rows(seed + 1, self.heads * self.group, tokens, 3, 1.0), first)
 
     def layer(self, sequences: int = 1, tokens: int = 1024, dtype: torch.dtype = torch.float32) -> LayerShape:
-        """A layer that was calibrated on `tokens` tokens of other texts."""
-        calibration = LayerCalibration(self.rotary)
-        if tokens:
+        """A layer that was calibrated on `tokens` tokens of other texts; all of a model that were on as many share it."""
+        calibration = self._calibrations.get(tokens) or LayerCalibration(self.rotary)
+        if tokens and not calibration.settled:
             calibration.see(self.keys(-1, tokens), self.queries(-1, tokens), 0)
             calibration.settle(self.heads, self.dim)
+            self._calibrations[tokens] = calibration
         return replace(shape(sequences, self.heads, self.group, self.dim, dtype), calibration=calibration)
 
     def _rows(self, seed: int, heads: int, tokens: int, which: int, mean: float) -> Tensor:
@@ -91,6 +94,12 @@ class Model:
     def _turned(self, rows: Tensor, first: int) -> Tensor:
         cos, sin = self.rotary.turns(first, rows.shape[1])
         return turn(rows, cos, sin, self.rotary.partner)
+
+
+@cache
+def model_of(seed: int, heads: int, group: int, dim: int, rotary: Callable[[int], Rotary] = Halves) -> Model:
+    """The same model for all tests that ask for it, calibrated once."""
+    return Model(seed, heads, group, dim, rotary(dim))
 
 
 def filled(layer: LayerShape, keys: list[Tensor], numba: bool = True, **config: Any) -> SphereIndex:

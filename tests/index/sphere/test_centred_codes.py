@@ -16,7 +16,7 @@ from kvrecall.index.calibration import NoRotary
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes, weight_values
 from tests.index.sphere.build import search_both, shape
-from tests.index.sphere.calibrated import OWN, Halves, Model, filled
+from tests.index.sphere.calibrated import OWN, Halves, Model, filled, model_of
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, some_of_each
 
 paths = pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
@@ -35,7 +35,7 @@ def first(codes: Codes, tokens: int) -> Codes:
 @pytest.mark.parametrize(("dim", "chunk"), some_of_each(HEAD_DIMS, [1, 2, 3, 7, 63, 64, 65, 100], 3))
 def test_chunks_make_no_difference(chunk: int, dim: int, numba: bool) -> None:
     """Not by a bit: weights have 32 here. Each head size has three of the chunk sizes, and any cuts are drawn below."""
-    model = Model(1, 2, 2, dim)
+    model = model_of(1, 2, 2, dim)
     layer, keys = model.layer(), model.keys(1, TOKENS)
     whole = filled(layer, [keys], numba, weight_dtype="float32")
     pieces = filled(layer, [keys[:, :0]], numba, weight_dtype="float32")

@@ -19,7 +19,7 @@ from kvrecall.index.sphere.closed_form import Products, balanced
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN, Turns, pair_stride, turns_of
 from tests.index.sphere.build import index_of, shape
-from tests.index.sphere.calibrated import OWN, Halves, Model, Neighbours, Shuffled, filled
+from tests.index.sphere.calibrated import OWN, Halves, Model, Neighbours, Shuffled, filled, model_of
 from tests.strategies import HEAD_DIMS, gaussian
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def maps_of(model: Model, zone_start: int = 0, **config: Any) -> Maps:
 @rotaries
 @pytest.mark.parametrize("zone_start", [0, 37])
 def test_inner_products_stay_but_for_that_with_the_centre_of_a_span(rotary: Any, dim: int, zone_start: int) -> None:
-    model, number, count = Model(1, 2, 3, dim, rotary(dim)), 50, 100
+    model, number, count = model_of(1, 2, 3, dim, rotary), 50, 100
     maps = maps_of(model, zone_start)
     keys, queries = model.keys(5, count, zone_start + number), model.queries(6, 4).unflatten(0, (2, 3)).flatten(1, 2)
     centres = maps.centres(number, count)
@@ -56,7 +56,7 @@ def test_inner_products_stay_but_for_that_with_the_centre_of_a_span(rotary: Any,
 @rotaries
 def test_centres_are_the_mean_key_turned_to_its_position(rotary: Any) -> None:
     """Mean over a span's positions of the same mean vector, here in fp64 and one position after another."""
-    model, zone_start = Model(2, 2, 1, 64, rotary(64)), 11
+    model, zone_start = model_of(2, 2, 1, 64, rotary), 11
     maps = maps_of(model, zone_start)
     layer = model.layer(tokens=ENOUGH_TOKENS)
     assert layer.calibration is not None
@@ -73,7 +73,7 @@ def test_centres_are_the_mean_key_turned_to_its_position(rotary: Any) -> None:
 @pytest.mark.parametrize("first", FAR)
 def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, first: int) -> None:
     """Keys of other texts, far beyond what was looked at. Three deviations, as if all spread lay along one axis."""
-    model, samples = Model(3, 2, 1, 64, rotary(64)), 12_800
+    model, samples = model_of(3, 2, 1, 64, rotary), 12_800
     maps = maps_of(model)
     keys = torch.cat([model.keys(100 + i, SPAN, first) for i in range(samples // SPAN)], 1).double()
     centre = maps.centres(first, 1)
@@ -93,7 +93,7 @@ def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, 
 @rotaries
 @pytest.mark.parametrize("first", FAR)
 def test_mapped_keys_have_a_mean_square_of_one_and_no_mean(rotary: Any, first: int) -> None:
-    model = Model(4, 2, 1, 80, rotary(80))
+    model = model_of(4, 2, 1, 80, rotary)
     keys = torch.cat([model.keys(200 + i, SPAN, first) for i in range(20)], 1)
     maps = maps_of(model)
     centre = maps.centres(first, 1)
