@@ -28,14 +28,14 @@ OPERATIONS = {
 
 
 def after_operation(model: Any, cache: Any, inputs: dict[str, torch.Tensor], operation: tuple[str, Any]) -> torch.Tensor:
-    """Prompt, operation, then 20 tokens one by one; returns their logits."""
+    """Prompt, operation, then 14 tokens one by one; returns their logits."""
     name, argument = operation
     model(**inputs, **cache_argument(cache))
     getattr(cache, name)(argument)
     mask = inputs["attention_mask"]
     mask = mask.repeat_interleave(argument, 0) if name == "batch_repeat_interleave" else mask[argument]
     outs = []
-    for number in range(20):
+    for number in range(14):
         mask = torch.cat([mask, torch.ones(mask.shape[0], 1, dtype=torch.int64)], 1)
         ids = torch.arange(mask.shape[0]).unsqueeze(1) * 7 + number + 3
         positions = mask.sum(-1, keepdim=True) - 1

@@ -45,7 +45,7 @@ def test_guessed_tokens_change_no_greedy_answer(family: str, method: str) -> Non
     answers, caches = [], [kvrecall.RetrievalCache(model.config, SPARSE[method]) for _ in range(2)]
     with kvrecall.attach(model):
         for cache, guessing in zip(caches, ({}, {"prompt_lookup_num_tokens": 5}), strict=True):
-            how: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, **guessing}
+            how: dict[str, Any] = {"max_new_tokens": 28, "do_sample": False, **guessing}
             answers.append(model.generate(ids, **cache_argument(cache), **how))
     assert torch.equal(*answers)
     assert zones(caches[0]) == zones(caches[1])
