@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrecall.attend.cpu import PIECE, attend_piece, merge_pieces
 from kvrecall.core.numeric import PARALLEL, row_bits, row_place
-from kvrecall.core.row_words import as_words, numbers_per_word
+from kvrecall.core.row_words import as_words, first_pieces, numbers_per_word
 from kvrecall.core.structs import HostTable, Partial
 
 
@@ -41,9 +41,7 @@ def attend_selected(
 def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, softcap, out, lse):
     kv_heads, dim, step = ids.shape[0], queries.shape[1], numbers_per_word(kind)
     group = queries.shape[0] // kv_heads
-    first = np.zeros(kv_heads + 1, np.int64)  # number of each head's first piece
-    for h in range(kv_heads):
-        first[h + 1] = first[h] + max(1, -(-counts[h] // PIECE))
+    first = first_pieces(counts, PIECE)
     outs, lses = np.empty((first[kv_heads], group, dim), np.float32), np.empty((first[kv_heads], group), np.float32)
     for task in prange(first[kv_heads]):
         h = np.searchsorted(first, task, "right") - 1

@@ -84,6 +84,18 @@ def from_word_order(sums, kind, out):
                 out[g, step * i + part] = sums[g, part * width + i]
 
 
+@njit(cache=True, nogil=True)
+def first_pieces(counts, size):
+    """Numbers int64 `[H + 1]` of each head's first piece, if the counts `[H]` are divided into pieces of up to `size` rows; the
+    last one is the number of pieces. A head without rows has an empty piece.
+
+    Threads share pieces in equal numbers, so no number is given to pieces that do not exist."""
+    first = np.zeros(counts.shape[0] + 1, np.int64)
+    for h in range(counts.shape[0]):
+        first[h + 1] = first[h] + max(1, -(-counts[h] // size))
+    return first
+
+
 @njit(inline="always")
 def prefetch_words(address, count):
     """Prefetches `count` bytes."""

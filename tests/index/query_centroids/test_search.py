@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numba
 import pytest
 import torch
 from hypothesis import given
@@ -92,6 +93,33 @@ def test_host_and_device_rerank_alike(seed: int, dtype: str, mode: str, top_k: i
     assert torch.equal(one.ids, other.ids)
     torch.testing.assert_close(one.lse, other.lse, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(one.scores, other.scores, atol=0.02, rtol=0.01)  # bf16
+
+
+@pytest.mark.parametrize("mode", cpu.MODES)
+@pytest.mark.parametrize("most", [300, 340], ids=["cut", "padded"])
+def test_a_rerank_of_many_pieces_and_of_a_head_without_rows(mode: str, most: int) -> None:
+    """Heads have several pieces, whole ones, none, one row, and one row in a second piece."""
+    counts = torch.tensor([300, 256, 0, 1, 129], dtype=torch.int32)
+    source, queries = filled(gaussian(0, 5, 400, 2, 64), block_size=16), gaussian(1, 5, 3, 64)
+    ids = torch.full((5, most), -1, dtype=torch.int32)
+    for h, count in enumerate(counts.tolist()):
+        ids[h, :count] = torch.randperm(400, generator=generator(h))[:count].sort().values
+    asked = source, ids, counts, Budget(40, 0.125), mode
+    host, device = (rerank(queries, *asked, where, list_tokens=150) for where in (True, False))
+    assert torch.equal(host.best[0], device.best[0]) and torch.equal(host.best[1], device.best[1])
+    assert host.best[1].tolist() == [40, 40, 0, 1, 40]
+    assert torch.equal(host.listed[0], device.listed[0]) and (host.listed[0] >= 0).sum(1).tolist() == [150, 150, 0, 1, 129]
+    torch.testing.assert_close(host.listed[1], device.listed[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(host.lse, device.lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(host.scores, device.scores, atol=1e-4, rtol=1e-5)
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        alone = rerank(queries, *asked, True, list_tokens=150)
+    finally:
+        numba.set_num_threads(before)
+    assert torch.equal(alone.scores, host.scores) and torch.equal(alone.lse, host.lse)
+    assert torch.equal(alone.best[0], host.best[0]) and torch.equal(alone.listed[1], host.listed[1])
 
 
 def recalled_by_hand(zone: Zone, query: Tensor, h: int) -> list[int]:

@@ -21,6 +21,7 @@ from kvrecall.core.numeric import E4M3, PARALLEL, exp_below, row_bits, row_place
 from kvrecall.core.row_words import (
     QUERIES,
     as_words,
+    first_pieces,
     in_word_order,
     load_row,
     numbers_per_word,
@@ -113,7 +114,7 @@ def rerank(
 def _scratch(queries: Tensor, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Memory for scores `[H_kv, G, R]`, and for peaks and sums of each piece's softmax, float64 `[H_kv, P, G]`."""
     (heads, group, _), longest = queries.shape, ids.shape[1]
-    pieces = -(-longest // _PIECE)
+    pieces = max(1, -(-longest // _PIECE))
     scores = np.empty((heads, group, longest), np.float32)
     return scores, np.full((heads, pieces, group), -np.inf), np.zeros((heads, pieces, group))
 
@@ -176,15 +177,14 @@ def _rerank(
 @njit(cache=True, parallel=PARALLEL, nogil=True)
 def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums):
     """Scores, and each piece's largest logit and sum of exponentials of the logits less this one."""
-    heads, longest = ids.shape
-    pieces = peaks.shape[1]
-    for task in prange(heads * pieces):
-        h = task // pieces
-        piece = task % pieces
-        first, end = piece * _PIECE, min((piece + 1) * _PIECE, longest)
-        last = max(first, min(end, counts[h]))
+    heads, begin = ids.shape[0], first_pieces(counts, _PIECE)
+    for task in prange(begin[heads]):
+        h = np.searchsorted(begin, task, "right") - 1
+        piece = task - begin[h]
+        first, last = piece * _PIECE, min((piece + 1) * _PIECE, counts[h])
         _score_piece(queries[h], rows, kind, scales, blocks, size, heads, h, ids[h], first, last, scores[h])
-        scores[h, :, last:end] = -np.inf
+        if last == counts[h]:
+            scores[h, :, last:] = -np.inf
         for g in range(scores.shape[1]):
             peaks[h, piece, g], sums[h, piece, g] = _mass(scores[h, g, first:last], scaling)
 
