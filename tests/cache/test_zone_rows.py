@@ -67,20 +67,40 @@ def test_blocks_from_any_position(seed: int, sizes: list[int], start: int) -> No
     assert torch.equal(contents(made, start), rows(0, sum(sizes))[:, start:])
 
 
-def test_memory_grows_in_few_steps_up_to_an_announced_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks that memory was asked for, in order."""
+    numbers: list[int] = []
     give = BlockRows.give
-    monkeypatch.setattr(BlockRows, "give", lambda self, blocks: (asked.append(blocks), give(self, blocks)))
+    monkeypatch.setattr(BlockRows, "give", lambda self, blocks: (numbers.append(blocks), give(self, blocks)))
+    return numbers
+
+
+def test_announced_length_is_asked_for_at_once(asked: list[int]) -> None:
     made = zone()
     made.reserve(1000)
-    for start in range(0, 1000, 10):
-        made.append(rows(start, 10))
-    grown = sorted(set(asked))
-    assert grown[0] == 1 and grown[-1] == 63  # blocks of 16 tokens
-    assert all(b <= max(a + 1, a * 5 // 4) for a, b in pairwise(grown))
+    made.append(rows(0, 10))
+    made.append(rows(10, 990))
+    assert set(asked) == {63}  # blocks of 16 tokens
     assert made.nbytes == 1000 * HEADS * 2 * DIM * 4
     made.append(rows(1000, 9))
     assert max(asked) == 64 and torch.equal(contents(made), rows(0, 1009))
+
+
+def test_memory_for_a_prompt_grows_in_few_steps(asked: list[int]) -> None:
+    """Up to the announced length, and no further; the first token behind the prompt gets the rest."""
+    made = zone()
+    made.reserve(1000)
+    for start in range(0, 800, 10):
+        made.append(rows(start, 10), of_prompt=True)
+    grown = sorted(set(asked))
+    assert grown[0] == 1 and 50 <= grown[-1] < 63
+    assert all(b <= max(a + 1, a * 5 // 4) for a, b in pairwise(grown))
+    made.append(rows(800, 1))
+    assert asked[-1] == 63
+    for start in range(801, 1000):
+        made.append(rows(start, 1), of_prompt=start > 900)
+    assert max(asked) == 63 and torch.equal(contents(made), rows(0, 1000))
 
 
 def test_rows_never_move() -> None:

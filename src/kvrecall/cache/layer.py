@@ -224,7 +224,7 @@ class LayerStore:
         self.resident.make_room(after.sink + window.shape[1] - to_sink - moved)
         own = None
         if moved:
-            own = self.host[sequence].append(window[:, to_sink : to_sink + moved])
+            own = self.host[sequence].append(window[:, to_sink : to_sink + moved], of_prompt=True)
         if to_sink:
             self.resident.replace(sequence, before.sink, window[:, :to_sink])
         self.resident.replace(sequence, after.sink, window[:, to_sink + moved :])

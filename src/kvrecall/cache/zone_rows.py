@@ -50,28 +50,28 @@ class ZoneRows:
         return self._rows.pinned
 
     def reserve(self, tokens: int) -> None:
-        """Announces the length that the zone will reach. Memory grows in a few steps up to it, and no further."""
+        """Announces the length that the zone will reach. The next row that is no prompt's gets memory for all of it."""
         self._reserved = max(self._reserved, tokens)
 
-    def append(self, rows: Tensor) -> Tensor:
+    def append(self, rows: Tensor, of_prompt: bool = False) -> Tensor:
         """Stores rows `[H_kv, n, 2, D]` from any device at the end. Rows of a GPU must not be written to afterwards. Returns
-        them as they are read back, on their device.
+        them as they are read back, on their device. of_prompt: see `make_room`.
 
         Raises HostMemoryError, and stores nothing, if the host has too little memory.
         """
-        self.make_room(rows.shape[1])
+        self.make_room(rows.shape[1], of_prompt)
         stored = self.write(self.length, rows)
         self.extend(self.length + rows.shape[1])  # counted last, so that an error stores nothing
         return wide(stored)
 
-    def make_room(self, tokens: int) -> None:
-        """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory.
-
-        Of an announced length, an eighth more than there is: the GPU reads a chunk of a prompt while the host page-locks
-        memory for the next one, and even long zones need few steps."""
+    def make_room(self, tokens: int, of_prompt: bool = False) -> None:
+        """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory; for all of an announced
+        length at once, or, of_prompt, for an eighth more than there is: the GPU reads a chunk of a prompt while the host
+        page-locks memory for the next one, and even long prompts need few steps."""
         if tokens:
             needed = self.length + tokens
-            self.reach(max(needed, min(self._reserved, needed * 9 // 8)))
+            announced = min(self._reserved, needed * 9 // 8) if of_prompt else self._reserved
+            self.reach(max(needed, announced))
 
     def reach(self, tokens: int, every_layer: bool = False) -> None:
         """Makes room for `tokens` rows in all, with unshared blocks from the next row on. every_layer: from the next row of the
