@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrecall.core.numeric import E4M3, PARALLEL, as_bits
 from kvrecall.core.row_words import (
+    PAIRS,
     QUERIES,
     add_row,
     as_words,
@@ -26,7 +27,8 @@ from kvrecall.core.row_words import (
     numbers_per_word,
     prefetch_words,
     products,
-)  # fmt: skip
+    products_of_pairs,
+)
 from kvrecall.core.structs import Partial, Rows
 
 PIECE = 64
@@ -91,10 +93,14 @@ def attend_piece(queries, rows, kind, places, scales, scale_places, scaling, sof
     for i in range(n):
         if i + _AHEAD < n:
             prefetch_words(base + places[i + _AHEAD] * itemsize, 2 * width * itemsize)
-        load_row(rows, np.uint64(places[i]), kind, row)
         scale = scales[scale_places[i]] * scaling if kind == E4M3 else scaling
+        if kind != PAIRS:
+            load_row(rows, np.uint64(places[i]), kind, row)
         for g in range(0, padded, QUERIES):
-            s_0, s_1, s_2, s_3 = products(row, near, g)
+            if kind == PAIRS:
+                s_0, s_1, s_2, s_3 = products_of_pairs(rows, np.uint64(places[i]), np.uint64(width), near, g)
+            else:
+                s_0, s_1, s_2, s_3 = products(row, near, g)
             logits[g, i], logits[g + 1, i], logits[g + 2, i], logits[g + 3, i] = (
                 s_0 * scale,
                 s_1 * scale,

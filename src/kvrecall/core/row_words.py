@@ -104,6 +104,21 @@ def prefetch_words(address, count):
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
+def products_of_pairs(words, first, width, queries, g):
+    """As `products`, of the key in `width` words of two numbers from number `first` on, both uint64; without a copy of it."""
+    s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+    for i in range(width):
+        word = words[first + i]
+        even = bits_to_float(np.uint32(word << np.uint32(16)))
+        odd = bits_to_float(np.uint32(word & np.uint32(0xFFFF0000)))
+        s_0 += even * queries[g, i] + odd * queries[g, width + i]
+        s_1 += even * queries[g + 1, i] + odd * queries[g + 1, width + i]
+        s_2 += even * queries[g + 2, i] + odd * queries[g + 2, width + i]
+        s_3 += even * queries[g + 3, i] + odd * queries[g + 3, width + i]
+    return s_0, s_1, s_2, s_3
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
 def products(row, queries, g):
     """Inner products of a row with the queries g .. g + QUERIES - 1 of `[·, D]`, all in word order."""
     s_0, s_1, s_2, s_3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)

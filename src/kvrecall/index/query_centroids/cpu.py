@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvrecall.core.numeric import E4M3, PARALLEL, exp_below, row_bits, row_place, trailing_zeros
 from kvrecall.core.row_words import (
+    PAIRS,
     QUERIES,
     as_words,
     first_pieces,
@@ -27,7 +28,8 @@ from kvrecall.core.row_words import (
     numbers_per_word,
     prefetch_words,
     products,
-)  # fmt: skip
+    products_of_pairs,
+)
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
@@ -209,23 +211,28 @@ def _sum(numbers):
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath=_FAST)
 def _score_piece(queries, rows, kind, scales, blocks, size, heads, h, ids, first, last, out):
     """Scores of ids[first:last]."""
     group, dim = queries.shape
     step, near, row = numbers_per_word(kind), in_word_order(queries, kind), np.empty(dim, np.float32)
-    base, width, itemsize = rows.ctypes.data, dim // step, rows.itemsize
+    base, words, itemsize = rows.ctypes.data, np.uint64(dim // step), rows.itemsize
     places, scale_places = np.empty(last - first, np.int64), np.empty(last - first, np.int64)
     for i in range(first, last):
         place, scale_places[i - first] = row_place(blocks, size, heads, h, ids[i], dim, kind)
         places[i - first] = place // step
     for i in range(first, last):
         if i + _AHEAD < last:
-            prefetch_words(base + places[i + _AHEAD - first] * itemsize, width * itemsize)
-        load_row(rows, np.uint64(places[i - first]), kind, row)
+            prefetch_words(base + places[i + _AHEAD - first] * itemsize, dim // step * itemsize)
+        place = np.uint64(places[i - first])
         scale = scales[scale_places[i - first]] if kind == E4M3 else np.float32(1.0)
+        if kind != PAIRS:
+            load_row(rows, place, kind, row)
         for g in range(0, group, QUERIES):
-            s_0, s_1, s_2, s_3 = products(row, near, g)
+            if kind == PAIRS:
+                s_0, s_1, s_2, s_3 = products_of_pairs(rows, place, words, near, g)
+            else:
+                s_0, s_1, s_2, s_3 = products(row, near, g)
             out[g, i] = s_0 * scale
             if g + 1 < group:
                 out[g + 1, i] = s_1 * scale
