@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvrecall
 from kvrecall.core.structs import AttentionParams
+from kvrecall.layer import pipeline
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
@@ -208,3 +209,19 @@ def test_a_selection_is_held_until_the_trigger_fires() -> None:
     assert 0 not in layer.held and 1 in layer.held  # a selection of a zone that was cut must not be used
     step(layer, history, 400)
     assert all(i < layer.index.lengths[0] for head in held_ids(layer, 0) for i in head)
+
+
+def test_chunks_of_a_long_prompt_choose_their_attention_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk already counts the rows that later ones will attend to, if the length was announced."""
+    told: list[int] = []
+    for name in ("attend_block", "attend_causal"):
+        plain = getattr(pipeline, name)
+        monkeypatch.setattr(pipeline, name, lambda *a, plain=plain: (told.append(a[-1]), plain(*a))[1])
+    layer = state(SMALL["pariskv-mean_q"], 1)
+    layer.store.host[0].reserve(500)
+    for chunk in range(3):
+        prefill_layer(layer, *tokens(chunk, 1, 40), None, PARAMS)
+    assert told and set(told) == {500}
+    told.clear()
+    prefill_layer(layer, *tokens(9, 1, 600), None, PARAMS)
+    assert set(told) == {720}

@@ -21,7 +21,7 @@ _MATH_QUERIES = 256
 
 def attend_block(queries: Tensor, block: Tensor, scaling: float, softcap: float = 0.0, among: int = 0) -> Partial:
     """All queries attend to all rows. queries: `[H_q, T_q, D]`; block: `[H_kv, n, 2, D]` on the same device. among: how many
-    rows they attend to in all blocks together, if known.
+    rows they, or later queries of the same prompt, attend to in all blocks together, if known.
 
     Returns a Partial with batch 1: out `[1, H_q, T_q, D]`.
     """

@@ -53,6 +53,11 @@ class ZoneRows:
         """Announces the length that the zone will reach. The next row that is no prompt's gets memory for all of it."""
         self._reserved = max(self._reserved, tokens)
 
+    @property
+    def announced(self) -> int:
+        """The length that the zone will reach, as far as is known."""
+        return max(self.length, self._reserved)
+
     def append(self, rows: Tensor, of_prompt: bool = False) -> Tensor:
         """Stores rows `[H_kv, n, 2, D]` from any device at the end. Rows of a GPU must not be written to afterwards. Returns
         them as they are read back, on their device. of_prompt: see `make_room`.

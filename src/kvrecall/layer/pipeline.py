@@ -116,7 +116,9 @@ def _step(
 
 def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:
     """Attention of a chunk `[H, T, D]` to itself, to everything stored of sequence b, and to learned sinks."""
-    how = params.scaling, params.softcap, layer.store.zones(b).total + q.shape[1]
+    # A prompt whose announced length is long is attended to from its first chunk on as its later chunks are.
+    among = max(layer.store.zones(b).total + q.shape[1], layer.store.host[b].announced)
+    how = params.scaling, params.softcap, among
     with layer.store.passing(b, lambda rows: attend_block(q, rows, *how)) as past:
         own = attend_causal(q, k, v, *how)
         sinks = [] if params.sink_logits is None else [sink_logits(params.sink_logits, own)]
