@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvrecall.core.numeric import E4M3, PARALLEL, as_bits
 from kvrecall.core.row_words import (
-    PAIRS,
     QUERIES,
     add_row,
     as_words,
@@ -25,9 +24,7 @@ from kvrecall.core.row_words import (
     in_word_order,
     load_row,
     numbers_per_word,
-    prefetch_words,
-    products,
-    products_of_pairs,
+    score_keys,
 )
 from kvrecall.core.structs import Partial, Rows
 
@@ -86,34 +83,17 @@ def attend_piece(queries, rows, kind, places, scales, scale_places, scaling, sof
         out[:], lse[:] = np.float32(0.0), np.float32(-np.inf)
         return
     width = dim // numbers_per_word(kind)
-    row, near = np.empty(dim, np.float32), in_word_order(queries, kind)
-    padded = near.shape[0]
-    logits = np.empty((padded, n), np.float32)
-    base, itemsize = rows.ctypes.data, rows.itemsize
-    for i in range(n):
-        if i + _AHEAD < n:
-            prefetch_words(base + places[i + _AHEAD] * itemsize, 2 * width * itemsize)
-        scale = scales[scale_places[i]] * scaling if kind == E4M3 else scaling
-        if kind != PAIRS:
-            load_row(rows, np.uint64(places[i]), kind, row)
-        for g in range(0, padded, QUERIES):
-            if kind == PAIRS:
-                s_0, s_1, s_2, s_3 = products_of_pairs(rows, np.uint64(places[i]), np.uint64(width), near, g)
-            else:
-                s_0, s_1, s_2, s_3 = products(row, near, g)
-            logits[g, i], logits[g + 1, i], logits[g + 2, i], logits[g + 3, i] = (
-                s_0 * scale,
-                s_1 * scale,
-                s_2 * scale,
-                s_3 * scale,
-            )
+    logits = np.zeros((-(-group // QUERIES) * QUERIES, n), np.float32)
+    near = in_word_order(queries, kind)
+    score_keys(rows, kind, places, scales, scale_places, near, _AHEAD, 2 * width, logits[:group], 0)
     for g in range(group):
-        if softcap > 0:
-            for i in range(n):
-                logits[g, i] = softcap * np.tanh(logits[g, i] / softcap)
         peak = np.float32(-np.inf)
         for i in range(n):
-            peak = max(peak, logits[g, i])
+            logit = logits[g, i] * scaling
+            if softcap > 0:
+                logit = softcap * np.tanh(logit / softcap)
+            logits[g, i] = logit
+            peak = max(peak, logit)
         total = np.float32(0.0)
         for i in range(n):
             weight = np.float32(np.exp(logits[g, i] - peak))
@@ -123,11 +103,11 @@ def attend_piece(queries, rows, kind, places, scales, scale_places, scaling, sof
         inverse = np.float32(1.0) / total
         for i in range(n):
             logits[g, i] *= inverse
-    sums = np.zeros((padded, dim), np.float32)
+    sums, row = np.zeros((logits.shape[0], dim), np.float32), np.empty(dim, np.float32)
     for i in range(n):
         load_row(rows, np.uint64(places[i] + width), kind, row)
         scale = scales[scale_places[i] + 1] if kind == E4M3 else np.float32(1.0)
-        for g in range(0, padded, QUERIES):
+        for g in range(0, logits.shape[0], QUERIES):
             weights = logits[g, i] * scale, logits[g + 1, i] * scale, logits[g + 2, i] * scale, logits[g + 3, i] * scale
             add_row(row, weights, g, sums)
     from_word_order(sums, kind, out)

@@ -13,8 +13,8 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import PIECE, attend_piece, merge_pieces
-from kvrecall.core.numeric import PARALLEL, row_bits, row_place
-from kvrecall.core.row_words import as_words, first_pieces, numbers_per_word
+from kvrecall.core.numeric import PARALLEL, row_bits
+from kvrecall.core.row_words import as_words, first_pieces, places_of
 from kvrecall.core.structs import HostTable, Partial
 
 
@@ -39,7 +39,7 @@ def attend_selected(
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
 def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, softcap, out, lse):
-    kv_heads, dim, step = ids.shape[0], queries.shape[1], numbers_per_word(kind)
+    kv_heads, dim = ids.shape[0], queries.shape[1]
     group = queries.shape[0] // kv_heads
     first = first_pieces(counts, PIECE)
     outs, lses = np.empty((first[kv_heads], group, dim), np.float32), np.empty((first[kv_heads], group), np.float32)
@@ -47,10 +47,7 @@ def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, sof
         h = np.searchsorted(first, task, "right") - 1
         start = (task - first[h]) * PIECE
         own = ids[h, start : min(start + PIECE, counts[h])]
-        places, scale_places = np.empty(own.shape[0], np.int64), np.empty(own.shape[0], np.int64)
-        for i in range(own.shape[0]):
-            place, scale_places[i] = row_place(blocks, size, kv_heads, h, own[i], dim, kind)
-            places[i] = place // step
+        places, scale_places = places_of(blocks, size, kv_heads, h, own, dim, kind)
         of = slice(h * group, (h + 1) * group)
         attend_piece(queries[of], rows, kind, places, scales, scale_places, scaling, softcap, outs[task], lses[task])
     for h in range(kv_heads):  # less work than waking the threads again

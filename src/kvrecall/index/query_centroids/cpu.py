@@ -17,19 +17,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, PARALLEL, exp_below, row_bits, row_place, trailing_zeros
-from kvrecall.core.row_words import (
-    PAIRS,
-    QUERIES,
-    as_words,
-    first_pieces,
-    in_word_order,
-    load_row,
-    numbers_per_word,
-    prefetch_words,
-    products,
-    products_of_pairs,
-)
+from kvrecall.core.numeric import PARALLEL, exp_below, row_bits, trailing_zeros
+from kvrecall.core.row_words import as_words, first_pieces, in_word_order, numbers_per_word, places_of, score_keys
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 
@@ -179,12 +168,15 @@ def _rerank(
 @njit(cache=True, parallel=PARALLEL, nogil=True)
 def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums):
     """Scores, and each piece's largest logit and sum of exponentials of the logits less this one."""
-    heads, begin = ids.shape[0], first_pieces(counts, _PIECE)
+    heads, dim, begin = ids.shape[0], queries.shape[2], first_pieces(counts, _PIECE)
+    width = dim // numbers_per_word(kind)
     for task in prange(begin[heads]):
         h = np.searchsorted(begin, task, "right") - 1
         piece = task - begin[h]
         first, last = piece * _PIECE, min((piece + 1) * _PIECE, counts[h])
-        _score_piece(queries[h], rows, kind, scales, blocks, size, heads, h, ids[h], first, last, scores[h])
+        places, scale_places = places_of(blocks, size, heads, h, ids[h, first:last], dim, kind)
+        near = in_word_order(queries[h], kind)
+        score_keys(rows, kind, places, scales, scale_places, near, _AHEAD, width, scores[h], first)
         if last == counts[h]:
             scores[h, :, last:] = -np.inf
         for g in range(scores.shape[1]):
@@ -209,37 +201,6 @@ def _sum(numbers):
     for i in range(numbers.shape[0]):
         total += numbers[i]
     return total
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _score_piece(queries, rows, kind, scales, blocks, size, heads, h, ids, first, last, out):
-    """Scores of ids[first:last]."""
-    group, dim = queries.shape
-    step, near, row = numbers_per_word(kind), in_word_order(queries, kind), np.empty(dim, np.float32)
-    base, words, itemsize = rows.ctypes.data, np.uint64(dim // step), rows.itemsize
-    places, scale_places = np.empty(last - first, np.int64), np.empty(last - first, np.int64)
-    for i in range(first, last):
-        place, scale_places[i - first] = row_place(blocks, size, heads, h, ids[i], dim, kind)
-        places[i - first] = place // step
-    for i in range(first, last):
-        if i + _AHEAD < last:
-            prefetch_words(base + places[i + _AHEAD - first] * itemsize, dim // step * itemsize)
-        place = np.uint64(places[i - first])
-        scale = scales[scale_places[i - first]] if kind == E4M3 else np.float32(1.0)
-        if kind != PAIRS:
-            load_row(rows, place, kind, row)
-        for g in range(0, group, QUERIES):
-            if kind == PAIRS:
-                s_0, s_1, s_2, s_3 = products_of_pairs(rows, place, words, near, g)
-            else:
-                s_0, s_1, s_2, s_3 = products(row, near, g)
-            out[g, i] = s_0 * scale
-            if g + 1 < group:
-                out[g + 1, i] = s_1 * scale
-            if g + 2 < group:
-                out[g + 2, i] = s_2 * scale
-            if g + 3 < group:
-                out[g + 3, i] = s_3 * scale
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
