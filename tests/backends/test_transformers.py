@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
 from tests.backends.models import tiny
+from tests.strategies import some_of_each
 from tests.tiny import word_tokenizer
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
@@ -43,11 +44,14 @@ def ragged(lengths: tuple[int, ...] = (111, 7, 40)) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def in_chunks(first: int, *others: int) -> list[Any]:
-    """(prompts, tokens of a chunk): even and ragged prompts in chunks of every size, and one token in a single chunk."""
-    many = {"even": prompt(2), "ragged": ragged()}
-    cases = [pytest.param(x, size, id=f"{size}-{name}") for name, x in many.items() for size in (first, *others)]
-    return [*cases, pytest.param(prompt(1, 1), first, id=f"{first}-one-token")]
+def in_chunks(families: list[str], sizes: list[int]) -> list[Any]:
+    """(family, prompts, tokens of a chunk): even and ragged prompts in chunks of two sizes, which take turns, and one token in
+    a single chunk."""
+    prompts = {"even": prompt(2), "ragged": ragged()}
+    many = some_of_each([(family, name) for name in prompts for family in families], sizes, 2)
+    cases = [(family, name, prompts[name], size) for (family, name), size in many]
+    cases += [(family, "one-token", prompt(1, 1), sizes[0]) for family in families]
+    return [pytest.param(family, x, size, id=f"{size}-{name}-{family}") for family, name, x, size in cases]
 
 
 def run(model: Any, cache: Any, inputs: dict[str, torch.Tensor], new_tokens: int = 40, **call: Any) -> torch.Tensor:

@@ -20,8 +20,7 @@ def new_cache(model: Any, method: kvrecall.Method = METHODS["pariskv"]) -> kvrec
     return kvrecall.RetrievalCache(model.config, method)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize(("inputs", "chunk"), in_chunks(30, 110, 111, 1024))
+@pytest.mark.parametrize(("family", "inputs", "chunk"), in_chunks(["llama", "gemma2", "gpt_oss"], [30, 110, 111, 1024]))
 def test_equals_transformers(family: str, inputs: dict[str, torch.Tensor], chunk: int) -> None:
     model = tiny(family)
     expected = run(model, DynamicCache(config=model.config), inputs)

@@ -34,8 +34,7 @@ def follow_up(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([x, x[:, -1:].expand(-1, 5)], 1) for name, x in inputs.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize(("inputs", "chunk"), in_chunks(2, 37, 110, 1024))
+@pytest.mark.parametrize(("family", "inputs", "chunk"), in_chunks(["llama", "gemma2", "gpt_oss"], [2, 37, 110, 1024]))
 def test_any_chunks_fill_the_cache_alike(family: str, inputs: dict[str, torch.Tensor], chunk: int) -> None:
     model = tiny(family)
     cache, whole = new_cache(model), new_cache(model)
