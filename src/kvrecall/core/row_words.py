@@ -4,9 +4,9 @@ Words of two numbers give a row's even coordinates first, then the odd ones (wor
 into two vectors by one instruction each. Products of a row and a query are the same in any order that both have, so queries are
 brought into word order before, and sums over rows out of it afterwards.
 
-Words are read by their number, without views of single rows: a view counts references to the memory of all rows, and threads
-wait for each other where they count. Numbers are unsigned, because a negative one would count from the end, and loops that ask
-for that are not vectorised.
+Words are read by their number, without views of single rows: a view that is passed to another function counts references to the
+memory of all rows, by atomic additions to one counter of all threads. Numbers are unsigned, because a negative one would count
+from the end, and loops that ask for that are not vectorised.
 
 Only modules with numba code may import it, because it imports numba.
 """
