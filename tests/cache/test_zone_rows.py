@@ -103,6 +103,15 @@ def test_memory_for_a_prompt_grows_in_few_steps(asked: list[int]) -> None:
     assert max(asked) == 63 and torch.equal(contents(made), rows(0, 1000))
 
 
+def test_rows_on_the_device_get_memory_for_a_whole_prompt_at_once(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has room for them is decided once."""
+    monkeypatch.setattr(ZoneRows, "on_device", True)
+    made = zone()
+    made.reserve(1000)
+    made.append(rows(0, 10), of_prompt=True)
+    assert asked == [63]
+
+
 def test_rows_never_move() -> None:
     made = zone()
     made.append(rows(0, 3))

@@ -71,11 +71,14 @@ class ZoneRows:
 
     def make_room(self, tokens: int, of_prompt: bool = False) -> None:
         """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory; for all of an announced
-        length at once, or, of_prompt, for an eighth more than there is: the GPU reads a chunk of a prompt while the host
+        length at once.
+
+        of_prompt: in host memory, for an eighth more than there is. So the GPU reads a chunk of a prompt while the host
         page-locks memory for the next one, and even long prompts need few steps."""
         if tokens:
-            needed = self.length + tokens
-            announced = min(self._reserved, needed * 9 // 8) if of_prompt else self._reserved
+            needed, announced = self.length + tokens, self._reserved
+            if of_prompt and not self.on_device:
+                announced = min(announced, needed * 9 // 8)
             self.reach(max(needed, announced))
 
     def reach(self, tokens: int, every_layer: bool = False) -> None:
