@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.core import page_locked
 from kvrecall.core.host_copies import ToHost, packed, to_device, unpacked
 from tests.strategies import gaussian
 
 HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU page-locked memory is refused; that is told elsewhere."""
+    monkeypatch.setattr(page_locked, "_warned", True)
 
 
 def unlike() -> list[Tensor]:

@@ -93,7 +93,7 @@ def test_refused_pinning_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch) -
             return 2  # type: ignore[return-value]
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
-    monkeypatch.setattr("kvrecall.cache.host_memory._warned", False)  # another test may have heard it
+    monkeypatch.setattr("kvrecall.core.page_locked._warned", False)  # another test may have heard it
     with pytest.warns(RuntimeWarning, match="pageable"):
         region = pinned_region(1000)
     assert not region.pinned

@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.core.page_locked import refused, staging, tell_refusal
 from kvrecall.core.structs import lasting_tensors
 
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -35,8 +35,6 @@ _FIXED = 0x10
 _ADVICE = [getattr(mmap, name) for name in ("MADV_HUGEPAGE", "MADV_DONTFORK") if hasattr(mmap, name)]
 """For page-locked memory: huge pages, which are fewer to lock; and no sharing with forked processes. Otherwise the system would
 copy all pages for the child, or the GPU could write into pages that now belong to the child."""
-
-_warned = False
 
 
 class Region:
@@ -116,7 +114,7 @@ class Region:
             slab = torch.frombuffer(self._pages, dtype=torch.uint8, count=count, offset=start)
         if fill is not None:
             fill()
-        elif not _warned:  # once pinning was refused, pages are allocated when they are used
+        elif not refused():  # once pinning was refused, pages are allocated when they are used
             _fault_in(slab)
         if not _register(slab, self._registered):
             self.pinned = False
@@ -152,18 +150,6 @@ def _touch(part: Tensor) -> None:
     part[:: mmap.PAGESIZE].zero_()
 
 
-def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised CPU tensor for one asynchronous copy to or from a GPU; pageable if pinning is refused.
-
-    From torch's allocator, which reuses the memory when the copy is done.
-    """
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        _warn(prod(shape) * dtype.itemsize, str(error).splitlines()[0])
-        return torch.empty(shape, dtype=dtype)
-
-
 def sent_integers(numbers: list[int], device: torch.device) -> Tensor:
     """int32 `[n]` on a device; the host does not wait for a GPU."""
     near = torch.tensor(numbers, dtype=torch.int32)
@@ -181,7 +167,7 @@ def _register(slab: Tensor, registered: list[int]) -> bool:
     if status == 0:
         registered.append(address)
         return True
-    _warn(slab.numel(), f"CUDA error {status}")
+    tell_refusal(slab.numel(), f"CUDA error {status}")
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # clears the error, which the next launch would report otherwise
             torch.zeros(1, device="cuda")
@@ -199,20 +185,6 @@ def _release(device: torch.device, registered: list[int], pages: mmap.mmap) -> N
     for address in registered:
         cudart.cudaHostUnregister(address)
     del pages
-
-
-def _warn(count: int, reason: str) -> None:
-    """Warns once per process, because every layer's pool would give the same warning."""
-    global _warned
-    if _warned:
-        return
-    _warned = True
-    warnings.warn(
-        f"host memory: expected to pin {count:,} bytes, got a refusal ({reason}). Using pageable memory, which is slower; "
-        "raise the locked-memory limit (`ulimit -l`) for direct reads by the GPU.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
 
 
 def total_host_bytes() -> int:

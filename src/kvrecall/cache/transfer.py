@@ -10,9 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import staging
 from kvrecall.cache.prefetch import copy_heads, fill_keys
 from kvrecall.core.fp8_rows import SmallRows, StoredRows
+from kvrecall.core.page_locked import staging
 
 
 class Pending:

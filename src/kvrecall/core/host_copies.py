@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrecall.core.page_locked import staging
+
 _ALIGNED = 16
 """Bytes between the beginnings of tensors that are copied as one; every dtype fits."""
 
@@ -18,7 +20,7 @@ class ToHost:
         for tensor in tensors:
             near = tensor
             if tensor.is_cuda:
-                near = _page_locked(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
+                near = staging(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
             self._near.append(near)
         if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
             self._done = torch.cuda.Event()
@@ -41,7 +43,7 @@ def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 def packed(*tensors: Tensor) -> Tensor:
     """CPU tensors one behind the other in page-locked memory, uint8 `[n]`."""
     sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
-    memory = _page_locked((sum(sizes),), torch.uint8)
+    memory = staging((sum(sizes),), torch.uint8)
     for part, tensor in zip(unpacked(memory, *tensors), tensors, strict=True):
         part.copy_(tensor)
     return memory
@@ -55,12 +57,3 @@ def unpacked(memory: Tensor, *like: Tensor) -> list[Tensor]:
         parts.append(part.view(tensor.dtype).view(tensor.shape))
         start += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
     return parts
-
-
-def _page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """From torch's allocator, which reuses the memory when its copies are done. Pageable if pinning is refused: the pools of
-    rows have then warned of it."""
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError:
-        return torch.empty(shape, dtype=dtype)

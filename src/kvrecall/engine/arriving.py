@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import staging
+from kvrecall.core.page_locked import staging
 
 
 class Arriving:

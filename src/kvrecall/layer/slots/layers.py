@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import staging
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.core.launch import cdiv
+from kvrecall.core.page_locked import staging
 from kvrecall.index.table import WIDE
 from kvrecall.layer.slots.base import Group, SlotLayer, kind_of, require_pinned
 from kvrecall.layer.slots.dense import DenseSlots
