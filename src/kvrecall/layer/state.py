@@ -243,10 +243,10 @@ class LayerState:
 
     def _outgrown(self, sequence: int) -> bool:
         """Whether the held selection covered the whole zone and the zone has grown: full coverage must stay full."""
-        held = self.held.get(sequence)
+        held, static = self.held.get(sequence), self.static[sequence]
         if held is None or held.zone == self.store.host[sequence].length:
             return False
-        return self.attended_ids(sequence).shape[1] >= held.zone
+        return held.ids.shape[1] + (0 if static is None else static.ids.shape[1]) >= held.zone
 
     def attended_ids(self, sequence: int) -> Tensor:
         """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1, on the device."""
