@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +214,43 @@ def test_no_captured_step_waits_for_all_keys(
         torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
     assert other.static[0] is not chosen and not by_step[0] and not by_step[-1]
     assert fails or (sum(by_step) == zone and max(by_step) <= zone * 8 / 5 / lead + 4)
+    layers.leave(joined)
+    same(plain, other)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("name", "interval", "lead"), [("prkv", 5, 3), ("mixed", 4, 2)])
+def test_keys_are_read_while_the_step_before_runs(
+    name: str, interval: int, lead: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that fails, the work starts again before the next step."""
+    plain, other = both(METHODS[name], 1, [74])
+    (layers, joined), read = in_slots([other], interval + 1), {"before": 0, "beside": 0}
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 4)
+
+    def watched(when: str, work: Callable[[], None]) -> None:
+        def spy(source: Zone, start: int, keys: torch.Tensor) -> None:
+            if fails and when == "beside":
+                raise torch.OutOfMemoryError
+            read[when] += keys.shape[1]
+            read_keys(source, start, keys)
+
+        with monkeypatch.context() as patch:
+            for module in (static_sets, page_index):
+                patch.setattr(module, "read_keys", spy)
+            work()
+
+    zone, chosen = other.store.zones(0).retrieval, other.static[0]
+    for number in range(interval + 1):
+        watched("before", layers.prepare)
+        new = tokens(1000 + 3 * number, 1, 1)
+        out = layers.all[0].step(*new, torch.tensor([number % 2]), PARAMS)
+        layers.advance()
+        watched("beside", layers.prepare_ahead)
+        torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
+        if number == interval - 1:
+            assert other.static[0] is not chosen
+            assert read == {"before": 0, "beside": zone} or (fails and read["before"] >= zone and not read["beside"])
     layers.leave(joined)
     same(plain, other)
 

@@ -2,12 +2,16 @@
 
 A set is chosen by the queries and the zone of `lead` steps before it is due. The share of work of a step depends only on the
 number of steps left, so captured steps, uncaptured steps and any mix of them choose the same set.
+
+On a GPU the work runs on a stream of its own, beside the decode steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +40,8 @@ class Chosen:
 class StaticRefresh:
     """A static set in the making, chosen by the observation that it was created with.
 
-    Keys come from the host once, into device memory of their own, `[H_kv, n, D]`, until all is done.
+    Keys come from the host once, into device memory of their own, `[H_kv, n, D]`, until all is done. Its kernels and copies
+    wait for the current stream's work at the time of `advance`; the current stream waits for them in `put`.
     """
 
     def __init__(
@@ -49,19 +54,24 @@ class StaticRefresh:
 
     def advance(self, share: float) -> None:
         """Works until at least this share is done; 1: until `chosen` is set. After an error the work starts again."""
-        while self.chosen is None and (share >= 1 or self._spent < share * self._tokens * (LOOKED + WEIGHED + 1)):
-            try:
-                self._spent += next(self._work)
-            except StopIteration as end:
-                self.chosen = end.value
-            except BaseException:
-                self._begin()
-                raise
+        if not self._lacks(share):
+            return
+        with self._beside():
+            while self._lacks(share):
+                try:
+                    self._spent += next(self._work)
+                except StopIteration as end:
+                    self.chosen = end.value
+                except BaseException:
+                    self._begin()
+                    raise
 
     def put(self, sequence: int) -> Chosen:
         """Excludes the chosen tokens from the index and returns them."""
         chosen = self.chosen
         assert chosen is not None
+        if self._done is not None:
+            torch.cuda.current_stream(self._shape.device).wait_event(self._done)
         self._index.restructure(sequence, chosen.ids if chosen.ids.shape[1] else None, chosen.pages)
         return chosen
 
@@ -104,8 +114,29 @@ class StaticRefresh:
             return made
         return StaticRefresh(config, Observation(observed, others, offset, top_k, scaling, count), tokens, shape, source, index)
 
+    def _lacks(self, share: float) -> bool:
+        return self.chosen is None and (share >= 1 or self._spent < share * self._tokens * (LOOKED + WEIGHED + 1))
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU: makes the stream of refreshes the current one, behind what the current stream was given so far: the
+        observation, and readers of memory that has been freed and is used here again."""
+        device = self._shape.device
+        if device.type != "cuda":
+            yield
+            return
+        stream, observed = _stream(device), self._sight.observed
+        stream.wait_stream(torch.cuda.current_stream(device))
+        for read in (*(keys for keys, _ in self._sight.others), *((observed.queries, observed.lse) if observed else ())):
+            read.record_stream(stream)  # the refresh may be dropped before its kernels have run
+        with torch.cuda.stream(stream):
+            yield
+            self._done = torch.cuda.Event()
+            self._done.record()
+
     def _begin(self) -> None:
         self.chosen: Chosen | None = None
+        self._done: torch.cuda.Event | None = None
         self._work = _choosing(self._config, self._sight, self._tokens, self._shape, self._source, self._index)
         self._spent = 0
 
@@ -251,3 +282,8 @@ class StaticSets:
         age = first_age(layer, config.interval, config.lead) if first else 0
         self.sets[sequence] = StaticSet(chosen.ids, chosen.rows, age)
         self._counts[sequence], self._refreshes[sequence] = chosen.ids.shape[1], None
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

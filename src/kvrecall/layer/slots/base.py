@@ -117,6 +117,9 @@ class SlotLayer(ABC):
         """Whether `renew` may be called while the step before still runs, also if no step follows."""
         return True
 
+    def work_ahead(self) -> None:  # noqa: B027 - optional: most have no long work
+        """Does the long part of the next `renew`, while the step before still runs, also if no step follows."""
+
     def begin_trial(self) -> None:  # noqa: B027 - optional: a trial of most layers leaves nothing that matters
         """The next step is a trial: `forget_trial` must be able to undo all that it changes."""
 

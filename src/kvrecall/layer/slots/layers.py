@@ -155,13 +155,16 @@ class Layers:
             self._rows.copy_(rows, non_blocking=True)
 
     def prepare_ahead(self) -> None:
-        """Prepares the next step while the last one runs, if no layer has to wait for its end."""
-        if all(layer.ahead for layer in self.all):
-            try:
+        """While the last step runs: prepares the next one or, if a layer has to wait for its end, does the long work of it."""
+        try:
+            if all(layer.ahead for layer in self.all):
                 self.prepare()
                 self._prepared = True
-            except Exception:  # `prepare` tries again at the next step and raises there
-                self._prepared = False
+            else:
+                for layer in self.all:
+                    layer.work_ahead()
+        except Exception:  # `prepare` tries again at the next step and raises there
+            self._prepared = False
 
     def advance(self, taken: int = 1) -> None:
         """After a step, of whose tokens the first `taken` were taken, at most `most_taken`."""

@@ -132,8 +132,14 @@ class SearchSlots(SlotLayer):
 
     @property
     def ahead(self) -> bool:
-        """False with static sets: `renew` does a share of their work, which must be followed by a step."""
+        """False with static sets: a set that `renew` puts in place must be followed by a step."""
         return self.method.static_config() is None
+
+    def work_ahead(self) -> None:
+        """The next step's share of the work for static sets."""
+        for group in self.groups:
+            if group.state.static_config is not None and group not in self._away:
+                self._work_static(group)
 
     def renew(self) -> None:
         """Renews static sets, and lets the index's part take in the tokens by which a zone has grown.
@@ -148,19 +154,22 @@ class SearchSlots(SlotLayer):
 
     def _renew_static(self, group: Group) -> None:
         if group not in self._away:
-            statics, every = group.state.statics, range(len(group.slots)) if group.steps else ()
-            soon = [(b, left) for b in every if (left := statics.due(b, group.steps)) is not None]
-            if not soon:
-                return
-            with group.state.clock("static"):
-                done = [statics.work(b, left, lambda b=b: self._look(group, b)) for b, left in soon]
-            if not any(done):
+            if not self._work_static(group):
                 return
             self._give_back(group)
             self._away.add(group)
         group.begin_static()
         self._join(group, 0)
         self._away.discard(group)
+
+    def _work_static(self, group: Group) -> bool:
+        """Does the coming step's share of the work; a second call does nothing. Returns whether a set is due and done."""
+        statics, every = group.state.statics, range(len(group.slots)) if group.steps else ()
+        soon = [(b, left) for b in every if (left := statics.due(b, group.steps)) is not None]
+        if not soon:
+            return False
+        with group.state.clock("static"):
+            return any([statics.work(b, left, lambda b=b: self._look(group, b)) for b, left in soon])
 
     def _catch_up(self, group: Group, zones: PlannedZones) -> None:
         for b, (slot, own) in enumerate(zip(group.slots, zones.lengths(group.slots), strict=True)):
