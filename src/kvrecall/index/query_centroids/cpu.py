@@ -17,6 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from kvrecall.core.few_threads import few_threads
 from kvrecall.core.numeric import PARALLEL, exp_below, row_bits, trailing_zeros
 from kvrecall.core.row_words import as_words, first_pieces, in_word_order, numbers_per_word, places_of, score_keys
 from kvrecall.core.structs import HostTable
@@ -31,6 +32,7 @@ MODES = {"max": 0, "max_softmax": 1, "mean_softmax": 2}
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
+@few_threads()
 def top_k_rows(scores: Tensor, k: int) -> Tensor:
     """Ascending positions int32 of the k largest of every row, ties to the lower one."""
     flat = scores.contiguous().flatten(0, -2)
@@ -40,6 +42,7 @@ def top_k_rows(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(out).view(*scores.shape[:-1], out.shape[1])
 
 
+@few_threads()
 def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
     """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
 
@@ -56,6 +59,7 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     return torch.from_numpy(out[:, : max(int(counts.max()), 0)] if cut else out), torch.from_numpy(counts)
 
 
+@few_threads()
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the rows of ascending ids `[H_kv, R]`.
 
@@ -81,6 +85,7 @@ class Found(NamedTuple):
     listed: tuple[Tensor, Tensor]
 
 
+@few_threads()
 def rerank(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, k: int, list_tokens: int, mode: str, scaling: float,
     barred: Tensor | None,
