@@ -17,6 +17,7 @@ from kvrecall.cache.transfer import Pending, send
 from kvrecall.core.errors import DeviceError, HostMemoryError
 from kvrecall.core.fp8_rows import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
 from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import lasting_tensors
 
 _SLAB_TOKENS = 4096
 """Memory grows by at least this many tokens."""
@@ -26,11 +27,16 @@ _warned = False
 
 @dataclass
 class _Place:
-    """Where the rows lie. blocks: how many have memory."""
+    """Where the rows lie.
+
+    blocks: how many have memory. small: for rows in eight bits, views of all blocks: the numbers e4m3
+    `[most blocks, H_kv, block_size, 2, D]`, and the scales fp32 `[most blocks, H_kv, block_size, 2]`.
+    """
 
     region: Region | DeviceRegion
     on_device: bool
     blocks: int = 0
+    small: tuple[Tensor, Tensor] | None = None
 
 
 class BlockRows:
@@ -66,7 +72,8 @@ class BlockRows:
     def rows(self) -> Tensor:
         """`[most blocks, H_kv, block_size, K|V, D]`; in eight bits e4m3, with the scales behind each block
         (`core.fp8_rows.scales_of`)."""
-        return numbers_of(self.tensor, self._shape) if self.small else self.tensor
+        place = self._place
+        return place.region.tensor if place.small is None else place.small[0]
 
     @property
     def small(self) -> bool:
@@ -92,11 +99,10 @@ class BlockRows:
         return self._part(self._place, block, start, stop)
 
     def _part(self, place: _Place, block: int, start: int, stop: int) -> StoredRows:
-        own = place.region.tensor[block : block + 1]
-        if not self._small or place.on_device:
-            return own[0, :, start:stop]
-        numbers = numbers_of(own, self._shape)
-        return SmallRows(numbers[0], scales_of(numbers)[0], self._dtype).part(start, stop)
+        if place.small is None:
+            return place.region.tensor[block, :, start:stop]
+        numbers, scales = place.small
+        return SmallRows(numbers[block, :, start:stop], scales[block, :, start:stop], self._dtype)
 
     @property
     def on_device(self) -> bool:
@@ -260,13 +266,17 @@ class BlockRows:
         )
         while True:
             try:
-                if self._small:
-                    return _Place(Region((blocks, block_bytes), torch.uint8, device), False)
-                return _Place(Region((blocks, *self._shape), self._dtype, device), False)
+                if not self._small:
+                    return _Place(Region((blocks, *self._shape), self._dtype, device), False)
+                memory = Region((blocks, block_bytes), torch.uint8, device)
+                break
             except (OSError, MemoryError) as error:
                 if blocks == 1:
                     raise HostMemoryError(block_bytes, available_host_bytes(), self.block_size) from error
                 blocks //= 2
+        with lasting_tensors():
+            numbers = numbers_of(memory.tensor, self._shape)
+            return _Place(memory, False, small=(numbers, scales_of(numbers)))
 
     def _reserved_near(self) -> Region | DeviceRegion | None:
         """The same on the device; None if it has no memory of its own, or no virtual memory management."""
