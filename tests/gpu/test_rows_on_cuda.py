@@ -131,7 +131,7 @@ class WatchedDriver:
     """CUDA's driver, and the bytes of each piece of memory that it has given and not got back."""
 
     def __init__(self) -> None:
-        self.own, self.live = device_memory._driver(), dict[int, int]()
+        self.own, self.live = device_memory.cuda_driver(), dict[int, int]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -150,7 +150,7 @@ class WatchedDriver:
 def test_a_cache_that_is_gone_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver says is free would be what other processes leave, too."""
     driver = WatchedDriver()
-    monkeypatch.setattr(device_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(device_memory, "cuda_driver", lambda: driver)
     model, ids = tiny("cuda"), torch.randint(5, 500, (1, 4000), generator=generator(5)).cuda()
     allocated = []
     for _ in range(4):

@@ -7,15 +7,14 @@ memory and map memory to them later (virtual memory management). On a CPU an ord
 from __future__ import annotations
 
 import ctypes
-import sys
 import weakref
-from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
+from kvrecall.core.cuda_driver import check, cuda_driver
 from kvrecall.core.errors import DeviceError
 from kvrecall.core.structs import lasting_tensors
 
@@ -118,7 +117,7 @@ class _Mapping:
     def __init__(self, count: int, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         torch.empty(1, device=device)  # the driver calls below need a context
-        self._driver = driver = _driver()
+        self._driver = driver = cuda_driver()
         known = ctypes.c_int()
         driver.cuDeviceGetAttribute(ctypes.byref(known), _SUPPORTED, self._index)
         if not known.value:
@@ -127,11 +126,11 @@ class _Mapping:
         self._properties = _Properties(type=_PINNED, location=location)
         self._access = _Access(location, _READ_WRITE)
         step = ctypes.c_size_t()
-        _check(driver.cuMemGetAllocationGranularity(ctypes.byref(step), ctypes.byref(self._properties), 0))
+        check(driver.cuMemGetAllocationGranularity(ctypes.byref(step), ctypes.byref(self._properties), 0))
         self._step, self._given = step.value, 0
         self._count = -(-max(1, count) // self._step) * self._step
         address = ctypes.c_uint64()
-        _check(driver.cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(self._count), 0, 0, 0))
+        check(driver.cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(self._count), 0, 0, 0))
         self._address = address.value
         self._parts: list[tuple[int, int, int]] = []
         release = weakref.finalize(self, _release, self._index, self._address, self._count, self._parts)
@@ -155,16 +154,16 @@ class _Mapping:
         if status == _OUT_OF_MEMORY:
             free = torch.cuda.mem_get_info(self._index)[0]
             raise torch.OutOfMemoryError(f"CUDA out of memory: {more:,} bytes were asked for, {free:,} are free")
-        _check(status)
+        check(status)
         start, driver = self._address + self._given, self._driver
         mapped = driver.cuMemMap(ctypes.c_uint64(start), ctypes.c_size_t(more), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         if mapped:
             driver.cuMemRelease(handle)
-            _check(mapped)
+            check(mapped)
         self._parts.append((start, more, handle.value))
         self._given += more
         size = ctypes.c_size_t(1)
-        _check(driver.cuMemSetAccess(ctypes.c_uint64(start), ctypes.c_size_t(more), ctypes.byref(self._access), size))
+        check(driver.cuMemSetAccess(ctypes.c_uint64(start), ctypes.c_size_t(more), ctypes.byref(self._access), size))
 
     def _create(self, count: int) -> tuple[int, ctypes.c_uint64]:
         handle = ctypes.c_uint64()
@@ -172,22 +171,10 @@ class _Mapping:
         return int(self._driver.cuMemCreate(*made)), handle
 
 
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-def _check(status: int) -> None:
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise RuntimeError(f"CUDA error {status}: {(text.value or b'unknown').decode()}")
-
-
 def _release(index: int, address: int, count: int, parts: list[tuple[int, int, int]]) -> None:
     """Waits for the GPU that uses the memory, then frees it."""
     torch.cuda.synchronize(index)
-    driver = _driver()
+    driver = cuda_driver()
     for start, size, handle in parts:
         driver.cuMemUnmap(ctypes.c_uint64(start), ctypes.c_size_t(size))
         driver.cuMemRelease(ctypes.c_uint64(handle))

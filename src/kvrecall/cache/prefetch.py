@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_keys import copy_keys, readable
+from kvrecall.core.copy_2d import copy_2d
 from kvrecall.core.fp8_rows import SmallRows, StoredRows, part_of, wide
 
 Taken = TypeVar("Taken")
@@ -61,11 +62,17 @@ def fill_keys(rows: StoredRows, keys: Tensor) -> None:
 
 def copy_heads(rows: StoredRows, target: StoredRows) -> None:
     """Starts copying rows `[H_kv, n, 2, D]` between a GPU and the host, on the GPU's current stream. The rows of a head are
-    contiguous, those of all heads are not."""
+    contiguous, those of all heads are not. From or to page-locked memory the driver copies all heads in one call
+    (`core.copy_2d`), otherwise torch copies head by head.
+
+    The caller must keep rows and target until the copy is done. Memory of a `Region` may be dropped, because it waits for the
+    GPU before it is released. Memory of torch's allocator (`staging`, `pin_memory`) may not: it would be given out again.
+    """
     if isinstance(rows, Tensor) or isinstance(target, Tensor):
         assert isinstance(rows, Tensor) and isinstance(target, Tensor), "rows in different forms"
-        for near, own in zip(target, rows, strict=True):
-            near.copy_(own, non_blocking=True)
+        if not copy_2d(rows, target):
+            for near, own in zip(target, rows, strict=True):
+                near.copy_(own, non_blocking=True)
         return
     copy_heads(rows.numbers.view(torch.uint8), target.numbers.view(torch.uint8))
     copy_heads(rows.scales, target.scales)
@@ -153,9 +160,10 @@ class _Pieces(Generic[Taken]):
         if number >= len(self._bounds):
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # readers of the old content
+        place = self._place(number)
         with torch.cuda.stream(self._stream):
             for rows, begin, end in _parts(self._source, self._bounds[number][0], self._tokens(number)):
-                copy_heads(rows, part_of(self._place(number), begin, end))
+                copy_heads(rows, part_of(place, begin, end))
             sent = torch.cuda.Event()
             sent.record()
             self._sent.append(sent)

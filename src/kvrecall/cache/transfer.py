@@ -39,7 +39,8 @@ def send(rows: StoredRows, target: StoredRows) -> Pending:
     """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape and form, after the earlier work of its
     current stream.
 
-    The rows must not be written to afterwards; their memory is kept until the copy is done.
+    The rows must not be written to afterwards; their memory is kept until the copy is done. The target's is not: see
+    `copy_heads`.
     """
     stream = _stream(rows.device)
     # The copy must also wait for reads of the target's old content (before a crop).
@@ -52,8 +53,8 @@ def send(rows: StoredRows, target: StoredRows) -> Pending:
 
 
 def bring(block: StoredRows, device: torch.device) -> Tensor:
-    """Rows `[H_kv, n, 2, D]` in the model's dtype on the device; from the host by one copy per head. Rows in eight bits are
-    widened there."""
+    """Rows `[H_kv, n, 2, D]` in the model's dtype on the device; from the host by `copy_heads`, whose rule for the host's
+    memory holds. Rows in eight bits are widened on the device."""
     if isinstance(block, SmallRows):
         if block.device == device or device.type != "cuda":
             return block.wide().to(device)

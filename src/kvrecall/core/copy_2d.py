@@ -1,0 +1,134 @@
+"""Copies runs of bytes at equal distances between a GPU and page-locked host memory, all by one call of CUDA's driver.
+
+torch would start one copy per run, each of which takes time of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.cuda_driver import check, cuda_driver
+
+_HOST, _DEVICE = 1, 2
+"""Values of CUmemorytype."""
+_INVALID_CONTEXT = 201
+"""Value of CUresult."""
+_MOST_PITCH = 2**31 - 1
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs, in bytes."""
+
+
+class Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D. Pitches and the width are bytes; the height is the number of runs."""
+
+    _fields_ = [
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source_device", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_int),
+        ("target_host", ctypes.c_void_p),
+        ("target_device", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+def copy_2d(source: Tensor, target: Tensor) -> bool:
+    """Starts copying source `[H, …]` to target, on the current stream of the GPU. The host does not wait.
+
+    Returns False, and copies nothing, if one call cannot do it. It can if one tensor is on an NVIDIA GPU and the other in
+    page-locked host memory, both have the same shape and dtype, H > 1, each of the H runs is contiguous, and neither a run
+    nor the distance between two exceeds 2^31 - 1 bytes. Raises RuntimeError if the driver reports an error.
+
+    The caller must keep both tensors until the copy is done. torch's allocator of page-locked memory is not told of the copy.
+    """
+    copy = _described(source, target)
+    if copy is None:
+        return False
+    gpu = _gpu(source, target)
+    if gpu is None:
+        return False
+    index, is_target = gpu
+    if is_target:
+        copy.source_type, copy.source_host = _HOST, source.data_ptr()
+        copy.target_type, copy.target_device = _DEVICE, target.data_ptr()
+    else:
+        copy.source_type, copy.source_device = _DEVICE, source.data_ptr()
+        copy.target_type, copy.target_host = _HOST, target.data_ptr()
+    _start(copy, index)
+    return True
+
+
+def _described(source: Tensor, target: Tensor) -> Copy2D | None:
+    """The copy without its addresses; None if it has another form than one call copies."""
+    shape, strides, others = source.shape, source.stride(), target.stride()
+    if shape[0] < 2 or shape != target.shape or source.dtype != target.dtype:
+        return None
+    run = 1
+    for size, own, other in zip(shape[:0:-1], strides[:0:-1], others[:0:-1], strict=True):
+        if size != 1 and not own == other == run:
+            return None
+        run *= size
+    size = source.itemsize
+    width, pitch, other_pitch = run * size, strides[0] * size, others[0] * size
+    if not 0 < width <= min(pitch, other_pitch) <= max(pitch, other_pitch) <= _MOST_PITCH:
+        return None
+    return Copy2D(source_pitch=pitch, target_pitch=other_pitch, width=width, height=shape[0])
+
+
+def _gpu(source: Tensor, target: Tensor) -> tuple[int, bool] | None:
+    """The number of the GPU, and whether the target is on it; None unless the other tensor is in page-locked host memory."""
+    near, host = (target, source) if target.is_cuda else (source, target)
+    if not near.is_cuda or host.is_cuda or _function() is None or not host.is_pinned():
+        return None
+    return near.get_device(), near is target
+
+
+def _start(copy: Copy2D, index: int) -> None:
+    """Starts a copy on a GPU's current stream."""
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return _start(copy, index)
+    status = _function()(ctypes.byref(copy), _stream(index))
+    if status == _INVALID_CONTEXT:  # a thread in which nothing was called that needs a context
+        _enter(index)
+        status = _function()(ctypes.byref(copy), _stream(index))
+    check(status)
+
+
+@cache
+def _function() -> Any:
+    """The driver's cuMemcpy2DAsync; None without a driver of NVIDIA."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        function = cuda_driver().cuMemcpy2DAsync_v2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
+    return function
+
+
+def _stream(index: int) -> int:
+    """The handle of a GPU's current stream. `torch.cuda.current_stream` would make an object on every call."""
+    bindings: Any = torch._C
+    return bindings._cuda_getCurrentRawStream(index)
+
+
+def _enter(index: int) -> None:
+    """Makes a GPU's context, which torch keeps as long as the process, the current one of this thread."""
+    context = ctypes.c_void_p()
+    check(cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index))
+    check(cuda_driver().cuCtxSetCurrent(context))
