@@ -11,6 +11,7 @@ import torch
 
 import kvrecall
 from kvrecall.cache.prefetch import Zone, read_keys
+from kvrecall.cache.slot_zones import ZONE_NUMBERS
 from kvrecall.core import pieces
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
@@ -65,8 +66,11 @@ def both(method: kvrecall.Method, warm: int, lengths: list[int], small: bool = F
     return plain, other
 
 
-def go_on(plain: LayerState, other: LayerState, steps: int, seed: int, params: AttentionParams = PARAMS) -> None:
-    """Captured steps beside uncaptured ones; every output and every selection must agree."""
+def go_on(
+    plain: LayerState, other: LayerState, steps: int, seed: int, params: AttentionParams = PARAMS, ahead: bool = False
+) -> None:
+    """Captured steps beside uncaptured ones; every output and every selection must agree. ahead: each step, also one that does
+    not follow, is prepared while the one before runs."""
     b = plain.shape.sequences
     layers, joined = in_slots([other], steps)
     layers.prepare(trial=True)
@@ -83,6 +87,12 @@ def go_on(plain: LayerState, other: LayerState, steps: int, seed: int, params: A
         torch.testing.assert_close(
             out, expected, atol=2e-6, rtol=2e-6, msg=lambda text, number=number: f"step {number}: {text}"
         )
+        if ahead:
+            layers.prepare_ahead()
+        if plain.index is not None:
+            zones = layers.all[0].zones
+            on_device = zones.rows.view(b, -1, ZONE_NUMBERS)[:, 0, 4:6].tolist()
+            assert [[own.retrieval, own.total - own.sink] for own in zones.lengths(joined.slots)] == on_device
     layers.leave(joined)
 
 
@@ -124,6 +134,17 @@ def test_steps_and_what_is_left_behind_are_the_pipelines(name: str, small: bool)
     for number in range(3):  # and the pipeline can go on with it
         new = tokens(3000 + number, 2, 1)
         torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("name", ["prkv", "prkv-at-once", "mixed", "landmarks", "louiskv"])
+def test_a_decode_may_end_when_the_next_step_is_prepared(name: str, steps: int) -> None:
+    plain, other = both(METHODS[name], 1, [74, 55])
+    go_on(plain, other, steps, 1000, ahead=True)
+    for number in range(3):
+        new = tokens(3000 + number, 2, 1)
+        torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
+    same(plain, other)
 
 
 def test_room_that_cannot_be_page_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +287,7 @@ def test_a_set_that_cannot_take_its_place_does_so_later(
         (layers, joined), chosen = in_slots([other], interval + 2), other.static[0]
         for number in range(interval + 2):
             if number == interval - 1:  # the set is due
-                target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_join")
+                target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_take_over")
                 with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
                     patch.setattr(target, what, failing)
                     layers.prepare()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
+from kvrecall.core.host_copies import to_device
 
 ZONE_NUMBERS = 7
 """int32 numbers of a row of `DeviceZones`; see `cache.slot_kernels`."""
@@ -110,12 +111,14 @@ class PlannedZones(SlotZones):
 
 
 class DeviceZones(SlotZones):
-    """The kernel that ends a step counts. Every token is in its host row from its own step on."""
+    """The kernel that ends a step counts; if lengths alone decide, so does the host, which then need not ask. Every token is in
+    its host row from its own step on."""
 
     def __init__(
-        self, slots: int, heads: int, sizes: ZoneSizes, tokens: int, front: int, ring: int, device: torch.device
+        self, slots: int, heads: int, sizes: ZoneSizes, tokens: int, front: int, ring: int, device: torch.device, counts: bool
     ) -> None:
-        """tokens: most tokens after the sink. front: most rows before the window. ring: most rows of the window."""
+        """tokens: most tokens after the sink. front: most rows before the window. ring: most rows of the window. counts:
+        whether the host counts too; not if tokens leave the window by segments, whose ends only the device knows."""
         self._by_slot, self._sizes, self._front, self._ring = (slots, heads, ZONE_NUMBERS), sizes, front, ring
         self.rows = torch.zeros(slots * heads, ZONE_NUMBERS, dtype=torch.int32, device=device)
         """int32 `[slots * H_kv, ZONE_NUMBERS]`; all KV heads of a slot have the same row."""
@@ -123,6 +126,9 @@ class DeviceZones(SlotZones):
         """uint8 `[slots, tokens + 1]`, by number after the sink: not 0 for tokens that begin a segment."""
         self.resident = torch.zeros(slots, dtype=torch.int64, device=device)
         """int64 `[slots]`: window rows that the steps have attended to."""
+        self._counts = counts
+        self._counted: dict[int, tuple[ZoneLengths, int]] = {}
+        """By slot, if the host counts: the zones before the next step, and how many window rows the steps have attended to."""
         for slot in range(slots):
             self.leave(slot)
 
@@ -143,17 +149,30 @@ class DeviceZones(SlotZones):
         self._set(slot, [front, window + 1, oldest, self._front + newest, zones.retrieval, coming, STEP])
         self.resident[slot] = 0
         self.marks[slot] = 0
+        if self._counts:
+            self._counted[slot] = zones, 0
 
     def leave(self, slot: int) -> None:
+        self._counted.pop(slot, None)
         self._set(slot, [0, 1, 0, self._front, 0, 0, IDLE])
 
     def lengths(self, slots: list[int]) -> list[ZoneLengths]:
+        if self._counts:
+            return [self._counted[slot][0] for slot in slots]
         rows = self.rows.view(self._by_slot)[slots][:, 0].tolist()
         sink = self._sizes.sink_tokens
         return [self._sizes.lengths(sink + coming, first) for _, _, _, _, first, coming, _ in rows]
 
     def attended(self, slots: list[int], steps: int) -> int:
-        return int(self.resident[slots].sum()) + len(slots) * self._sizes.sink_tokens * steps
+        window = sum(self._counted[slot][1] for slot in slots) if self._counts else int(self.resident[slots].sum())
+        return window + len(slots) * self._sizes.sink_tokens * steps
+
+    def moved_on(self, slots: list[int]) -> None:
+        for slot in slots if self._counts else ():
+            before, attended = self._counted[slot]
+            zones = self._sizes.lengths(before.total + 1, before.retrieval)
+            after = self._sizes.lengths(zones.total, zones.retrieval + self._sizes.evicted(zones, settle=False))
+            self._counted[slot] = after, attended + zones.local + zones.buffer
 
     def on_host(self, zones: ZoneLengths) -> int:
         return zones.local + zones.buffer
@@ -170,4 +189,5 @@ class DeviceZones(SlotZones):
         return (start + self.marks[slot, start:stop].nonzero().flatten()).tolist()
 
     def _set(self, slot: int, row: list[int]) -> None:
-        self.rows.view(self._by_slot)[slot] = torch.tensor(row, dtype=torch.int32).to(self.rows.device)
+        (near,) = to_device(self.rows.device, torch.tensor(row, dtype=torch.int32))
+        self.rows.view(self._by_slot)[slot] = near

@@ -24,6 +24,7 @@ class Counters:
         self._stats = StepStats()
         self._selected: Tensor | int = 0  # not yet in the statistics
         self._read: Tensor | int = 0
+        self._read_captured: Tensor | int = 0
         self._estimated: Tensor | int = 0
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -42,6 +43,28 @@ class Counters:
         self._stats.steps += 1
         self._stats.attended_rows += sequences * heads
         self._stats.attended_tokens += heads * (resident + whole)
+
+    def captured(
+        self, steps: int, sequences: int, heads: int, *, searches: int, resident: int, selected: int, static: int,
+        read: Tensor | int, moved: int, estimated: int = 0,
+    ) -> None:  # fmt: skip
+        """Counts captured steps.
+
+        resident: tokens attended outside the selection, summed over steps and sequences. selected, static: tokens summed over
+        steps, sequences and KV heads; read of the selected ones came from the host. moved: tokens that left the window.
+        estimated: groups of tokens whose attention was estimated.
+        """
+        stats = self._stats
+        stats.steps += steps
+        stats.searches += searches
+        stats.attended_rows += steps * sequences * heads
+        stats.retrieved_tokens += selected
+        stats.estimated_units += estimated
+        stats.static_tokens += static
+        stats.attended_tokens += heads * resident + selected + static
+        stats.bytes_to_host += moved * heads * self._row_bytes
+        self.fetched(0, selected)
+        self._read_captured = self._read_captured + read
 
     def searched(self, sequences: int) -> None:
         """Counts one search per sequence."""
@@ -101,12 +124,13 @@ class Counters:
     def _settle(self) -> None:
         """Adds what the GPU counted and timed to the statistics."""
         self._add_spans(len(self._spans))
-        selected, read = int(self._selected), int(self._read)
+        selected, read, captured = int(self._selected), int(self._read), int(self._read_captured)
         self._stats.estimated_units += int(self._estimated)
-        self._selected = self._read = self._estimated = 0
+        self._selected = self._read = self._read_captured = self._estimated = 0
         self._stats.retrieved_tokens += selected
         self._stats.attended_tokens += selected
         self._fetched(read)
+        self.fetched(captured, -captured)  # counted as reused until it was known
 
     def _add_spans(self, count: int) -> None:
         """Adds the oldest `count` GPU timings to the statistics."""

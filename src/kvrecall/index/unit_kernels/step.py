@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
+from kvrecall.core.host_copies import to_device
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.base import Index
 from kvrecall.index.step import IndexStep, SlotSpec
@@ -97,8 +98,8 @@ class UnitStep(IndexStep):
         if table is None or table.units is not units or table.limit < limit:
             table = self._filled(units, limit - zones.retrieval, limit - behind, limit)
             known.move(sequence, table.units)
-        rows = torch.tensor(table.rows(budget), dtype=torch.int64)
-        self.plan.view(-1, self._heads, FIELDS)[slot] = rows.to(self.plan.device)
+        (rows,) = to_device(self.plan.device, torch.tensor(table.rows(budget), dtype=torch.int64))
+        self.plan.view(-1, self._heads, FIELDS)[slot] = rows
         self.tables[slot] = table  # the plan no longer refers to the previous table
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:

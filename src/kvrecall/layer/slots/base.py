@@ -112,14 +112,6 @@ class SlotLayer(ABC):
         """Whether `search_early` is part of a step."""
         return False
 
-    @property
-    def ahead(self) -> bool:
-        """Whether `renew` may be called while the step before still runs, also if no step follows."""
-        return True
-
-    def work_ahead(self) -> None:  # noqa: B027 - optional: most have no long work
-        """Does the long part of the next `renew`, while the step before still runs, also if no step follows."""
-
     def begin_trial(self) -> None:  # noqa: B027 - optional: a trial of most layers leaves nothing that matters
         """The next step is a trial: `forget_trial` must be able to undo all that it changes."""
 
@@ -129,9 +121,8 @@ class SlotLayer(ABC):
             self._join(group, 0)
 
     def renew(self) -> None:  # noqa: B027 - optional: most have nothing to do between steps
-        """Does what is due only every few steps. Called before a step, while no captured step runs.
-
-        After an error it can be called again.
+        """Does what is due only every few steps, behind the work of the current stream: the step before may still run. No step
+        need follow. After an error it can be called again.
         """
 
     def moved_on(self) -> None:
@@ -167,29 +158,3 @@ def keeps_rows(state: LayerState, slots: int) -> bool:
     shape = state.shape
     need = 4 * slots * shape.kv_heads * state.top_k * shape.head_dim * shape.dtype.itemsize
     return need * _KEPT_SHARE <= free_device_bytes(shape.device)
-
-
-def count_steps(
-    state: LayerState, steps: int, *, searches: int, resident: int, selected: int, static: int, read: int, moved: int,
-    estimated: int = 0,
-) -> None:  # fmt: skip
-    """Adds decode steps to a layer's counters.
-
-    resident: tokens attended outside the selection, summed over steps and sequences. selected, static: tokens summed over steps
-    and KV heads; read of the selected ones came from the host. moved: tokens that left the window. estimated: groups of tokens
-    whose attention was estimated.
-    """
-    stats, shape = state.stats, state.shape
-    row = shape.host_row_bytes
-    stats.steps += steps
-    stats.searches += searches
-    stats.attended_rows += steps * shape.sequences * shape.kv_heads
-    stats.retrieved_tokens += selected
-    stats.estimated_units += estimated
-    stats.static_tokens += static
-    stats.attended_tokens += shape.kv_heads * resident + selected + static
-    stats.bytes_fetched += read * row
-    stats.bytes_to_device += read * row
-    stats.reused_rows += selected - read
-    stats.bytes_saved += (selected - read) * row
-    stats.bytes_to_host += moved * shape.kv_heads * row

@@ -9,7 +9,7 @@ from kvrecall.attend.zones import ZoneAttention
 from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.layer.slots.base import Group, SlotLayer, count_steps
+from kvrecall.layer.slots.base import Group, SlotLayer
 from kvrecall.layer.state import LayerState
 
 
@@ -78,7 +78,8 @@ class DenseSlots(SlotLayer):
             store.resident.replace(b, 0, torch.cat([self._attention.front[slot][:, : zones.sink], *window], 1))
             zone.extend(zones.retrieval)
         group.state.non_finite |= self.bad[group.slots].bool()
-        count_steps(group.state, steps, searches=0, resident=resident, selected=0, static=0, read=0, moved=0)
+        sizes = steps, store.sequences, self.shape.kv_heads
+        group.state.counters.captured(*sizes, searches=0, resident=resident, selected=0, static=0, read=0, moved=0)
 
     def _forget(self, group: Group) -> None:
         for slot in group.slots:

@@ -155,14 +155,10 @@ class Layers:
             self._rows.copy_(rows, non_blocking=True)
 
     def prepare_ahead(self) -> None:
-        """While the last step runs: prepares the next one or, if a layer has to wait for its end, does the long work of it."""
+        """Prepares the next step while the last one runs."""
         try:
-            if all(layer.ahead for layer in self.all):
-                self.prepare()
-                self._prepared = True
-            else:
-                for layer in self.all:
-                    layer.work_ahead()
+            self.prepare()
+            self._prepared = True
         except Exception:  # `prepare` tries again at the next step and raises there
             self._prepared = False
 

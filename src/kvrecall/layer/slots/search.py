@@ -18,7 +18,7 @@ from kvrecall.core.errors import CaptureError
 from kvrecall.core.rings import places
 from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
-from kvrecall.layer.slots.base import Group, SlotLayer, count_steps, keeps_rows
+from kvrecall.layer.slots.base import Group, SlotLayer, keeps_rows
 from kvrecall.layer.state import LayerState
 from kvrecall.select.query_ring import QueryRing
 from kvrecall.static.sets import StaticRefresh
@@ -64,7 +64,7 @@ class SearchSlots(SlotLayer):
         if plan is not None:
             self.zones = PlannedZones(plan, rows[0])
         else:
-            self.zones = zones = DeviceZones(slots, heads, sizes, tokens, front, ring, device)
+            self.zones = zones = DeviceZones(slots, heads, sizes, tokens, front, ring, device, like.segments is None)
             marks = Marks(zones.marks, zones.coming) if like.marks_segments and like.segments is not None else None
         longest = 0 if like.segments is None else like.segments.longest
         early, every_step = isinstance(trigger, Speculative), trigger.name == "every-step"
@@ -130,21 +130,11 @@ class SearchSlots(SlotLayer):
         if taken:
             self._last = taken - 1
 
-    @property
-    def ahead(self) -> bool:
-        """False with static sets: a set that `renew` puts in place must be followed by a step."""
-        return self.method.static_config() is None
-
-    def work_ahead(self) -> None:
-        """The next step's share of the work for static sets."""
-        for group in self.groups:
-            if group.state.static_config is not None and group not in self._away:
-                self._work_static(group)
-
     def renew(self) -> None:
         """Renews static sets, and lets the index's part take in the tokens by which a zone has grown.
 
-        The long work comes before a state is given back. After an error later than that, the next call continues there.
+        The long work comes before a state is given back. After an error later than that, the next call continues there. The
+        host waits for the GPU only if the GPU counts: zones whose tokens leave by segments, or searches.
         """
         for group in self.groups:
             if group.state.static_config is not None:
@@ -154,22 +144,19 @@ class SearchSlots(SlotLayer):
 
     def _renew_static(self, group: Group) -> None:
         if group not in self._away:
-            if not self._work_static(group):
+            statics, every = group.state.statics, range(len(group.slots)) if group.steps else ()
+            soon = [(b, left) for b in every if (left := statics.due(b, group.steps)) is not None]
+            if not soon:
+                return
+            with group.state.clock("static"):
+                done = [statics.work(b, left, lambda b=b: self._look(group, b)) for b, left in soon]
+            if not any(done):
                 return
             self._give_back(group)
             self._away.add(group)
         group.begin_static()
-        self._join(group, 0)
+        self._take_over(group, 0)
         self._away.discard(group)
-
-    def _work_static(self, group: Group) -> bool:
-        """Does the coming step's share of the work; a second call does nothing. Returns whether a set is due and done."""
-        statics, every = group.state.statics, range(len(group.slots)) if group.steps else ()
-        soon = [(b, left) for b in every if (left := statics.due(b, group.steps)) is not None]
-        if not soon:
-            return False
-        with group.state.clock("static"):
-            return any([statics.work(b, left, lambda b=b: self._look(group, b)) for b, left in soon])
 
     def _catch_up(self, group: Group, zones: PlannedZones) -> None:
         for b, (slot, own) in enumerate(zip(group.slots, zones.lengths(group.slots), strict=True)):
@@ -200,7 +187,14 @@ class SearchSlots(SlotLayer):
                 self._estimated[slot] += self.part.estimated(slot)
 
     def _join(self, group: Group, room: int) -> None:
-        """Takes over the state for the coming step; nothing of it is counted yet."""
+        for b in range(len(group.slots)):
+            zones, rows = group.state.store.zones(b), group.state.store.resident.view(b)
+            window = rows[:, zones.sink : zones.sink + self.zones.on_host(zones)]
+            group.state.store.host[b].write(zones.retrieval, window.cpu())  # synchronous: graphs wait for no copy
+        self._take_over(group, room)
+
+    def _take_over(self, group: Group, room: int) -> None:
+        """Takes over the state for the coming step; nothing of it is counted yet. The window is in the host's rows."""
         state, index, attention = group.state, group.state.index, self.attention
         assert index is not None
         self._scaling, group.first = state.scaling, []
@@ -208,8 +202,6 @@ class SearchSlots(SlotLayer):
         for b, slot in enumerate(group.slots):
             zones, rows = state.store.zones(b), state.store.resident.view(b)
             front, window = self._fill(slot, state, b, zones), rows[:, zones.sink :]
-            on_host = self.zones.on_host(zones)
-            state.store.host[b].write(zones.retrieval, window[:, :on_host].cpu())  # synchronous: graphs wait for no copy
             static = state.static[b]
             budget = state.top_k - (0 if static is None else static.ids.shape[1])
             self.part.join(slot, index, b, zones, state.store.as_stored(window), budget, room)
@@ -264,7 +256,7 @@ class SearchSlots(SlotLayer):
             if self._log is not None and state.log is not None:
                 self._log.give_back(state.log, b, slot, group.steps, coming, sink)
         state.fetched = {}
-        state.non_finite |= self.bad[group.slots].bool()
+        state.non_finite |= torch.stack([self.bad[slot] for slot in group.slots]).bool()  # a list would be sent to the GPU
         self._count(group, sum(zones.retrieval for zones in after) - sum(group.first))
         if state.static_config is not None:
             for b in range(len(group.slots)):
@@ -285,7 +277,7 @@ class SearchSlots(SlotLayer):
             self._estimated.pop(slot, None)
 
     def _look(self, group: Group, b: int) -> StaticRefresh | None:
-        """A new static set of sequence b, begun as `LayerState.begin_static` would before the coming step; synchronises."""
+        """A new static set of sequence b, begun as `LayerState.begin_static` would before the coming step."""
         state, slot = group.state, group.slots[b]
         zones = self.zones.lengths([slot])[0]
         sink, keys = self._sizes.sink_tokens, self.attention.rows[slot, :, :, 0]
@@ -295,13 +287,13 @@ class SearchSlots(SlotLayer):
         return state.refresh(b, [(keys[:, :sink], 0), (window, sink + zones.retrieval)], zones.retrieval)
 
     def _count(self, group: Group, moved: int) -> None:
-        """Adds what the steps did to the counters; synchronises."""
+        """Adds what the steps did to the counters."""
         state, steps, slots, heads = group.state, group.steps, group.slots, self.shape.kv_heads
-        static = _static_tokens(state)
-        count_steps(
-            state, steps, searches=self.trigger.give_back(state.trigger, slots, steps),
+        static, read = _static_tokens(state), torch.stack([self.attention.read[slot] for slot in slots]).sum()
+        state.counters.captured(
+            steps, len(slots), heads, searches=self.trigger.give_back(state.trigger, slots, steps),
             resident=self.zones.attended(slots, steps), selected=sum(steps * heads * (state.top_k - s) for s in static),
-            static=sum(steps * heads * s for s in static), read=int(self.attention.read[slots].sum()), moved=moved,
+            static=sum(steps * heads * s for s in static), read=read, moved=moved,
             estimated=sum(self._estimated[slot] for slot in slots),
         )  # fmt: skip
 
