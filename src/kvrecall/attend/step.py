@@ -86,7 +86,7 @@ class StepAttention:
         """Drops the kept rows of some sequences and restarts their count of rows read."""
         for b in sequences:
             self.kept_ids[:, b] = -1
-            self.read[b] = 0
+            self.read[b].zero_()  # to assign a number is a copy that waits
 
     def launch(
         self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, zone: Tensor, parity: Tensor, params: AttentionParams,

@@ -147,7 +147,7 @@ class DeviceZones(SlotZones):
         coming = zones.retrieval + window
         oldest, newest = (number % self._ring for number in (zones.retrieval, coming))
         self._set(slot, [front, window + 1, oldest, self._front + newest, zones.retrieval, coming, STEP])
-        self.resident[slot] = 0
+        self.resident[slot].zero_()  # to assign a number is a copy that waits
         self.marks[slot] = 0
         if self._counts:
             self._counted[slot] = zones, 0

@@ -97,8 +97,9 @@ class DeviceTrigger:
                 else:
                     self.before[slot] = reference
             if isinstance(trigger, BoundaryTrigger | StrideTrigger):
-                self._since[slot] = trigger.since[b]
-            self._fresh[slot], self.searches[slot] = fresh, 0
+                self._since[slot].fill_(trigger.since[b])  # to assign a number is a copy that waits
+            self._fresh[slot].fill_(fresh)
+            self.searches[slot].zero_()
 
     def give_back(self, trigger: Trigger, slots: list[int], steps: int) -> int:
         """Gives the state back to a host trigger, as if that one had decided the `steps` steps. Returns the number of

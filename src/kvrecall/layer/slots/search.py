@@ -206,7 +206,8 @@ class SearchSlots(SlotLayer):
             budget = state.top_k - (0 if static is None else static.ids.shape[1])
             self.part.join(slot, index, b, zones, state.store.as_stored(window), budget, room)
             self.zones.join(slot, zones, front)
-            self.bad[slot] = self._estimated[slot] = 0
+            self.bad[slot].zero_()  # to assign a number is a copy that waits
+            self._estimated[slot] = 0
             group.first.append(zones.retrieval)
             if isinstance(self.zones, DeviceZones) and state.segments is not None:
                 starts = [p - zones.sink for p in state.segments.starts[b]]
