@@ -7,7 +7,6 @@ import torch
 
 from kvrecall.cache import prefetch
 from kvrecall.cache.prefetch import prefetch_pieces, read_keys
-from kvrecall.cache.transfer import bring_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from tests.blocks import fork, zone_of
 from tests.strategies import gaussian
@@ -76,9 +75,9 @@ def test_who_stops_early_leaves_nothing_on_its_way(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("pinned", [False, True])
-def test_keys_of_a_block(pinned: bool, device: str) -> None:
+def test_keys_of_a_zone(pinned: bool, device: str) -> None:
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2))
-    place = torch.device(device)
-    for block in pool_of(rows, pinned and device == "cuda").blocks(35, on_device=True):
-        keys = bring_keys(block, place)
-        assert keys.device.type == device and torch.equal(keys.cpu(), block[:, :, 0])
+    pool = pool_of(rows, pinned and device == "cuda")
+    for start, stop in ((35, 170), (0, 1), (9, 9)):
+        keys = pool.keys(start, stop, torch.device(device))
+        assert keys.device.type == device and torch.equal(keys.cpu(), rows[:, start:stop, 0])

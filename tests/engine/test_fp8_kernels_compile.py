@@ -13,7 +13,6 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.core import fp8_rows
-from kvrecall.core.fp8_rows import SmallRows
 from kvrecall.core.structs import AttentionParams, HostRows, HostTable
 from tests.engine.compiled import CAPABILITIES, compile_all, start_in
 from tests.layers import ZONES, state, tokens
@@ -45,8 +44,7 @@ def test_readers(dim: int, dtype: torch.dtype, capability: int, launches: dict[s
     attend_rows(torch.zeros(2, 8, 1, dim, dtype=dtype), HostRows(torch.zeros(2, 2, 33, dtype=torch.int32), held), 0.1)
     score_rows(torch.zeros(2, 4, dim), held, torch.zeros(2, 5, dtype=torch.int32))
     gather_rows(held, ids, ids, ids, torch.zeros(2, 2, dim, dtype=dtype))
-    rows = SmallRows(held.rows[0], fp8_rows.scales_of(held.rows)[0], dtype)
-    copy_keys(rows.part(7, 60), torch.zeros(2, 53, dim, dtype=dtype))
+    copy_keys(held, 7, torch.zeros(2, 53, dim, dtype=dtype))
     names = [kernel.__name__ for kernel, *_ in launches.values()]
     assert {"host_rows_kernel", "score_rows_kernel", "gather_small_kernel", "keys_kernel"} < set(names)
     compile_all(launches, capability)

@@ -102,7 +102,7 @@ def test_a_captured_layer_of_every_head_size(
 def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.cache.host_keys import copy_keys
 
-    copy_keys(torch.zeros(2, 150, 2, dim, dtype=torch.bfloat16)[:, 7:], torch.zeros(2, 143, dim, dtype=torch.bfloat16))
+    copy_keys(empty_table(1, dim, torch.bfloat16), 7, torch.zeros(2, 143, dim, dtype=torch.bfloat16))
     assert [kernel.__name__ for kernel, *_ in launches.values()] == ["keys_kernel"]
     compile_all(launches, capability)
 

@@ -12,7 +12,7 @@ import kvrecall
 from kvrecall import RetrievalCache, engine
 from kvrecall.attend import attend_rows, reference
 from kvrecall.cache.prefetch import prefetch_pieces, read_keys
-from kvrecall.cache.transfer import bring, bring_keys
+from kvrecall.cache.transfer import bring
 from kvrecall.core.fp8_rows import SmallRows, as_stored, quantised
 from kvrecall.core.structs import HostRows, Rows
 from kvrecall.fetch import Direct, Staged, fetch_rows
@@ -52,7 +52,7 @@ def test_rows_of_a_zone(dim: int, dtype: str) -> None:
     keys = torch.empty(3, 400, dim, dtype=DTYPES[dtype], device=CUDA)
     read_keys(pool, 61, keys)
     assert torch.equal(keys.cpu(), back[:, 61:461, 0])
-    assert torch.equal(torch.cat([bring_keys(block, CUDA) for block in pool.stored()], 1).cpu(), back[:, :, 0])
+    assert torch.equal(pool.keys(0, 500, CUDA).cpu(), back[:, :, 0])
     with prefetch_pieces(pool, 3, 500, 90, CUDA, torch.clone) as pieces:
         assert torch.equal(torch.cat([piece.cpu() for piece in pieces], 1), back[:, 3:])
     for policy in (Direct(), Staged(), Direct(reuse=True)):

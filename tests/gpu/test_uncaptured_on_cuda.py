@@ -17,7 +17,7 @@ from kvrecall import engine
 from kvrecall.attend import attend_rows, reference
 from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import Region
-from kvrecall.cache.transfer import bring, bring_keys
+from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core import page_locked
 from kvrecall.core.errors import DeviceMemoryError
@@ -107,8 +107,7 @@ def test_addresses_beyond_two_to_the_31() -> None:
     queries, lengths = gaussian(2, 1, 32, 1, 128).to(kind).cuda(), torch.full((1, 8), 32, dtype=torch.int32, device=CUDA)
     rows = Rows(last.cuda().unsqueeze(0), lengths)
     close(attend_rows(queries, HostRows(ids.cuda(), table), 0.1), reference.attend_rows(queries, rows, 0.1), kind)
-    keys = torch.cat([bring_keys(block, CUDA) for block in pool.blocks(tokens - 32, on_device=True)], 1)
-    assert torch.equal(keys, rows.kv[0, :, :, 0])
+    assert torch.equal(pool.keys(tokens - 32, tokens, CUDA), rows.kv[0, :, :, 0])
 
 
 def tiny(device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

@@ -10,7 +10,7 @@ from kvrecall.attend import reference
 from kvrecall.cache import host_keys
 from kvrecall.cache.host_keys import copy_keys
 from kvrecall.core import fp8_rows
-from kvrecall.core.fp8_rows import SmallRows, as_stored, quantised
+from kvrecall.core.fp8_rows import as_stored
 from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.structs import HostRows, HostTable, Rows
 from tests.blocks import host_table, in_eight_bits
@@ -121,10 +121,9 @@ def test_gathered_rows_and_exact_scores(dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("programs", [1, 6])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (80, torch.float16), (256, torch.float32)])
-def test_keys_of_a_part_of_a_block(dim: int, dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_a_part_of_a_zone(dim: int, dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_keys, "_PROGRAMS", programs)
-    rows = gaussian(dim, 3, 200, 2, dim).to(dtype)
-    near, small = torch.full((3, 150, dim), float("nan"), dtype=dtype), quantised(rows)
-    copy_keys(SmallRows(small.numbers, small.scales, dtype).part(30, 161), near[:, 9:140])
+    rows, near = gaussian(dim, 3, 200, 2, dim).to(dtype), torch.full((3, 150, dim), float("nan"), dtype=dtype)
+    copy_keys(in_eight_bits(host_table([rows], 32)), 30, near[:, 9:140])
     assert torch.equal(near[:, 9:140], as_stored(rows)[:, 30:161, 0])
     assert near[:, :9].isnan().all() and near[:, 140:].isnan().all()

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kvrecall.core.fp8_rows import SmallRows, StoredRows
-from kvrecall.core.launch import cdiv, kernels_available, next_power_of_2
+from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.structs import HostTable
 
 _TOKENS = 64
 """Tokens that a program reads at a time: 16 KB at D = 128 in 16 bits."""
@@ -18,25 +17,18 @@ _PROGRAMS = 64
 which would otherwise wait for the last of thousands of programs to start."""
 
 
-def readable(rows: StoredRows, device: torch.device) -> bool:
-    """Whether kernels of a GPU can read these host rows: they must be page-locked."""
-    held = rows.scales if isinstance(rows, SmallRows) else rows
-    return held.device != device and kernels_available(device) and held.is_pinned()
+def copy_keys(table: HostTable, start: int, keys: Tensor) -> None:
+    """Copies the keys of the tokens from `start` on into keys `[H_kv, n, D]` of a GPU, on its current stream. The host does not
+    wait.
 
-
-def copy_keys(rows: StoredRows, keys: Tensor) -> None:
-    """Copies the keys of readable rows `[H_kv, n, 2, D]` into keys `[H_kv, n, D]` of a GPU, on its current stream.
-
-    Rows, and the keys of a head, must be contiguous.
+    table: of one sequence, for the GPU. The keys of a head must be contiguous.
     """
     from kvrecall.cache.host_keys_kernel import keys_kernel  # Triton takes a second to import
 
-    numbers = rows.numbers.view(torch.uint8) if isinstance(rows, SmallRows) else rows
-    scales = rows.scales if isinstance(rows, SmallRows) else numbers
-    heads, tokens, _, dim = numbers.shape
-    assert numbers.stride(3) == keys.stride(2) == 1 and keys.stride(1) == dim and scales.stride(1) in (2, 2 * dim)
+    heads, tokens, dim = keys.shape
+    assert keys.stride(2) == 1 and keys.stride(1) == dim
     if tokens:
         keys_kernel[(min(cdiv(tokens, _TOKENS), max(1, _PROGRAMS // heads)), heads)](
-            numbers, scales, keys, tokens, numbers.stride(0), numbers.stride(1), scales.stride(0), keys.stride(0), D=dim,
+            table.pool, table.blocks, keys, start, tokens, heads, keys.stride(0), BLOCK=table.block_size, D=dim,
             BD=next_power_of_2(dim), T=_TOKENS, num_warps=4,
         )  # fmt: skip

@@ -11,9 +11,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_keys import copy_keys, readable
+from kvrecall.cache.host_keys import copy_keys
 from kvrecall.core.copy_2d import copy_2d
 from kvrecall.core.fp8_rows import SmallRows, StoredRows, part_of, wide
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.structs import HostTable
 
 Taken = TypeVar("Taken")
 
@@ -32,6 +34,10 @@ class Zone(Protocol):
         """The same in the form in which they are stored, for a GPU's current stream alone."""
         ...
 
+    def table(self, device: torch.device) -> HostTable | None:
+        """Addresses of the rows for reads by `device`; None if the device cannot read them."""
+        ...
+
 
 def zone_rows(source: Zone, start: int, stop: int) -> Tensor:
     """Rows start .. stop - 1 of the retrieval zone on the host, `[H_kv, stop - start, 2, D]`; start < stop."""
@@ -43,15 +49,17 @@ def read_keys(source: Zone, start: int, keys: Tensor) -> None:
 
     On a GPU in its current stream. If a kernel can read the host, only keys are copied and the host does not wait.
     """
+    table = source.table(keys.device) if kernels_available(keys.device) else None
+    if table is not None:
+        copy_keys(table, start, keys)
+        return
     for rows, begin, end in _parts(source, start, keys.shape[1]):
-        fill_keys(rows, keys[:, begin:end])
+        _fill(rows, keys[:, begin:end])
 
 
-def fill_keys(rows: StoredRows, keys: Tensor) -> None:
-    """As `read_keys`, from given rows `[H_kv, n, 2, D]`."""
-    if readable(rows, keys.device):
-        copy_keys(rows, keys)
-    elif isinstance(rows, SmallRows):
+def _fill(rows: StoredRows, keys: Tensor) -> None:
+    """Copies the keys of rows `[H_kv, n, 2, D]`."""
+    if isinstance(rows, SmallRows):
         keys.copy_(rows.to(keys.device).keys().wide())
     elif rows.device == keys.device:
         keys.copy_(rows[:, :, 0])

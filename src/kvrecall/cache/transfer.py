@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import copy_heads, fill_keys
+from kvrecall.cache.prefetch import copy_heads
 from kvrecall.core.fp8_rows import SmallRows, StoredRows
 from kvrecall.core.page_locked import staging
 
@@ -65,17 +65,6 @@ def bring(block: StoredRows, device: torch.device) -> Tensor:
         return block.to(device)
     near = torch.empty(block.shape, dtype=block.dtype, device=device)
     copy_heads(block, near)
-    return near
-
-
-def bring_keys(block: StoredRows, device: torch.device) -> Tensor:
-    """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, in the model's dtype on the device; values are not copied if the device
-    can read the host."""
-    if isinstance(block, Tensor) and block.device == device:
-        return block[:, :, 0]
-    heads, tokens, _, dim = (block if isinstance(block, Tensor) else block.numbers).shape
-    near = torch.empty(heads, tokens, dim, dtype=block.dtype, device=device)
-    fill_keys(block, near)
     return near
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.prefetch import read_keys
 from kvrecall.core.fp8_rows import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
 from kvrecall.core.launch import cdiv
 from kvrecall.core.page_locked import staging
@@ -172,6 +173,14 @@ class ZoneRows:
             else:
                 torch.index_select(every, 0, number, out=out.view(-1, 2 * dim))
         return out
+
+    def keys(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Keys `[H_kv, stop - start, D]` of the tokens start .. stop - 1, copied to the device; see `read_keys`."""
+        heads, _, _, dim = self._rows.shape
+        keys = torch.empty(heads, stop - start, dim, dtype=self._rows.dtype, device=device)
+        if start < stop:
+            read_keys(self, start, keys)
+        return keys
 
     def gather(self, ids: Tensor) -> Tensor:
         """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""

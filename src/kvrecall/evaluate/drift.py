@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.cache.transfer import bring_keys
 from kvrecall.core.errors import ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.evaluate.asking import Asker, costs
@@ -148,8 +147,7 @@ class _Watched:
             assert state is not None
             if state.index is None or not zone or not (state.held or state.static[0] is not None):
                 continue
-            blocks = state.store.host[0].stored()
-            keys = torch.cat([bring_keys(block, query.device) for block in blocks], 1)[:, :zone]
+            keys = state.store.host[0].keys(0, zone, query.device)
             recall = top_k_recall(query, keys, state.attended_ids(0).to(query.device), TRUTH_K)
             self.recalled.append((step, state.layer, recall.mean().item()))
         return logits

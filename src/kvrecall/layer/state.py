@@ -14,8 +14,8 @@ from torch import Tensor
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.cache.layer import LayerStore
-from kvrecall.cache.transfer import bring_keys
 from kvrecall.core.launch import kernels_available
+from kvrecall.core.pieces import stretches
 from kvrecall.core.structs import Budget, HeldSelection, HostRows, HostTable, Rows, Selection, StepStats, join_rows, stack_rows
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import RowTables
@@ -370,9 +370,9 @@ class LayerState:
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for block in pool.stored():
+            for part in stretches(pool.length, self.shape.device):
                 with self.clock("encode"):
-                    self.index.append(b, bring_keys(block, self.shape.device))
+                    self.index.append(b, pool.keys(part.start, part.stop, self.shape.device))
             seen = None if self.log is None else self.log.seen(b)
             if seen is not None:
                 self.watch(b, seen)

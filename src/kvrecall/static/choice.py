@@ -80,7 +80,7 @@ class StaticChoice(Part):
 
     def choose(self, zone: Tensor, sight: Observation) -> Tensor:
         """Runs `choosing` to its end."""
-        return finished(self.choosing(sight, zone, stretches(zone.shape[1])))
+        return finished(self.choosing(sight, zone, stretches(zone.shape[1], zone.device)))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ObservationWindow(StaticChoice):
         with lasting_tensors():  # steps in between may write to it in another mode
             scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
         ends = []
-        for part in stretches(zone.shape[1]):
+        for part in stretches(zone.shape[1], zone.device):
             where = zone[:, part], offset + part.start, scaling
             _mean_shares(observed, *where, total, scores[:, part])
             if sight.count is None and self.ratio == "online":

@@ -153,7 +153,7 @@ def _choosing(
 
 
 def _arrivals(source: ZoneRows, zone: Tensor) -> Iterator[slice]:
-    for part in stretches(zone.shape[1]):
+    for part in stretches(zone.shape[1], zone.device):
         read_keys(source, part.start, zone[:, part])
         yield part
 

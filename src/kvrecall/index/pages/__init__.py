@@ -132,7 +132,7 @@ class PageIndex(UnitIndex):
             return keys.gather(1, members[:, part].long().unsqueeze(-1).expand(-1, -1, keys.shape[2]))
 
         reps = [self._units_of_none().reps]
-        for part in stretches(count, size):
+        for part in stretches(count, keys.device, size):
             reps.append(volumes(keys_of(part), size, self.config.bounds))
             yield part.stop - part.start
         units = Units(torch.cat(reps, 1), members, self._offsets(count, -(-count // size)))
@@ -222,7 +222,7 @@ def _volume(pages: Tensor, bounds: str) -> Tensor:
     centre = pages.mean(2)
     if bounds == "mean":
         return centre
-    spread = (pages - centre.unsqueeze(2)).abs().mean(2)
+    spread = (pages - centre.unsqueeze(2)).abs_().mean(2)
     return torch.cat([centre + spread, centre - spread], -1)
 
 

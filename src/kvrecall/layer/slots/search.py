@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kvrecall.attend.step import StepAttention
 from kvrecall.cache.slot_zones import DeviceZones, PlannedZones, SlotZones, ZonePlan
-from kvrecall.cache.transfer import bring_keys
-from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.rings import places
@@ -246,7 +244,7 @@ class SearchSlots(SlotLayer):
             pool, kept = state.store.host[b], self.attention.rows[slot]
             start, tokens = pool.length, zones.retrieval
             pool.extend(tokens)
-            self.part.leave(slot, index, b, tokens, partial(self._keys, pool, start))
+            self.part.leave(slot, index, b, tokens, partial(pool.keys, start, tokens, self.shape.device))
             state.store.resident.replace(b, 0, torch.cat([kept[:, : zones.sink], kept[:, self._window(zones)]], 1))
             ids, counts = self._found[self._last] if self._found else (self.part.ids, self.part.counts)
             state.held[b] = HeldSelection(ids[slot].clone(), counts[slot].clone(), tokens)
@@ -263,10 +261,6 @@ class SearchSlots(SlotLayer):
             for b in range(len(group.slots)):
                 state.statics.grow_older(b, group.steps - 1)
         group.steps = group.begun = 0
-
-    def _keys(self, zone: ZoneRows, start: int) -> Tensor:
-        """Keys `[H_kv, n, D]` of the zone's tokens from number `start` on."""
-        return torch.cat([bring_keys(block, self.shape.device) for block in zone.stored(start)], 1)
 
     def _forget(self, group: Group) -> None:
         self._away.discard(group)
