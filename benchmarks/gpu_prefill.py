@@ -51,6 +51,8 @@ from kvrecall.layer.state import LayerState
 TOLERANCE = 0.03
 """Largest relative difference of hidden states. Both sides round to bf16 in other orders, which makes 0.005 to 0.011 of models
 up to 4,096 wide, hardly more with more layers; attention that misses 64 of 2,048 tokens makes 0.24."""
+SMALL_TOLERANCE = 0.1
+"""The same with rows in eight bits, which are 3 % off: 0.02 to 0.06."""
 _INDEX_STAGES = ("encode", "watch")
 
 
@@ -200,7 +202,7 @@ def measure(
     cache, hidden = prompt.read(name, prompt.ids, profile=True)
     settle_s = _settle(prompt, cache)
     states = _states(cache)
-    error = _check(prompt, states, hidden)
+    error = _check(prompt, states, hidden, SMALL_TOLERANCE if in_eight_bits(name) else TOLERANCE)
     stages = cache.stats().total.counters.stage_seconds
     encode_s, zone = sum(stages.get(stage, 0.0) for stage in _INDEX_STAGES), states[0].store.zones(0).retrieval
     pin_s = _pin(prompt, states)
@@ -243,7 +245,7 @@ def _pin(prompt: Prompt, states: list[LayerState]) -> float:
     return times[0]
 
 
-def _check(prompt: Prompt, states: list[LayerState], hidden: Tensor) -> float:
+def _check(prompt: Prompt, states: list[LayerState], hidden: Tensor, tolerance: float) -> float:
     """The relative difference of hidden states; raises where it is too large or an index does not hold its zone."""
     for state in states:
         sizes, stored = state.store.sizes, state.store.zones(0)
@@ -254,5 +256,5 @@ def _check(prompt: Prompt, states: list[LayerState], hidden: Tensor) -> float:
             indexed = state.index.lengths[0]
             require(indexed == expected, f"layer {state.layer}: {indexed} tokens indexed, not {expected}")
     error = float((hidden.float() - prompt.hidden).norm() / prompt.hidden.norm())
-    require(error < TOLERANCE, f"hidden states differ by {error:.4f} of their norm, more than {TOLERANCE}")
+    require(error < tolerance, f"hidden states differ by {error:.4f} of their norm, more than {tolerance}")
     return error
