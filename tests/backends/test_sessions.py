@@ -83,6 +83,15 @@ def assert_goes_on(model: Any, cache: RetrievalCache, folder: Path, config: Any 
     return other
 
 
+def test_a_static_set_may_wait_for_its_step(model: Any, tmp_path: Path) -> None:
+    """As captured decoding leaves it if the step that it was chosen for is not made."""
+    cache = read(model, "prkv")
+    for layer in cache.retrieval_layers:
+        assert layer.state is not None and layer.state.static[0] is not None
+        layer.state.statics.grow_older(0, -1 - layer.state.static[0].age)
+    assert_goes_on(model, cache, tmp_path / "s")
+
+
 @pytest.mark.parametrize("name", [*registry.names(), *PARTS])
 def test_a_loaded_session_decodes_as_the_saved_one(model: Any, name: str, tmp_path: Path) -> None:
     cache = read(model, name)

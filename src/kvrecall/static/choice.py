@@ -159,7 +159,7 @@ class StaticSet:
     """Chosen tokens of one sequence. Immutable: a new set replaces it.
 
     ids: int32 `[H_kv, m]`, ascending positions in the retrieval zone. rows: `[H_kv, m, 2, D]` on the device, contiguous.
-    age: decode steps since they were chosen.
+    age: decode steps since they were chosen; -1: the step that they were chosen for was not made.
     """
 
     ids: Tensor

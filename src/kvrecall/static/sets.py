@@ -267,7 +267,7 @@ class StaticSets:
             if own.has("set", known):
                 ids = own.tensor("ids", known and known.ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
                 rows = own.tensor("rows", known and known.rows, (heads, ids.shape[1], 2, dim), shape.dtype)
-                self.sets[b] = StaticSet(ids, rows, own.integer("age", known.age if known else 0))
+                self.sets[b] = StaticSet(ids, rows, own.integer("age", known.age if known else 0, least=-1))
             refresh = self._refreshes[b]
             if own.has("refresh", refresh):
                 if self.config is None or index is None:
