@@ -121,6 +121,10 @@ class DeviceRows:
         """See `RowSource`; on the device."""
         return self.blocks(start, stop)
 
+    def keys(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """See `RowSource`; a view."""
+        return self._rows[:, start:stop, 0]
+
     def table(self, device: torch.device) -> HostTable | None:
         """See `RowSource`; none, for rows that are not in blocks."""
         return None

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall.cache import zone_rows
 from kvrecall.cache.prefetch import Zone, read_keys
 from kvrecall.cache.slot_zones import ZONE_NUMBERS
 from kvrecall.core import pieces
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.index import pages as page_index
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.static import sets as static_sets
@@ -224,7 +224,7 @@ def test_no_captured_step_waits_for_all_keys(
                 patch.setattr(static_sets, "read_keys", failing)
                 layers.prepare()
         with monkeypatch.context() as patch:
-            for module in (static_sets, page_index):
+            for module in (static_sets, zone_rows):
                 patch.setattr(module, "read_keys", spy)
             layers.prepare()
         by_step.append(sum(read))
@@ -257,7 +257,7 @@ def test_keys_are_read_while_the_step_before_runs(
             read_keys(source, start, keys)
 
         with monkeypatch.context() as patch:
-            for module in (static_sets, page_index):
+            for module in (static_sets, zone_rows):
                 patch.setattr(module, "read_keys", spy)
             work()
 

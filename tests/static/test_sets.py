@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.cache import prefetch
+from kvrecall.cache import prefetch, zone_rows
 from kvrecall.core import pieces
-from kvrecall.index import pages
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.stats import CacheStats
@@ -74,7 +73,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read.append(keys.shape[1])
         prefetch.read_keys(source, start, keys)
 
-    for module in (static_sets, pages):
+    for module in (static_sets, zone_rows):
         monkeypatch.setattr(module, "read_keys", spy)
     return read
 

@@ -18,7 +18,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.fp8_rows import host_row_bytes
 from kvrecall.core.pieces import Work
-from kvrecall.core.structs import Budget, HostTable, Selection
+from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.calibration import LayerCalibration
 from kvrecall.parts import Part
 from kvrecall.select.gqa import GQA_MODES, check_mode
@@ -69,8 +69,8 @@ class RowSource(Zone, Protocol):
         """Rows `[H_kv, n, 2, D]` of ids int `[H_kv, n]`, both on the CPU."""
         ...
 
-    def table(self, device: torch.device) -> HostTable | None:
-        """Addresses of the rows for reads by `device`; None if the device cannot read them."""
+    def keys(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Keys `[H_kv, stop - start, D]` of the tokens start .. stop - 1, copied to the device."""
         ...
 
 

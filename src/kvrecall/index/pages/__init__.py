@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import read_keys
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.pieces import Work, finished, stretches
@@ -119,7 +118,7 @@ class PageIndex(UnitIndex):
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         """Builds all pages of the sequence anew from the host's rows."""
-        self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0, self._counts[sequence]))))
+        self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0))))
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
         tokens, size = keys.shape[1], self.config.page_tokens
@@ -139,8 +138,7 @@ class PageIndex(UnitIndex):
         return Pages(units, keys_of(slice(count - count % size, count)).clone(), tokens)
 
     def restructure(self, sequence: int, ids: Tensor | None, made: Pages) -> None:
-        arrived = self._counts[sequence]
-        late = self._keys(sequence, made.tokens, arrived)
+        late = self._keys(sequence, made.tokens)
         self._excluded[sequence], self._counts[sequence] = ids, made.tokens
         self._units[sequence], self.tails[sequence] = made.units, made.tail
         if late.shape[1]:
@@ -184,13 +182,9 @@ class PageIndex(UnitIndex):
         shape = self._shape
         return Units.none(shape.kv_heads, self.config.points * shape.head_dim, shape.dtype, shape.device)
 
-    def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
-        """Keys `[H_kv, stop - start, D]` from the host."""
-        shape = self._shape
-        keys = torch.empty(shape.kv_heads, stop - start, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        if start < stop:
-            read_keys(self._sources[sequence], start, keys)
-        return keys
+    def _keys(self, sequence: int, start: int) -> Tensor:
+        """Keys `[H_kv, n, D]` of the indexed tokens from number `start` on, from the host."""
+        return self._sources[sequence].keys(start, self._counts[sequence], self._shape.device)
 
     def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
         """keys: at least those of the partial last page, in order."""
