@@ -1,7 +1,7 @@
 """The zone lengths of the sequences in slots, as kernels read them.
 
-If lengths follow from the number of steps, the host counts (`PlannedZones`) and sends one row of numbers per slot before each
-step. If queries decide what leaves the window, as with LouisKV's segments, the device counts (`DeviceZones`).
+Either the host counts (`PlannedZones`) and sends one row of numbers per slot before each step, or the device does
+(`DeviceZones`): for units, which grow within the step, and if queries decide what leaves the window, as with segments.
 """
 
 from __future__ import annotations
@@ -169,10 +169,9 @@ class DeviceZones(SlotZones):
 
     def moved_on(self, slots: list[int]) -> None:
         for slot in slots if self._counts else ():
-            before, attended = self._counted[slot]
-            zones = self._sizes.lengths(before.total + 1, before.retrieval)
-            after = self._sizes.lengths(zones.total, zones.retrieval + self._sizes.evicted(zones, settle=False))
-            self._counted[slot] = after, attended + zones.local + zones.buffer
+            zones, attended = self._counted[slot]
+            seen, after = self._sizes.step(zones)
+            self._counted[slot] = after, attended + seen.local + seen.buffer
 
     def on_host(self, zones: ZoneLengths) -> int:
         return zones.local + zones.buffer

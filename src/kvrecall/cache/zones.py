@@ -61,6 +61,11 @@ class ZoneSizes:
         local = min(window, self.local_tokens)
         return ZoneLengths(sink, retrieval, local, window - local)
 
+    def step(self, zones: ZoneLengths) -> tuple[ZoneLengths, ZoneLengths]:
+        """Lengths with one more token: as its step attends to them, and behind the step, where a full buffer has left."""
+        seen = self.lengths(zones.total + 1, zones.retrieval)
+        return seen, self.lengths(seen.total, seen.retrieval + self.evicted(seen, settle=False))
+
     def evicted(self, zones: ZoneLengths, settle: bool) -> int:
         """How many of the oldest window tokens move to the retrieval zone now. settle: empty the buffer at any length."""
         due = settle or zones.buffer >= self.update_interval

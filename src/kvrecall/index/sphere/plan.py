@@ -66,12 +66,11 @@ class StepPlan(ZonePlan):
     def advance(self) -> None:
         """After a step: every sequence has one more token, and a full buffer moves to the retrieval zone."""
         for slot, zones in self.zones.items():
-            after, moved = self._after(zones)
-            self.zones[slot] = self.sizes.lengths(after.total, after.retrieval + moved)
+            _, self.zones[slot] = self.sizes.step(zones)
 
     def attended(self, slot: int) -> int:
         """Tokens outside the retrieval zone that the next step attends to, its own included."""
-        return self._after(self.zones[slot])[0].resident
+        return self.sizes.step(self.zones[slot])[0].resident
 
     def _row(self, zones: ZoneLengths | None, quiet: bool, ahead: int) -> list[int]:
         sink = self.sizes.sink_tokens
@@ -82,11 +81,6 @@ class StepPlan(ZonePlan):
         newest = zones.retrieval + window - 1  # position after the sink
         leaving = zones.retrieval + buffer - 1 if buffer and not quiet else -1
         row = sink + leaving % self.ring if leaving >= 0 else -1
-        grows = not ahead and self._after(zones)[1] > 0 and not quiet
+        grows = not ahead and self.sizes.step(zones)[1].retrieval > zones.retrieval and not quiet
         search = plan_row(zones.retrieval, self.stage(zones.retrieval))
         return [*search, zones.sink, window, zones.retrieval % self.ring, sink + newest % self.ring, row, leaving, int(grows)]
-
-    def _after(self, zones: ZoneLengths) -> tuple[ZoneLengths, int]:
-        """Zones with one more token, and how many then move to the retrieval zone."""
-        after = self.sizes.lengths(zones.total + 1, zones.retrieval)
-        return after, self.sizes.evicted(after, settle=False)

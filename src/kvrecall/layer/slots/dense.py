@@ -66,9 +66,8 @@ class DenseSlots(SlotLayer):
         for b, slot in enumerate(group.slots):
             before = zones = store.zones(b)
             for _ in range(steps):
-                after = store.sizes.lengths(zones.total + 1, zones.retrieval)
-                zones = store.sizes.lengths(after.total, after.retrieval + store.sizes.evicted(after, settle=False))
-                resident += after.total  # the whole zone too
+                _, zones = store.sizes.step(zones)
+                resident += zones.total  # the whole zone too
             zone, at = store.host[b], before.retrieval
             if moved_away:  # the device had no room for a copy of the sequence, which moved the layer's rows to the host
                 for part in zone.blocks(at, zones.retrieval, of=own):

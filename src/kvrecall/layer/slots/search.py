@@ -28,7 +28,7 @@ class SearchSlots(SlotLayer):
     """Rows of the windows, trigger, zones and static sets of all slots. The index's part (`IndexStep`) searches them.
 
     The window of a slot is a ring: a token stays in its row until it leaves, and nothing is shifted. The work for the next
-    static set is done between steps, a share of it at a time; when the set is due, the ordinary state is given back, gets the
+    static set runs beside the steps, a share of it at a time; when the set is due, the ordinary state is given back, gets the
     set, and is taken over again.
     """
 
