@@ -39,7 +39,7 @@ from benchmarks.gpu_ops import layers_for
 from benchmarks.gpu_time import Times, timed
 from benchmarks.gpu_unit_step import UnitStep
 from kvrecall.attend.reference import attend_rows
-from kvrecall.core.few_threads import MOST
+from kvrecall.core.few_threads import few_threads
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import AttentionParams, Budget, HostTable, Rows
 from kvrecall.index.base import LayerShape
@@ -341,11 +341,13 @@ def measure(shape: str, tokens: int, system: str) -> Row:
     full_bytes, band = Heads(*SHAPES[shape]).cache_bytes(tokens), bandwidths()
     state, static = layers.states[0], layers.states[0].static[0]
     fetched = state.top_k - (0 if static is None else static.ids.shape[1])
+    with few_threads():
+        threads = get_num_threads()
     row = Row(
         shape, tokens, system, captured, len(layers.layers) if captured else 1, p20, p50, p80, *full,
         backend, full[1] / p50,
         attended_tokens=layers.resident + state.top_k, fetched_rows=0 if "held" in system else fetched, units=layers.units,
-        host_threads=min(MOST, get_num_threads()) if name == "ctkvr" else 0, host_us=host if name == "ctkvr" else 0.0,
+        host_threads=threads if name == "ctkvr" else 0, host_us=host if name == "ctkvr" else 0.0,
         device_bytes=moved.device, bus_bytes=moved.bus, roofline_us=band.roofline_us(moved.device, moved.bus),
         full_bytes=full_bytes, full_roofline_us=band.roofline_us(full_bytes),
     )  # fmt: skip

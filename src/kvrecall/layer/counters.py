@@ -62,7 +62,7 @@ class Counters:
         stats.estimated_units += estimated
         stats.static_tokens += static
         stats.attended_tokens += heads * resident + selected + static
-        stats.bytes_to_host += moved * heads * self._row_bytes
+        self.offloaded(moved * heads)
         self.fetched(0, selected)
         self._read_captured = self._read_captured + read
 
