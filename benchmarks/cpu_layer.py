@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.checks import require
 from benchmarks.rows import Timing, write_csv
+from benchmarks.statistics import even_statistics
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
@@ -83,7 +84,7 @@ def measure(shape: str, tokens: int, dtype: torch.dtype, seconds: float, name: s
     generator = torch.Generator().manual_seed(tokens)
     keys, values = (torch.randn(1, heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
     query = torch.randn(1, query_heads, 1, dim, generator=generator).to(dtype)
-    state = LayerState(0, LayerShape(1, query_heads, heads, dim, dtype, keys.device), method)
+    state = LayerState(0, LayerShape(1, query_heads, heads, dim, dtype, keys.device, even_statistics(heads, dim)), method)
     zones = method.zone_sizes()
     state.store.host[0].reserve(tokens - zones.sink_tokens - zones.local_tokens)
     start = time.perf_counter()

@@ -43,12 +43,15 @@ from benchmarks.verify import check_compiled, check_step
 from kvrecall.backends.memory import layer_bytes
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.statistics import ModelStatistics
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.core.fp8_rows import host_row_bytes
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.state import LayerState
 
 SIDES = ("both", "retrieval", "full")
@@ -180,7 +183,8 @@ def retrieval(
     cache = RetrievalCache(model.config, method_of(name, context), host_rows="fp8" if in_eight_bits(name) else "plain")
     room = steps + _SPARE_STEPS
     source = source or Gaussian(cache.signature)
-    cache.calibrate(model)
+    if cache.wants_statistics:
+        cache.statistics = _statistics(model, source)
     fill(cache, context, batch, room, source)
     first = torch.randint(0, model.config.vocab_size, (1, 1), device="cuda").expand(batch, 1)
     if compiled:
@@ -227,6 +231,15 @@ def fill(cache: RetrievalCache, tokens: int, batch: int, room: int, source: Gaus
         layer._logical = tokens
 
 
+def _statistics(model: LlamaForCausalLM, source: Gaussian) -> ModelStatistics:
+    """Of a source's first keys and queries."""
+    found = {}
+    for number, own in rotaries_of(model).layers.items():
+        keys, queries = source.rows(number, 0, _KNOWN)[0], source.asked(number, 0, _KNOWN)
+        found[number] = LayerStatistics(own.rotary, KeyStatistics.of(keys, queries, own.rotary))
+    return ModelStatistics(found)
+
+
 def _add(layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussian) -> None:
     """One sequence; a function of its own, so that its keys are gone before the next one's are made."""
     keys, values = source.rows(layer.number, b, tokens)
@@ -235,8 +248,6 @@ def _add(layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussia
     if layer.state is None:
         layer._begin(*(x[None, :, :1].expand(batch, -1, -1, -1) for x in (queries, keys)))
     assert layer.state is not None
-    if layer.state.shape.calibration is not None:
-        layer.state.shape.calibration.see(keys[:, tokens - known :], queries, tokens - known)
     layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
     _observe(layer.state, b, tokens, source)
 

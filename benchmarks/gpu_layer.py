@@ -25,6 +25,7 @@ from benchmarks.bandwidth import bandwidths
 from benchmarks.byte_counts import Heads, Moved, stages, total
 from benchmarks.checks import require
 from benchmarks.gpu_time import Times, timed
+from benchmarks.statistics import even_statistics
 from kvrecall.attend.reference import attend_rows
 from kvrecall.cache.blocks import BlockTable, block_tables
 from kvrecall.core.errors import ParameterError, UnknownNameError
@@ -184,7 +185,7 @@ class Bench:
     def _add_layer(self, number: int) -> None:
         keys, values = (self._random(self.heads, self.tokens, 10 * number + i) for i in (1, 2))
         heads = self.query_heads, self.heads, self.dim
-        shape = LayerShape(1, *heads, torch.bfloat16, keys.device, small_rows=self.small)
+        shape = LayerShape(1, *heads, torch.bfloat16, keys.device, even_statistics(*heads[1:]), small_rows=self.small)
         self.tables = self.tables or block_tables(1, keys.device)
         state = LayerState(number, shape, self.method, tables=self.tables)
         sizes = self.method.zone_sizes()

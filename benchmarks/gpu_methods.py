@@ -38,6 +38,7 @@ from benchmarks.gpu_layer import COSINE, SHAPES, full_attention, turn
 from benchmarks.gpu_ops import layers_for
 from benchmarks.gpu_time import Times, timed
 from benchmarks.gpu_unit_step import UnitStep
+from benchmarks.statistics import even_statistics
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.few_threads import few_threads
 from kvrecall.core.launch import kernels_available
@@ -157,7 +158,9 @@ class Layers:
 
     def _add_layer(self) -> None:
         keys, values = self._random(self.heads, self.tokens), self._random(self.heads, self.tokens)
-        shape = LayerShape(1, self.query_heads, self.heads, self.dim, torch.bfloat16, keys.device)
+        shape = LayerShape(
+            1, self.query_heads, self.heads, self.dim, torch.bfloat16, keys.device, even_statistics(self.heads, self.dim)
+        )
         state, index_of = LayerState(_BEHIND_DENSE, shape, self.method), self.method.index_config()
         index, sizes = state.index, self.method.zone_sizes()
         assert index is not None and index_of is not None

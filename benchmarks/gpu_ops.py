@@ -117,13 +117,13 @@ def _encode(shape: str, tokens: int) -> Op:
     """Summaries of `_ENCODED` keys."""
     from kvrecall.index.sphere.codes import encode as reference
     from kvrecall.index.sphere.kernels.encode import encode
-    from kvrecall.index.sphere.maps import Maps, own_calibration
+    from kvrecall.index.sphere.maps import Maps
     from kvrecall.index.sphere.pages import CodePages
 
     heads, dim = SHAPES[shape][1:]
     layer = LayerShape(1, heads, heads, dim, torch.bfloat16, torch.device("cuda"))
     config = SphereConfig()
-    maps = Maps.of(layer, own_calibration(layer), config)
+    maps = Maps.of(layer, config)
     pages = CodePages(config.layout(layer, BLOCK_TOKENS), layer.device)
     blocks = torch.arange(cdiv(_ENCODED, BLOCK_TOKENS), dtype=torch.int32, device="cuda")
     pages.give(len(blocks))

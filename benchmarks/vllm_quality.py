@@ -8,7 +8,7 @@
 
 `export` writes a known model as a folder that both engines read. `transformers` answers under full attention and under the
 method; `stock` is vLLM with its own attention, `kvrecall` vLLM with ours: these two run where vLLM is installed. The method
-searches with statistics of `kvrecall calibrate-maps FOLDER`. Prompts are those of `kvrecall eval` with the same options.
+searches. Prompts are those of `kvrecall eval` with the same options.
 """
 
 # vLLM is not installed where this is checked.

@@ -126,23 +126,6 @@ class Compiled:
         return f"kernels compiled in the first prompt: {len(self.names)}{named};"
 
 
-def write_maps(model: Path, path: Path, alike: float = 0.0) -> None:
-    """Statistics of keys without structure, for a model of this config. alike: of `vllm_weights.weights`."""
-    from transformers import AutoConfig
-
-    from benchmarks.vllm_weights import SPREAD
-    from kvrecall.backends.transformers.calibration_file import CalibrationFile, write
-    from kvrecall.backends.transformers.fingerprint import fingerprint_of_config
-    from kvrecall.index.calibration import KeyStatistics
-
-    config = AutoConfig.from_pretrained(model)
-    heads, dim = config.num_key_value_heads, config.head_dim
-    square = (torch.eye(dim) * config.hidden_size * SPREAD**2 * (1 - alike)).expand(heads, dim, dim).double()
-    known = KeyStatistics(4096, torch.zeros(heads, dim).double(), square, square)
-    layers = dict.fromkeys(range(config.num_hidden_layers), known)
-    write(path, CalibrationFile(fingerprint_of_config(config), "random", 4096, "none", layers))
-
-
 def engine(args: argparse.Namespace, longest: int) -> Any:
     """A vLLM of either kind."""
     from vllm import LLM
@@ -161,9 +144,7 @@ def engine(args: argparse.Namespace, longest: int) -> Any:
     if args.cache_gib:
         settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
     if args.engine == "kvrecall":
-        maps = folder / "maps.safetensors"
-        write_maps(folder, maps, args.alike)
-        own = {"method": "pariskv-balanced", "maps": str(maps), **json.loads(args.kvrecall)}
+        own = {"method": "pariskv-balanced", **json.loads(args.kvrecall)}
         settings |= {"attention_backend": "CUSTOM", "block_size": args.block_size, "additional_config": {"kvrecall": own}}
     return LLM(**settings)
 

@@ -145,5 +145,5 @@ def halved(trace: Trace) -> Trace:
     for number, x in trace.layers.items():
         keys, values = (rows[:, : count + info.steps] for rows in (x.keys, x.values))
         asked = x.prompt_queries[:, count : count + info.steps].transpose(0, 1)
-        layers[number] = LayerTrace(keys, values, asked, x.prompt_queries[:, :count], x.calibration)
+        layers[number] = LayerTrace(keys, values, asked, x.prompt_queries[:, :count], x.statistics)
     return Trace(replace(info, prompt_tokens=count), layers)

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from kvrecall.core.small_floats import pack, unpack
 from kvrecall.evaluate.trace import LayerTrace, Trace
-from kvrecall.index.calibration import ENOUGH_TOKENS, KeyStatistics, LayerCalibration, Rotary
 from kvrecall.index.sphere import closed_form
 from kvrecall.index.sphere.balance import Asked, Fitted, fit
 from kvrecall.index.sphere.reference import PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.statistics import KeyStatistics, Rotary
 
 COLUMNS = ("model", "text", "tokens", "layers", "maps", "span", "statistics_tokens", "recall_2", "recall_5", "late_tokens",
            "late_5")  # fmt: skip
@@ -77,15 +77,7 @@ class Halves(Rotary):
 
 def statistics(layer: LayerTrace, rotary: Rotary, tokens: int) -> KeyStatistics:
     """Of the first `tokens` tokens of a trace's layer."""
-    made = [LayerCalibration(rotary) for _ in range(0, tokens, ENOUGH_TOKENS)]
-    for part, first in zip(made, range(0, tokens, ENOUGH_TOKENS), strict=True):
-        at = slice(first, min(tokens, first + ENOUGH_TOKENS))
-        part.see(layer.keys[:, at], layer.prompt_queries[:, at], first)
-    found = [part.settle(*layer.keys.shape[::2]) for part in made]
-    mean, second, queries = (
-        torch.stack([getattr(x, name) for x in found]).mean(0) for name in ("key_mean", "key_second", "query_second")
-    )
-    return KeyStatistics(tokens, mean, second - mean.unsqueeze(-1) * mean.unsqueeze(-2), queries)
+    return KeyStatistics.of(layer.keys[:, :tokens], layer.prompt_queries[:, :tokens], rotary)
 
 
 def recalls(layer: LayerTrace, centres: Tensor, maps: Fitted, prompt: int, late: int) -> Iterator[float]:
@@ -186,7 +178,7 @@ def rows(
         found = []
         for number in numbers:
             layer = trace.layers[number]
-            kept = layer.calibration
+            kept = layer.statistics
             rotary = kept.rotary if kept is not None and base is None else Halves(layer.keys.shape[2], base or 10_000.0)
             centres, maps = maps_of(variant, layer, text.layers[number], rotary, prompt, late)
             found.append(list(recalls(layer, centres, maps, prompt, late)))

@@ -37,7 +37,7 @@ from kvrecall.evaluate.recall import prepared, replay
 from kvrecall.evaluate.tasks.base import Room
 from kvrecall.evaluate.tasks.registry import generated
 from kvrecall.evaluate.trace import LayerTrace, Trace, capture
-from kvrecall.index.calibration import KeyStatistics, LayerCalibration
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.pipeline import decode_step
 from kvrecall.methods.base import Method
 
@@ -97,16 +97,16 @@ def alone(layer: LayerTrace) -> LayerTrace:
     """The layer with a KV head for every query head."""
     group = layer.queries.shape[1] // layer.keys.shape[0]
     keys, values = (x.repeat_interleave(group, 0) for x in (layer.keys, layer.values))
-    return LayerTrace(keys, values, layer.queries, layer.prompt_queries, _each_head(layer.calibration, group))
+    return LayerTrace(keys, values, layer.queries, layer.prompt_queries, _each_head(layer.statistics, group))
 
 
-def _each_head(known: LayerCalibration | None, group: int) -> LayerCalibration | None:
+def _each_head(known: LayerStatistics | None, group: int) -> LayerStatistics | None:
     """The statistics of a KV head for each of its query heads."""
     if known is None:
         return None
-    all_of = known.settle(0, 0)  # a trace's are settled
+    all_of = known.keys
     each = (x.repeat_interleave(group, 0) for x in (all_of.key_mean, all_of.key_covariance, all_of.query_second))
-    return LayerCalibration(known.rotary, KeyStatistics(all_of.tokens, *each))
+    return LayerStatistics(known.rotary, KeyStatistics(all_of.tokens, *each))
 
 
 def record(folder: Path, name: str, context: int, samples: int, steps: int, device: str, after: Path | None) -> None:
@@ -145,7 +145,7 @@ def _loaded(path: Path, name: str, device: str) -> Trace:
     trace = Trace.load(path)
     each = alone if name.startswith("each") else lambda layer: layer
     moved = {
-        n: replace(x, **{f.name: getattr(x, f.name).to(device) for f in fields(x) if f.name != "calibration"})
+        n: replace(x, **{f.name: getattr(x, f.name).to(device) for f in fields(x) if f.name != "statistics"})
         for n, x in trace.layers.items()
     }
     return Trace(trace.info, {number: each(layer) for number, layer in moved.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -49,6 +50,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _models_first(item: pytest.Item) -> int:
     model = item.get_closest_marker("model")
     return 2 if model is None else len(model.args)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def statistics_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Key statistics of tiny models stay out of the user's folder; all workers of a run share one."""
+    from kvrecall.backends.transformers import statistics_file
+
+    shared, own = tmp_path_factory.getbasetemp(), statistics_file.statistics_dir
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with pytest.MonkeyPatch.context() as patch:
+        place = shared / "key-statistics"
+        patch.setattr(statistics_file, "statistics_dir", lambda: own() if "KVRECALL_MODELS" in os.environ else place)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,12 +11,12 @@ import kvrecall
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method, get
 from tests.attend.dense import dense
-from tests.index.sphere.calibrated import usual
+from tests.index.sphere.with_statistics import usual
 from tests.strategies import MODES, gaussian
 
 DIM = 64
@@ -41,14 +41,14 @@ def methods(top_k: int, **zones: Any) -> dict[str, Method]:
 
 def state(
     method: Method, sequences: int, layer: int = 0, kv_heads: int = 2, group: int = 2, dtype: torch.dtype = torch.float32,
-    observe_queries: int = 0, dim: int = DIM, calibration: LayerCalibration | None = None, told: bool = True,
+    observe_queries: int = 0, dim: int = DIM, statistics: LayerStatistics | None = None,
     tables: list[BlockTable] | None = None, small: bool = False,
 ) -> LayerState:  # fmt: skip
-    """told: whether the layer knows its model's statistics, by default the usual ones. tables: blocks of its sequences. small:
+    """statistics: of the model, by default the usual ones. tables: blocks of its sequences. small:
     rows in host memory are in eight bits."""
-    known = (calibration or usual(kv_heads, group, dim)) if told else None
+    known = statistics or usual(kv_heads, group, dim)
     cpu = torch.device("cpu")
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, cpu, calibration=known, small_rows=small)
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, cpu, statistics=known, small_rows=small)
     return LayerState(layer, shape, method, observe_queries=observe_queries, tables=tables)
 
 

@@ -12,7 +12,7 @@ import kvrecall
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.state import LayerState
-from tests.index.sphere.calibrated import usual
+from tests.index.sphere.with_statistics import usual
 
 GQA_MODES = ("mean_q", "mean_softmax", "max", "max_softmax", "per_head")
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
@@ -107,7 +107,7 @@ def layer(
     """An empty layer with 6 query heads and 2 KV heads, which knows its model's statistics. turned: by a rotary embedding.
     small: rows in host memory are in eight bits."""
     known = usual(2, 3, dim, turned)
-    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), calibration=known, small_rows=small)
+    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), statistics=known, small_rows=small)
     return LayerState(0, shape, method)
 
 

@@ -266,15 +266,6 @@ def test_the_median_file_is_short() -> None:
     assert lengths[len(lengths) // 2] <= 120
 
 
-def test_architecture_page_names_every_file_with_one_line() -> None:
-    page = (ROOT / "notebook" / "architecture.md").read_text().split("## Every file")[1]
-    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("* `")]
-    assert sorted(listed) == sorted(
-        [str(p.relative_to(PACKAGE)) for p in FILES] + [str(p.relative_to(ROOT)) for p in BENCHMARKS]
-    )
-    assert all(len(line.split("`: ", 1)[1]) > 10 for line in page.splitlines() if line.startswith("* `"))
-
-
 def test_public_names_are_few_and_importing_changes_nothing_global() -> None:
     program = """
 import sys

@@ -23,7 +23,7 @@ def cut(trace: Trace, *, steps: int | None = None, layers: tuple[int, ...] | Non
     kept = {}
     for n in chosen:
         x = trace.layers[n]
-        kept[n] = LayerTrace(x.keys[:, :tokens], x.values[:, :tokens], x.queries[:steps], x.prompt_queries, x.calibration)
+        kept[n] = LayerTrace(x.keys[:, :tokens], x.values[:, :tokens], x.queries[:steps], x.prompt_queries, x.statistics)
     return Trace(replace(trace.info, steps=steps, layers=chosen), kept)
 
 

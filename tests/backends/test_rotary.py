@@ -16,7 +16,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.rotary import Rotaries, _Recorder, ask_model, rotaries_of, text_decoder
-from kvrecall.index.calibration import NoRotary, turn, turn_back
+from kvrecall.index.statistics import NoRotary, turn, turn_back
 from tests.backends.models import SMALL, tiny
 
 ROPE = {"rope_theta": 10000.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -112,10 +111,6 @@ def test_mistakes(cli: Cli, args: list[str], said: str) -> None:
 
 def test_a_running_server_has_no_json(cli: Cli) -> None:
     assert "--dry-run with it" in cli.json("serve", "org/model", *VLLM, exit_code=2)["error"]["message"]
-
-
-def test_missing_maps_are_told_at_once(cli: Cli, tiny: Path) -> None:
-    assert "kvrecall calibrate-maps MODEL" in cli.error("serve", tiny, "--engine", "vllm")
 
 
 def test_transformers_server_and_its_options(cli: Cli) -> None:

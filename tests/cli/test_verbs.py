@@ -212,7 +212,7 @@ def test_script_runs_as_a_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [("--help",), ("calibrate-maps", "--help"), ("serve", "--help"), ("eval", "--tasks", "list")], ids=" ".join
+    "call", [("--help",), ("statistics", "--help"), ("serve", "--help"), ("eval", "--tasks", "list")], ids=" ".join
 )
 def test_what_computes_nothing_does_not_wait_for_torch(call: tuple[str, ...]) -> None:
     code = "import sys; sys.modules['torch'] = None; from kvrecall.cli import main; main()"

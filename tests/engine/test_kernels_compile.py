@@ -13,7 +13,7 @@ import kvrecall
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from tests.engine.compiled import DTYPES, SIZES, compile_all, empty_table, start_in
-from tests.index.sphere.calibrated import OWN, Model
+from tests.index.sphere.with_statistics import OWN, Model
 from tests.layers import DIM, ZONES, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -261,7 +261,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     shape = Model(1, 2, group, dim).layer(2, tokens=20)
     shape = replace(shape, sequences=1, dtype=dtype)
     layer, plan = (
-        DeviceLayer(0, shape, asked, index, AttentionParams(0.1), None, 3, 900, None, drafts=drafts),
+        DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, drafts=drafts),
         PassPlan(3, 900, asked, index, 128, here, drafts),
     )
     pages = torch.zeros(9, width_of(index, asked.rest_config(), shape) * 256, dtype=torch.uint8)

@@ -17,6 +17,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.plan_vllm import plan_vllm
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from tests.engine.test_plan import LLAMA_8B
 
 GIVEN = {"method": "pariskv-balanced", "host_memory": "214GiB"}
@@ -70,9 +71,12 @@ def test_scratch_is_what_layers_allocate(drafts: int) -> None:
     settings, params = Settings.of({"kvrecall": given}), AttentionParams(0.1)
     index = settings.index
     assert isinstance(index, SphereConfig)
-    here = LayerShape(1, 8, 2, 32, torch.float32, torch.device("cpu"))
-    first = DeviceLayer(0, here, settings.method, index, params, None, 5, 3000, drafts=drafts)
-    second = DeviceLayer(1, here, settings.method, index, params, None, 5, 3000, first.scratch, drafts=drafts)
+    here, other = (
+        LayerShape(1, 8, 2, 32, torch.float32, torch.device("cpu"), LayerStatistics(NoRotary(32), KeyStatistics.nothing(2, 32)))
+        for _ in range(2)
+    )
+    first = DeviceLayer(0, here, settings.method, index, params, 5, 3000, drafts=drafts)
+    second = DeviceLayer(1, other, settings.method, index, params, 5, 3000, first.scratch, drafts=drafts)
     plan = PassPlan(5, 3000, settings.method, index, 256, here.device, drafts)
     shared = 4 * 32 * 32  # the rotation, counted for each layer because statistics of keys give each its own
     assert told.scratch_bytes == held_bytes([first, second], plan) + shared

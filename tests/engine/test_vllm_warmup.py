@@ -20,7 +20,7 @@ from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.backends.vllm.warmup import Layout, Limits, Told, Trial, trials
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.sphere import SphereConfig
-from tests.index.sphere.calibrated import Model
+from tests.index.sphere.with_statistics import Model
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -36,7 +36,7 @@ class Passes:
         self.drafts, here, index = drafts, torch.device("cpu"), METHOD.index_config()
         assert isinstance(index, SphereConfig)
         shape = replace(Model(1, HEADS, GROUP, DIM).layer(HEADS, tokens=20), sequences=1, dtype=torch.bfloat16)
-        self.layer = DeviceLayer(0, shape, METHOD, index, AttentionParams(0.1), None, MOST, LONGEST, keeps=keeps, drafts=drafts)
+        self.layer = DeviceLayer(0, shape, METHOD, index, AttentionParams(0.1), MOST, LONGEST, keeps=keeps, drafts=drafts)
         self.plan = PassPlan(MOST, LONGEST, METHOD, index, BLOCK, here, drafts)
         self.layer.bind(
             torch.zeros(3, width_of(index, METHOD.rest_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),

@@ -18,6 +18,7 @@ from kvrecall.index.sphere.levels import lloyd_max
 from kvrecall.methods.pariskv import ParisKVBalanced
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import top_k_positions
+from tests.index.sphere.build import own_statistics
 from tests.strategies import gaussian
 
 
@@ -30,7 +31,7 @@ def trace() -> Trace:
         keys = gaussian(number, 2, tokens + steps, 64) * spread
         queries = gaussian(2 + number, 4, tokens + steps, 64)
         layers[number] = LayerTrace(keys, gaussian(4, 2, tokens + steps, 64), queries[:, tokens:].transpose(0, 1),
-                                    queries[:, :tokens])  # fmt: skip
+                                    queries[:, :tokens], own_statistics(keys))  # fmt: skip
     return Trace(TraceInfo("random", tokens, steps, 0.2, (0, 1)), layers)
 
 

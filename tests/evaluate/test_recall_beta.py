@@ -8,6 +8,7 @@ import torch
 from scripts import recall_beta
 
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
+from tests.index.sphere.build import own_statistics
 from tests.strategies import gaussian
 
 
@@ -19,7 +20,7 @@ def test_variants_rerank_more_than_is_fetched() -> None:
 
 def test_more_candidates_hold_more_of_the_truth(tmp_path: Path) -> None:
     keys, queries = gaussian(0, 2, 1000, 64), gaussian(3, 3, 4, 64)
-    layer = LayerTrace(keys, gaussian(2, 2, 1000, 64), queries, torch.empty(4, 0, 64))
+    layer = LayerTrace(keys, gaussian(2, 2, 1000, 64), queries, torch.empty(4, 0, 64), own_statistics(keys))
     Trace(TraceInfo("random", 997, 3, 0.125, (3,)), {3: layer}).save(tmp_path / "7.safetensors")
     rows = list(recall_beta.rows(tmp_path / "7.safetensors", 20))
     assert all(set(row) == set(recall_beta.COLUMNS) for row in rows)

@@ -10,6 +10,7 @@ from scripts import recall_long
 
 from kvrecall import Exact
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
+from tests.index.sphere.build import own_statistics
 from tests.strategies import gaussian
 
 
@@ -20,7 +21,7 @@ def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     spread = torch.linspace(0.2, 3, 64)
     keys = gaussian(0, 2, tokens, 64) * spread
     keys[:, 1200:] = gaussian(1, 2, tokens - 1200, 64) * spread.flip(0) + 1
-    layer = LayerTrace(keys, gaussian(2, 2, tokens, 64), gaussian(3, steps, 4, 64), torch.empty(4, 0, 64))
+    layer = LayerTrace(keys, gaussian(2, 2, tokens, 64), gaussian(3, steps, 4, 64), torch.empty(4, 0, 64), own_statistics(keys))
     path = tmp_path_factory.mktemp("traces") / "7.safetensors"
     Trace(TraceInfo("random", tokens - steps, steps, 0.125, (3,)), {3: layer}).save(path)
     return path

@@ -22,6 +22,7 @@ from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from tests.blocks import store
 from tests.gpu.test_uncaptured_on_cuda import CUDA, close, tiny
+from tests.index.sphere.with_statistics import usual
 from tests.one_layer import methods, normal, params
 from tests.strategies import DTYPES, generator
 
@@ -106,7 +107,7 @@ LAYERS = {name: methods(top_k=20)[name] for name in NAMES}
 @pytest.mark.parametrize("name", LAYERS)
 def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
     states = [
-        LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d), small_rows=True), LAYERS[name])
+        LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d), usual(2, 3, 64), small_rows=True), LAYERS[name])
         for d in ("cpu", "cuda")
     ]
     prompt = [normal(2, h, 150, 64, seed=10 + i) for i, h in enumerate((6, 2, 2))]

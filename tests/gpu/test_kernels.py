@@ -20,7 +20,7 @@ from kvrecall.index.sphere.codes import encode as reference_encode
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.backends import models
 from tests.index.sphere.build import coded
-from tests.index.sphere.calibrated import OWN, Model
+from tests.index.sphere.with_statistics import OWN, Model, usual
 from tests.strategies import DTYPES, HEAD_DIMS, some_of_each
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_search(dim: int, how: tuple[str, str, int, str, bool]) -> None:
     own: dict[str, Any] = OWN if balanced and stage1 == "product" else {"stage1": stage1, "balance": balanced}
     model = Model(dim, 2, group, dim)
     if balanced:
-        shape = replace(shape, calibration=model.layer().calibration)
+        shape = replace(shape, statistics=model.layer().statistics)
     index = SphereIndex(shape, SphereConfig(gqa=mode, schedule=(RatioStep(None, 0.1, 0.2),), **own))
     for b, n in enumerate((30_000, 5_000, 1_025)):
         keys = (model.keys(b, n) if balanced else torch.randn(2, n, dim)).to("cuda", shape.dtype)
@@ -128,7 +128,7 @@ def test_search(dim: int, how: tuple[str, str, int, str, bool]) -> None:
 
 
 def test_a_budget_of_all_candidates_and_repeated_keys() -> None:
-    shape = LayerShape(1, 4, 2, 64, torch.float32, torch.device("cuda"))
+    shape = LayerShape(1, 4, 2, 64, torch.float32, torch.device("cuda"), usual(2, 2, 64))
     index = SphereIndex(shape, SphereConfig(stage1="product", gqa="max", schedule=(RatioStep(None, 1.0, 1.0),)))
     keys = torch.randn(2, 1, 64, device="cuda").repeat(1, 3000, 1)
     keys[:, 10] = 0

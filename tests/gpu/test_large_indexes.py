@@ -15,6 +15,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
+from tests.index.sphere.with_statistics import usual
 from tests.one_layer import ZONES, dense
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def layer_shape(dim: int) -> LayerShape:
-    return LayerShape(1, 32, 8, dim, torch.bfloat16, CUDA)
+    return LayerShape(1, 32, 8, dim, torch.bfloat16, CUDA, usual(8, 4, dim))
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -11,6 +11,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from tests.blocks import store
+from tests.index.sphere.with_statistics import usual
 from tests.one_layer import ZONES, methods, normal, params
 from tests.strategies import DTYPES, HEAD_DIMS, generator, some_of_each
 
@@ -21,7 +22,10 @@ SMALL["page-means"] = kvrecall.Exact(top_k=20, rest="page-means:page_tokens=8", 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
-    states = [LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d)), SMALL[name]) for d in ("cpu", "cuda")]
+    states = [
+        LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d), usual(2, 3, 64)), SMALL[name])
+        for d in ("cpu", "cuda")
+    ]
     # With other keys a weight of a code lies between two bf16 numbers, and with it two keys that are as good as each other.
     prompt = [normal(2, h, 150, 64, seed=10 + i) for i, h in enumerate((6, 2, 2))]
     for state in states:
@@ -64,7 +68,7 @@ def test_fetched_rows_are_those_of_the_pool(dim: int, how: tuple[str, Direct | S
 
 def test_the_host_attends_to_the_selection() -> None:
     method = kvrecall.CTKVR(top_k=16, sink_tokens=4, local_tokens=16, update_interval=8, full_attention_threshold=0)
-    state = LayerState(0, LayerShape(1, 6, 2, 64, torch.bfloat16, torch.device("cuda")), method)
+    state = LayerState(0, LayerShape(1, 6, 2, 64, torch.bfloat16, torch.device("cuda"), usual(2, 3, 64)), method)
     q, k, v = (normal(1, h, 200, 64, seed=h).bfloat16().cuda() for h in (6, 2, 2))
     prefill_layer(state, q, k, v, None, params())
     decode_step(state, q[:, :, :1], k[:, :, :1], v[:, :, :1], None, params())

@@ -18,6 +18,7 @@ from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge_in_turn
 from tests.attend.dense import dense
+from tests.index.sphere.with_statistics import usual
 from tests.strategies import DTYPES, gaussian
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +96,7 @@ def test_a_prompt_in_chunks(
     monkeypatch.setattr(cudnn, "_WORK", 1 if asked else 1 << 60)
     monkeypatch.setattr(cudnn, "_LEAST_ROWS", 1)
     monkeypatch.setattr(store, "_PIECE_BYTES", piece_bytes)
-    shape = LayerShape(2, 6, 2, 64, DTYPES[dtype], CUDA)
+    shape = LayerShape(2, 6, 2, 64, DTYPES[dtype], CUDA, usual(2, 3, 64))
     layer = LayerState(0, shape, kvrecall.ParisKV(top_k=8, **ZONES))
     sinks = gaussian(9, 6)
     params = AttentionParams(64**-0.5, 0.0, sinks.cuda())

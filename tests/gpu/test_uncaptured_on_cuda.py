@@ -27,6 +27,7 @@ from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge
 from tests.blocks import store
+from tests.index.sphere.with_statistics import usual
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian, generator
 
 pytestmark = pytest.mark.gpu
@@ -158,7 +159,7 @@ def test_generated_tokens_are_those_of_the_cpu(name: str, ragged: bool) -> None:
 
 
 def layer(method: kvrecall.Method, dtype: torch.dtype = torch.bfloat16) -> LayerState:
-    return LayerState(0, LayerShape(2, 8, 2, 64, dtype, CUDA), method)
+    return LayerState(0, LayerShape(2, 8, 2, 64, dtype, CUDA, usual(2, 4, 64)), method)
 
 
 def tokens(seed: int, count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

@@ -18,7 +18,7 @@ from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.kernels.binary import base, weighted
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.index.sphere.build import index_in_blocks, index_of, synthetic_keys
-from tests.index.sphere.calibrated import Model, filled
+from tests.index.sphere.with_statistics import Model, filled
 from tests.interpreted.test_search import EIGHT, STEP, search_both
 from tests.interpreted.warps import warps
 from tests.strategies import gaussian

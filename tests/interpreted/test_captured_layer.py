@@ -12,12 +12,12 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall.core.structs import AttentionParams
-from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.sphere.codes import weight_values
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
-from tests.index.sphere.calibrated import Halves, Model
+from tests.index.sphere.with_statistics import Halves, Model
 from tests.layers import DIM, ZONES, left_padded, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -39,13 +39,13 @@ def compare(
     warm: int = 6,
     atol: float = 2e-6,
     lengths: tuple[int, int] = (90, 61),
-    calibration: LayerCalibration | None = None,
+    statistics: LayerStatistics | None = None,
     draw: Callable[[int, int, int, list[int]], tuple[Tensor, Tensor, Tensor]] = at_any_position,
     small: bool = False,
 ) -> tuple[LayerState, LayerState]:
     """Runs both from the same prompt; every output must agree; returns the states (pipeline's, captured). small: rows on
     the host are in eight bits."""
-    plain, other = (state(method, 2, calibration=calibration, small=small) for _ in range(2))
+    plain, other = (state(method, 2, statistics=statistics, small=small) for _ in range(2))
     longest = max(lengths)
     for layer in (plain, other):
         prompt = draw(0, 2, longest, [n - longest for n in lengths])
@@ -207,10 +207,10 @@ def same_codes(made: LayerState, expected: LayerState) -> None:
 def test_centres_follow_the_tokens_that_leave(name: str, steps: int, lengths: tuple[int, int]) -> None:
     """Keys of a model that drift with their position, over the ends of spans, which a code must not cross too early or late."""
     params, model = AttentionParams(0.01 * DIM**-0.5), Model(1, 2, 2, DIM, Halves(DIM, base=50.0))  # products are large
-    calibration = model.layer().calibration
-    assert calibration is not None
-    plain, other = compare(METHODS[name], steps, params, atol=1e-5, lengths=lengths, calibration=calibration, draw=drawn(model))
-    assert other.shape.calibration is calibration and isinstance(other.index, SphereIndex)
+    known = model.layer().statistics
+    assert known is not None
+    plain, other = compare(METHODS[name], steps, params, atol=1e-5, lengths=lengths, statistics=known, draw=drawn(model))
+    assert other.shape.statistics is known and isinstance(other.index, SphereIndex)
     before = [n - 20 for n in lengths]
     assert any(n // 64 < end // 64 for n, end in zip(before, other.index.lengths, strict=True))
     same_codes(other, plain)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.small_floats import pack
-from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes
 from kvrecall.index.sphere.codes import encode as reference_encode
-from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout, CodePages
 from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from tests.index.sphere.build import coded, index_of, shape, synthetic_keys
-from tests.index.sphere.calibrated import OWN, Halves, Model
+from tests.index.sphere.with_statistics import OWN, Halves, Model
 from tests.strategies import DTYPES, HEAD_DIMS, gaussian, some_of_each
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -37,8 +37,7 @@ def check(made: Codes, expected: Codes, step: float = 1e-5) -> None:
 
 def rotation_of(dim: int) -> Maps:
     """Of a layer whose keys are only rotated."""
-    layer = shape(1, 2, 1, dim)
-    return Maps.of(layer, own_calibration(layer), SphereConfig())
+    return Maps.of(shape(1, 2, 1, dim), SphereConfig())
 
 
 def expected_codes(
@@ -111,8 +110,8 @@ def test_a_key_and_a_centre_that_lie_too_far_apart_for_fp32() -> None:
     keys[..., 3] = 3e38
     mean, square = torch.zeros(1, 64).double(), torch.eye(64).double().unsqueeze(0)
     mean[0, 3] = -3e38
-    calibration = LayerCalibration(NoRotary(64), KeyStatistics(100, mean, square, square))
-    maps = Maps.of(layer, calibration, SphereConfig(**OWN))
+    known = LayerStatistics(NoRotary(64), KeyStatistics(100, mean, square, square))
+    maps = Maps.of(replace(layer, statistics=known), SphereConfig(**OWN))
     ours, expected = (f(keys, maps, 0, torch.float32) for f in (coded, expected_codes))
     check(ours, expected)
     assert ours.weights.isfinite().all()

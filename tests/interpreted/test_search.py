@@ -14,7 +14,7 @@ from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.index.sphere.turns import SPAN
 from tests.index.sphere.build import index_in_blocks, index_of, synthetic_keys
 from tests.index.sphere.build import search_both as by_numba_and_by_reference
-from tests.index.sphere.calibrated import Halves, Model, Neighbours, Shuffled, filled
+from tests.index.sphere.with_statistics import Halves, Model, Neighbours, Shuffled, filled
 from tests.strategies import DTYPES, MODES, gaussian, some_of_each
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

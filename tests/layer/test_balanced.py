@@ -7,12 +7,12 @@ import torch
 
 import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
-from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it
-from tests.index.sphere.calibrated import Model
+from tests.index.sphere.with_statistics import Model
 from tests.layers import DIM, PARAMS, ZONES, left_padded, start, state, step, tokens
 
 BALANCED = kvrecall.methods.get("pariskv-balanced", top_k=5, **ZONES)
@@ -21,16 +21,16 @@ LENGTHS = [340, 120]
 
 
 @pytest.fixture(scope="module")
-def calibration() -> LayerCalibration:
-    made = Model(1, 2, 2, DIM).layer().calibration
+def known() -> LayerStatistics:
+    made = Model(1, 2, 2, DIM).layer().statistics
     assert made is not None
     return made
 
 
 @pytest.fixture(scope="module")
-def wanted(calibration: LayerCalibration) -> SphereIndex:
+def wanted(known: LayerStatistics) -> SphereIndex:
     """Of a prompt that came at once."""
-    layer = state(BALANCED, 2, calibration=calibration)
+    layer = state(BALANCED, 2, statistics=known)
     start(layer, LENGTHS)
     return sphere(layer)
 
@@ -48,34 +48,34 @@ def check(layer: LayerState, wanted: SphereIndex, sequences: tuple[int, ...] = (
             assert torch.equal(mine, theirs)
 
 
-def test_centres_are_those_of_the_zones_positions(wanted: SphereIndex, calibration: LayerCalibration) -> None:
+def test_centres_are_those_of_the_zones_positions(wanted: SphereIndex, known: LayerStatistics) -> None:
     """The zone begins behind the sink."""
-    cos, sin = (x.double().mean(0) for x in calibration.rotary.turns(4 + 128, 64))
-    mean, centre = calibration.settle(2, DIM).key_mean, wanted.maps.centres(128 + 7, 1)
+    cos, sin = (x.double().mean(0) for x in known.rotary.turns(4 + 128, 64))
+    mean, centre = known.keys.key_mean, wanted.maps.centres(128 + 7, 1)
     assert centre is not None
-    expected = cos * mean + sin * mean[:, calibration.rotary.partner]
+    expected = cos * mean + sin * mean[:, known.rotary.partner]
     torch.testing.assert_close(centre[:, 0].double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [97, 64, 13])
-def test_chunks(chunk: int, wanted: SphereIndex, calibration: LayerCalibration) -> None:
-    layer, valid = state(BALANCED, 2, calibration=calibration), left_padded(LENGTHS)
+def test_chunks(chunk: int, wanted: SphereIndex, known: LayerStatistics) -> None:
+    layer, valid = state(BALANCED, 2, statistics=known), left_padded(LENGTHS)
     for parts in zip(*(x.split(chunk, 2) for x in tokens(0, 2, max(LENGTHS))), valid.split(chunk, 1), strict=True):
         prefill_layer(layer, *parts, PARAMS)
     check(layer, wanted)
 
 
 @pytest.mark.parametrize("source", [RESIDENT, kvrecall.ParisKV(top_k=7, **ZONES)], ids=["resident", "zones"])
-def test_forks_of_a_prompt(source: kvrecall.methods.Method, wanted: SphereIndex, calibration: LayerCalibration) -> None:
-    first = state(source, 2, calibration=calibration)
+def test_forks_of_a_prompt(source: kvrecall.methods.Method, wanted: SphereIndex, known: LayerStatistics) -> None:
+    first = state(source, 2, statistics=known)
     start(first, LENGTHS)
     check(rezoned(first, BALANCED), wanted)
     if source is not RESIDENT:
         check(first.fork(BALANCED), wanted)
 
 
-def test_copies(wanted: SphereIndex, calibration: LayerCalibration) -> None:
-    layer = state(BALANCED, 2, calibration=calibration)
+def test_copies(wanted: SphereIndex, known: LayerStatistics) -> None:
+    layer = state(BALANCED, 2, statistics=known)
     history = start(layer, LENGTHS)
     check(layer.select([1, 0, 1]), wanted, (1, 0, 1))
     for number in range(20):
@@ -88,9 +88,9 @@ def test_copies(wanted: SphereIndex, calibration: LayerCalibration) -> None:
     check(layer.select([1]), longer, (1,))
 
 
-def test_an_index_rebuilt_after_an_error(calibration: LayerCalibration) -> None:
+def test_an_index_rebuilt_after_an_error(known: LayerStatistics) -> None:
     """And a fork of a layer that decodes."""
-    layer = state(BALANCED, 2, calibration=calibration)
+    layer = state(BALANCED, 2, statistics=known)
     history = start(layer, LENGTHS)
     for number in range(20):
         step(layer, history, number)
@@ -102,9 +102,9 @@ def test_an_index_rebuilt_after_an_error(calibration: LayerCalibration) -> None:
     check(layer, before)
 
 
-def test_a_zone_that_was_empty_at_the_end_of_the_prompt(calibration: LayerCalibration) -> None:
+def test_a_zone_that_was_empty_at_the_end_of_the_prompt(known: LayerStatistics) -> None:
     """Everything was resident then; an undone step changes nothing, and the first tokens that leave the window are coded."""
-    layer = state(BALANCED, 1, calibration=calibration)
+    layer = state(BALANCED, 1, statistics=known)
     history = start(layer, [20])
     assert sphere(layer).lengths == [0]
     with pytest.raises(KeyError), all_of_it(layer):
@@ -121,20 +121,8 @@ def test_a_zone_that_was_empty_at_the_end_of_the_prompt(calibration: LayerCalibr
     check(layer, fresh, (0,))
 
 
-def test_a_layer_that_nobody_told_of_its_model_keeps_the_maps_of_its_first_prompt() -> None:
-    layer, other = state(BALANCED, 2, told=False), state(BALANCED, 2, told=False)
-    history = start(layer, LENGTHS)
-    maps, before = sphere(layer).maps, sphere(layer).maps.keys.clone()
-    step(layer, history, 1)
-    start(layer, [50, 60], seed=9)
-    assert sphere(layer).maps is maps and torch.equal(maps.keys, before)
-    assert layer.select([1]).index.maps is maps  # type: ignore[union-attr]
-    start(other, LENGTHS, seed=5)
-    assert not torch.equal(sphere(other).maps.keys, before)
-
-
-def test_layers_of_one_calibration_share_maps(calibration: LayerCalibration, wanted: SphereIndex) -> None:
-    other = state(BALANCED, 3, calibration=calibration)
+def test_layers_with_the_same_statistics_share_maps(known: LayerStatistics, wanted: SphereIndex) -> None:
+    other = state(BALANCED, 3, statistics=known)
     assert sphere(other).maps is wanted.maps
     more = kvrecall.methods.get("pariskv-balanced", top_k=5, **ZONES | {"sink_tokens": 8})
-    assert sphere(state(more, 3, calibration=calibration)).maps is not wanted.maps  # another zone_start
+    assert sphere(state(more, 3, statistics=known)).maps is not wanted.maps  # another zone_start

@@ -12,7 +12,7 @@ from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method, get
-from tests.index.sphere.calibrated import usual
+from tests.index.sphere.with_statistics import usual
 from tests.layers import DIM, ZONES
 from tests.strategies import SEEDS, examples, gaussian
 
@@ -30,7 +30,7 @@ FRONT = ZONES["sink_tokens"] + ZONES["local_tokens"]
 
 
 def made(method: Method, pool: BlockPool, sequences: int = 1, layer: int = 0) -> LayerState:
-    shape = LayerShape(sequences, 4, 2, DIM, torch.float32, CPU, calibration=usual(2, 2, DIM))
+    shape = LayerShape(sequences, 4, 2, DIM, torch.float32, CPU, statistics=usual(2, 2, DIM))
     return LayerState(layer, shape, method.at(0), tables=[BlockTable(pool) for _ in range(sequences)])
 
 
@@ -144,7 +144,7 @@ def test_layers_of_one_cache_copy_a_shared_block_once_for_all() -> None:
     """The last block is copied when the first layer stores; the other layers' rows of it come along."""
     pool, method = BlockPool(16), METHODS["means-across-blocks"]
     tables = [BlockTable(pool)]
-    shape = LayerShape(1, 4, 2, DIM, torch.float32, CPU, calibration=usual(2, 2, DIM))
+    shape = LayerShape(1, 4, 2, DIM, torch.float32, CPU, statistics=usual(2, 2, DIM))
     layers = [LayerState(i, shape, method.at(i), tables=tables) for i in range(2)]
     rows = [gaussian(i, 2, FRONT + 57, 2, DIM) for i in range(2)]
     for layer, own in zip(layers, rows, strict=True):

@@ -22,6 +22,7 @@ from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
 from kvrecall.methods.registry import method_class
+from tests.index.sphere.with_statistics import usual
 from tests.strategies import gaussian
 
 NAMES = methods.names()
@@ -79,7 +80,7 @@ def test_promised_summary_bytes_are_those_of_its_index(name: str, tokens: int) -
     method = methods.get(name, full_attention_threshold=0, dense_layers=())
     zones = method.zone_sizes()
     prompt = tokens + zones.sink_tokens + zones.local_tokens
-    shape = replace(SHAPE, sequences=1)
+    shape = replace(SHAPE, sequences=1, statistics=usual(2, 4, 128))
     state = LayerState(0, shape, method)
     keys = gaussian(1, 1, 2, prompt, 128).bfloat16()
     if state.index is not None:

@@ -57,7 +57,6 @@ def attend(
     Raises NonFiniteError, HostMemoryError and DeviceMemoryError; the layer is then unchanged.
     """
     state.guard(new.keys, new.values)
-    _gather(state, new)
     exact = torch.autocast(new.keys.device.type, enabled=False)  # indexes compute in fp32
     with exact, deferred_interrupt(), all_or_nothing(state, new.count, uncounted):
         out = _attend(state, new, params)
@@ -74,13 +73,3 @@ def _attend(state: LayerState, new: NewTokens, params: AttentionParams) -> Tenso
     if several:
         return decode_steps(state, *tensors, new.valid, params)
     return decode_step(state, *tensors, None if new.valid is None else new.valid[:, 0].tolist(), params)
-
-
-def _gather(state: LayerState, new: NewTokens) -> None:
-    """Adds new tokens to statistics that are still being gathered, before they are stored."""
-    calibration = state.shape.calibration
-    if calibration is None or calibration.settled:
-        return
-    for b in range(state.shape.sequences):
-        kept = slice(None) if new.valid is None else new.valid[b].nonzero()[:, 0].to(new.keys.device)
-        calibration.see(new.keys[b][:, kept], new.queries[b][:, kept], state.store.zones(b).total)

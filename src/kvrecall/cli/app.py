@@ -10,7 +10,6 @@ import kvrecall
 from kvrecall.cli.ask import ask
 from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
-from kvrecall.cli.calibrate_maps import calibrate_maps
 from kvrecall.cli.chat import chat
 from kvrecall.cli.demo import demo
 from kvrecall.cli.eval import evaluate
@@ -23,6 +22,7 @@ from kvrecall.cli.recall import recall
 from kvrecall.cli.report_page import report
 from kvrecall.cli.serve import serve
 from kvrecall.cli.sessions import sessions
+from kvrecall.cli.statistics import statistics
 from kvrecall.cli.trace import trace
 from kvrecall.cli.tune import tune
 
@@ -52,9 +52,8 @@ def _main(
     pass
 
 
-for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, calibrate, tune, report):
+for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, calibrate, statistics, tune, report):
     app.command()(verb)
-app.command("calibrate-maps")(calibrate_maps)
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(sessions, name="sessions")

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,9 +31,6 @@ def serve(
         typer.Option(metavar="METHOD", help=f"{options.METHOD_HELP} If left out, what the engine's results recommend."),
     ] = None,
     settings: options.Settings = None,
-    maps: Annotated[
-        Path | None, typer.Option(help="File of `kvrecall calibrate-maps`; the one in your folder that fits, if left out.")
-    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     context: Annotated[
@@ -56,7 +52,7 @@ def serve(
         if device is not None:
             remedy = "vLLM takes the GPUs that CUDA_VISIBLE_DEVICES names."
             raise ParameterError("--device", "none with --engine vllm", device, remedy)
-        wanted = _settings(method, settings) | ({} if maps is None else {"maps": str(maps)})
+        wanted = _settings(method, settings)
         return _vllm(
             model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run, as_json
         )
@@ -74,10 +70,6 @@ def serve(
 
     def load() -> tuple[Any, Any]:
         session = open_session(model, dtype, device)
-        if maps is not None:
-            from kvrecall.backends.transformers import calibration
-
-            calibration.keep(session.model, calibration.load(session.model, maps))
         notes().print(f"{model} with {chosen.name} at http://{host}:{port}/v1", soft_wrap=True)
         return session.model, session.tokenizer
 
@@ -113,14 +105,13 @@ def _engine(asked: Engine | None) -> Engine:
 
 def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool, as_json: bool) -> Result:
     """Becomes vLLM's server, unless it is a dry run."""
-    from kvrecall.backends.vllm.command import check_maps, serve_command
+    from kvrecall.backends.vllm.command import serve_command
     from kvrecall.models import KNOWN
 
     if model in KNOWN:
         remedy = "Give a folder or a hub repository, or --engine transformers."
         raise ModelFilesError(model, "kvrecall knows it as a GGUF file, which vLLM does not serve", remedy)
     command = serve_command(model, wanted, flags, given)
-    check_maps(model, command)
     if not command.retrieves:
         notes().print("note: another attention backend was asked for: vLLM serves without kvrecall", soft_wrap=True)
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}

@@ -209,11 +209,11 @@ class CaptureMismatchError(CaptureError):
     """A captured step gives another result than the uncaptured one; it is not used."""
 
 
-class CalibrationError(KVRecallError, ValueError):
-    """A file of key statistics is damaged, from a newer version, or of another model; it is not used."""
+class StatisticsError(KVRecallError, ValueError):
+    """Key statistics do not describe a model: of too few tokens, of another model, from a damaged file. They are not used."""
 
     def __init__(self, name: object, expected: str, got: str, remedy: str = "") -> None:
-        remedy = remedy or "Make it anew with `kvrecall calibrate-maps MODEL`."
+        remedy = remedy or "Make them anew with `kvrecall statistics MODEL`."
         super().__init__(f"{name}: expected {expected}, got {got}. {remedy}")
         self.name, self.expected, self.got, self.remedy = str(name), expected, got, remedy
 

@@ -84,7 +84,7 @@ def prepared(trace: Trace, number: int, method: Method) -> LayerState:
     """A layer after the prompt of a trace."""
     layer, prompt = trace.layers[number], trace.info.prompt_tokens
     heads, _, dim = layer.keys.shape
-    shape = LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device, layer.calibration)
+    shape = LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device, layer.statistics)
     state = LayerState(number, shape, replace(method, full_attention_threshold=0))
     state.scaling = trace.info.scaling
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))

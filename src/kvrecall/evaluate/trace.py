@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.calibration import calibration_of
+from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors
 from kvrecall.engine.prefill import prefill
-from kvrecall.evaluate.trace_calibration import from_file, frozen, to_tensors
-from kvrecall.index.calibration import LayerCalibration
+from kvrecall.evaluate.trace_statistics import from_file, frozen, to_tensors
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.full import Full
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class LayerTrace:
     """One layer of one sequence, post-RoPE. Query s sees the tokens 0 .. prompt_tokens + s, including its own.
 
     keys, values: `[H_kv, prompt_tokens + steps, D]`; queries: `[steps, H_q, D]`, of the decode steps; prompt_queries:
-    `[H_q, W, D]`, of the prompt's last W tokens, for methods that use them. calibration: key statistics at the end of the
-    prompt, with the rotary embedding of all positions; None if not recorded.
+    `[H_q, W, D]`, of the prompt's last W tokens, for methods that use them. statistics: of the model's keys, with the rotary
+    embedding of all positions; None if not recorded.
     """
 
     keys: Tensor
     values: Tensor
     queries: Tensor
     prompt_queries: Tensor
-    calibration: LayerCalibration | None = field(default=None, compare=False)
+    statistics: LayerStatistics | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class TraceInfo:
 Whole = Annotated[int, Field(ge=0, le=2**53)]
 
 
-class _Calibration(BaseModel):
-    """Layers with statistics and rotary embeddings; see `trace_calibration`."""
+class _Statistics(BaseModel):
+    """Layers with statistics and rotary embeddings; see `trace_statistics`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -82,7 +82,7 @@ class _Metadata(BaseModel):
     scaling: float = Field(gt=0)
     layers: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     text: str = ""
-    calibration: _Calibration | None = None
+    calibration: _Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Trace:
         for number, layer in self.layers.items():
             for name in _TENSORS:
                 tensors[f"layer.{number}.{name}"] = getattr(layer, name).contiguous()
-        known = {number: layer.calibration for number, layer in self.layers.items() if layer.calibration is not None}
+        known = {number: layer.statistics for number, layer in self.layers.items() if layer.statistics is not None}
         more, told = to_tensors(known, self.info.prompt_tokens + self.info.steps)
         tensors |= more
         metadata = {"kvrecall": json.dumps(asdict(self.info) | ({"calibration": told} if known else {}))}
@@ -120,7 +120,7 @@ class Trace:
                 if calibration is not None:
                     shapes = {n: (layer.keys.shape[0], layer.keys.shape[2]) for n, layer in layers.items()}
                     known = from_file(file, calibration, shapes, info.prompt_tokens + info.steps)
-                    layers = {n: replace(layer, calibration=known.get(n)) for n, layer in layers.items()}
+                    layers = {n: replace(layer, statistics=known.get(n)) for n, layer in layers.items()}
         except Exception as error:  # safetensors raises its own types for a broken file
             said = first_mistake(error) if isinstance(error, ValidationError) else error
             raise InputFileError(path, f"not a trace ({said})", "Make one with `kvrecall trace`.") from None
@@ -195,11 +195,10 @@ def capture(
             before = prompt.get(number, seen[0, :, :0].cpu())
             prompt[number] = torch.cat([before, seen[0].cpu()], 1)[:, -observe_queries:].clone()
 
-    cache.calibration = calibration_of(model)
+    known = statistics_of(model)
     cache.on_queries = remember
     prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
-    # Statistics are final at the end of the prompt, so later tokens do not count.
-    known = frozen(*_gathered(cache, chosen), input_ids.shape[1] - 1 + steps)
+    statistics = frozen({n: known.layers[n] for n in chosen if n in known.layers}, input_ids.shape[1] - 1 + steps)
     cache.on_queries = lambda n, q: queries[n].append(q[0, :, 0].cpu().clone()) if n in queries else None
     token = input_ids[:, -1:]
     with attach(model):
@@ -216,19 +215,12 @@ def capture(
             decoded = torch.stack(queries[layer.number])
             watched = prompt.get(layer.number, decoded.new_empty(decoded.shape[1], 0, decoded.shape[2]))
             captured[layer.number] = LayerTrace(
-                rows[:, :, 0], rows[:, :, 1], decoded, watched, known.get(layer.number)
+                rows[:, :, 0], rows[:, :, 1], decoded, watched, statistics.get(layer.number)
             )  # fmt: skip
     # The last prompt token is the first query, so the position of a query is prompt - 1 + step.
     scaling = float(getattr(_first_attention(model), "scaling", cache.signature.head_dim**-0.5))
     info = TraceInfo(name or cache.signature.model_type, input_ids.shape[1] - 1, steps, scaling, chosen, text)
     return Trace(info, captured)
-
-
-def _gathered(cache: RetrievalCache, chosen: tuple[int, ...]) -> tuple[dict[int, LayerCalibration], dict[int, int]]:
-    """The calibrations of the chosen layers, and their KV heads."""
-    shapes = {layer.number: layer.state.shape for layer in cache.retrieval_layers if layer.state is not None}
-    known = {number: shapes[number].calibration for number in chosen if number in shapes}
-    return {number: c for number, c in known.items() if c is not None}, {n: shape.kv_heads for n, shape in shapes.items()}
 
 
 def _first_attention(model: PreTrainedModel) -> torch.nn.Module:

@@ -241,4 +241,4 @@ def _zone_bytes(trace: Trace, number: int, method: Method) -> float:
 def _shape(trace: Trace, number: int) -> LayerShape:
     layer = trace.layers[number]
     heads, _, dim = layer.keys.shape
-    return LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device, layer.calibration)
+    return LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device, layer.statistics)

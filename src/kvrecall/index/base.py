@@ -19,7 +19,7 @@ from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.fp8_rows import host_row_bytes
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.parts import Part
 from kvrecall.select.gqa import GQA_MODES, check_mode
 from kvrecall.select.queries import ObservedQueries
@@ -38,9 +38,8 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    calibration: LayerCalibration | None = field(default=None, compare=False)
-    """Rotary embedding and key statistics of the layer; None: an index that needs statistics gathers them from its first
-    keys."""
+    statistics: LayerStatistics | None = field(default=None, compare=False)
+    """Rotary embedding and key statistics of the layer; None: unknown, and an index that needs them refuses."""
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
     small_rows: bool = False
@@ -52,9 +51,9 @@ class LayerShape:
         return host_row_bytes(self.head_dim, self.dtype, self.small_rows)
 
 
-def calibrated(shape: LayerShape, calibration: LayerCalibration | None) -> LayerShape:
-    """The shape with a calibration, unless it has one."""
-    return shape if calibration is None or shape.calibration is not None else replace(shape, calibration=calibration)
+def with_statistics(shape: LayerShape, statistics: LayerStatistics | None) -> LayerShape:
+    """The shape with these statistics, unless it has some."""
+    return shape if statistics is None or shape.statistics is not None else replace(shape, statistics=statistics)
 
 
 class RowSource(Zone, Protocol):
@@ -145,8 +144,8 @@ class IndexConfig(Part, ABC):
         return 0
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether it needs the model's rotary embedding and key statistics (`LayerShape.calibration`)."""
+    def needs_statistics(self) -> bool:
+        """Whether it needs the model's rotary embedding and key statistics (`LayerShape.statistics`)."""
         return False
 
     @property

@@ -117,7 +117,7 @@ def recommended(**params: Any) -> Method:
     """The recommended method for long contexts: `ParisKVBalanced(rest="page-means", update_interval=64)`.
 
     params: other values of its parameters, such as top_k (100 by default). Balanced keys need statistics of the model's keys,
-    from a file of `kvrecall calibrate-maps`, else from the first prompt (docs/design/statistics.md).
+    which are computed when a model is first used (docs/design/statistics.md).
     """
     return get("pariskv-balanced", **RECOMMENDED_SETTINGS | params)
 

@@ -60,7 +60,20 @@ def inspected(llm: Any) -> dict[str, Any]:
     }
     assert all(len(all_) == 3 for all_ in held.values())
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    return {"written": written, "free": pool.get_num_free_blocks(), "counts": llm.collective_rpc("retrieval_counts")[0]}
+    statistics = {
+        impl.number: {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in vars(impl._shape.statistics.keys).items()
+        }
+        for impl in served.impls
+        if impl._shape.statistics is not None
+    }
+    return {
+        "statistics": statistics,
+        "written": written,
+        "free": pool.get_num_free_blocks(),
+        "counts": llm.collective_rpc("retrieval_counts")[0],
+    }
 
 
 def soak(llm: Any, requests: int) -> dict[str, Any]:

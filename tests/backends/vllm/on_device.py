@@ -40,11 +40,8 @@ class Device:
         method = method_of(self.given, top_k=self.top_k)
         index = Settings(method).index
         assert isinstance(index, SphereConfig)
-        calibrated = paged.calibration() if index.needs_calibration else None
-        shape = replace(SHAPE, device=self.on)
-        self.layer = DeviceLayer(
-            3, shape, method, index, PARAMS, calibrated, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts
-        )
+        shape = replace(SHAPE, device=self.on, statistics=paged.statistics() if index.needs_statistics else None)
+        self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts)
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
         width = width_of(index, method.rest_config(), SHAPE)

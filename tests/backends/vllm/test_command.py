@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvrecall.backends.transformers.calibration import describe
-from kvrecall.backends.transformers.calibration_file import path_for, write
 from kvrecall.backends.vllm import command
-from kvrecall.backends.vllm.command import check_maps, serve_command, start_of
+from kvrecall.backends.vllm.command import serve_command, start_of
 from kvrecall.core.errors import KVRecallError, ParameterError
-from kvrecall.evaluate.key_statistics import gather
 
 EXACT: dict[str, Any] = {"method": "exact"}
 
@@ -89,7 +84,6 @@ def test_another_attention_backend_serves_without_ours() -> None:
     for given in (["--attention-backend", "FLASH_ATTN"], ["--attention_backend=FLASH_ATTN"]):
         made = serve_command("org/model", {}, {}, given)
         assert not made.retrieves and "CUSTOM" not in made.arguments
-        check_maps("org/model", made)
     assert serve_command("org/model", EXACT, {}, ["--attention-backend", "custom"]).retrieves
 
 
@@ -99,29 +93,6 @@ def test_plugins_without_ours_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(ParameterError, match="VLLM_PLUGINS: expected a list with kvrecall"):
         serve_command("org/model", EXACT, {}, [])
-
-
-def test_maps_are_looked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRECALL_MODELS", str(tmp_path / "models"))
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "tiny")
-    spec = str(tmp_path / "tiny")
-    balanced, exact = serve_command(spec, {}, {}, []), serve_command(spec, EXACT, {}, [])
-    check_maps(spec, exact)
-    with pytest.raises(KVRecallError, match="kvrecall calibrate-maps MODEL"):
-        check_maps(spec, balanced)
-    check_maps(spec, serve_command(spec, {}, {}, ["--hf-overrides", "{}"]))  # another config, which the engine reads
-    held = describe(model, gather(model, torch.randint(3, 64, (1, 600)), chunk_tokens=300), "tiny", "random")
-    write(tmp_path / "own.safetensors", held)
-    check_maps(spec, serve_command(spec, {"maps": str(tmp_path / "own.safetensors")}, {}, []))
-    with pytest.raises(KVRecallError, match=r"none\.safetensors"):
-        check_maps(spec, serve_command(spec, {"maps": str(tmp_path / "none.safetensors")}, {}, []))
-    write(path_for(held.fingerprint), held)
-    check_maps(spec, balanced)
 
 
 @pytest.mark.parametrize("installed", [True, False])

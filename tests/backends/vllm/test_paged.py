@@ -17,13 +17,12 @@ from kvrecall.backends.vllm.summaries import check_device, summaries_of, summary
 from kvrecall.core.errors import NonFiniteError, ParameterError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.exact import ExactConfig
-from kvrecall.index.sphere.maps import own_calibration
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
-from tests.index.sphere.calibrated import Halves
+from tests.index.sphere.with_statistics import Halves
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 4, 64, 64, 40
 SHAPE = LayerShape(1, HEADS * GROUP, HEADS, DIM, torch.float32, torch.device("cpu"))
@@ -48,12 +47,10 @@ def short(given: dict) -> str:
     return "-".join(value.split(":")[0] for value in given.values())
 
 
-def calibration() -> LayerCalibration:
-    made = LayerCalibration(ROTARY)
+def statistics() -> LayerStatistics:
     draw = torch.Generator().manual_seed(9)
-    made.see(torch.randn(HEADS, 300, DIM, generator=draw) + 0.5, torch.randn(HEADS * GROUP, 300, DIM, generator=draw), 0)
-    made.settle(HEADS, DIM)
-    return made
+    keys, queries = torch.randn(HEADS, 300, DIM, generator=draw) + 0.5, torch.randn(HEADS * GROUP, 300, DIM, generator=draw)
+    return LayerStatistics(ROTARY, KeyStatistics.of(keys, queries, ROTARY))
 
 
 class Ring:
@@ -85,7 +82,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         index, means, shape = Settings(self.method).index, self.method.rest_config(), self.shape
-        self.summaries = summaries_of(index, shape, SIZE, calibration())
+        self.summaries = summaries_of(index, replace(shape, statistics=statistics()), SIZE)
         self.pages = torch.full((BLOCKS, width_of(index, means, shape) * SIZE * HEADS), 255, dtype=torch.uint8)
         self.summaries.bind(self.pages)
         self.host = HostBlocks(BLOCKS, shape, SIZE)
@@ -191,7 +188,7 @@ def test_a_search_finds_what_the_index_finds(given: dict) -> None:
     found = bench.summaries.search(query, [bench.tables[0]], [end], method.sink_tokens, budget)
     config = method.index_config()
     assert config is not None
-    index = config.build(replace(SHAPE, calibration=calibration()))
+    index = config.build(replace(SHAPE, statistics=statistics()))
     index.append(0, text[1][:end].transpose(0, 1))
     index.exclude(0, sinks.contiguous())
     wanted = index.search(query, budget, [0])
@@ -207,7 +204,7 @@ def test_a_layer_with_page_means_gives_what_the_core_s_gives(name: str) -> None:
     own = {"top_k": 24, "sink_tokens": 16, "gqa": "max", **MEANS}
     own |= {"stage1": "product", "min_candidates_per_k": 20} if name == "pariskv" else {}
     core = methods.get(name, **own, local_tokens=32, update_interval=1, full_attention_threshold=0)
-    state = LayerState(3, replace(SHAPE, calibration=calibration()), core)
+    state = LayerState(3, replace(SHAPE, statistics=statistics()), core)
     bench, text = Bench(method_of({"method": name}, **own, local_tokens=33)), tokens(420, 14)
     for start, stop in ((0, 130), (130, 263), (263, 300)):
         prefill_layer(state, *(x.transpose(0, 1).unsqueeze(0) for x in cut(text, start, stop)), None, PARAMS)
@@ -320,13 +317,6 @@ def test_block_sizes_that_pages_cannot_have_are_refused(size: int) -> None:
 
 def test_a_device_without_kernels_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"device: expected a CPU, or a GPU .*, got 'xpu:0'"):
-        summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("xpu:0")), SIZE, calibration())
+        summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("xpu:0")), SIZE)
     with pytest.raises(ParameterError, match=r"method: expected one with kernels .*, got 'exact'"):
         check_device(torch.device("cuda:0"), ExactConfig())
-
-
-@pytest.mark.parametrize("gathering", [False, True])
-def test_balanced_keys_without_statistics_are_refused(gathering: bool) -> None:
-    """Of none, and of those that a first prompt would have to bring."""
-    with pytest.raises(ParameterError, match=r"maps: expected statistics of the model's keys.*calibrate-maps"):
-        summaries_of(Settings.of(None).index, SHAPE, SIZE, own_calibration(SHAPE) if gathering else None)

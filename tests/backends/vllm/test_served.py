@@ -16,13 +16,12 @@ import torch
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from kvrecall.backends.transformers.calibration import describe
-from kvrecall.backends.transformers.calibration_file import path_for, write
+from kvrecall.backends.transformers.rotary import rotaries_of
+from kvrecall.backends.transformers.statistics import Source, observed
 from kvrecall.backends.vllm.device import Pass
 from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
 from kvrecall.engine.plan_vllm import VllmPlan, plan_vllm
-from kvrecall.evaluate.key_statistics import gather
 
 SMALL = {"sink_tokens": 16, "local_tokens": 64}
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,7 +35,7 @@ ENGINE = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model and the statistics of its keys."""
+    """A folder with a small model."""
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,10 +48,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if weights.ndim == 2:  # sharp enough that no two tokens are equally likely
                 weights.normal_(0, 0.2 if "q_proj" in name or "k_proj" in name else 4.0 if "lm_head" in name else 0.08)
     model.save_pretrained(folder / "tiny")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVRECALL_MODELS", str(folder / "models"))
-        held = describe(model, gather(model, torch.randint(3, 512, (1, 1024)), chunk_tokens=512), "tiny", "random")
-        write(path_for(held.fingerprint), held)
     return folder
 
 
@@ -118,6 +113,19 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home
     assert made["blocks"] > stock["blocks"]
     assert made["blocks"] == planned(home, METHODS[name]).blocks
     assert not made["usage"]
+
+
+def test_an_engine_computes_the_statistics_that_transformers_has(home: Path) -> None:
+    """Nothing was prepared. Its passes have 256 tokens, and those of transformers 1,024."""
+    told = answers(home, {"rounds": [[[5, 6, 7]]], "tokens": 1, "inspected": True}, METHODS["balanced"])["start"]["statistics"]
+    model = LlamaForCausalLM.from_pretrained(home / "tiny").eval()
+    expected = observed(model, Source.of(model.config, None).ids, rotaries_of(model))
+    assert told.keys() == {str(number) for number in expected}
+    for number, own in expected.items():
+        assert told[str(number)]["tokens"] == own.tokens == 1024
+        for name in ("key_mean", "key_covariance", "query_second"):
+            found, wanted = torch.tensor(told[str(number)][name], dtype=torch.float64), getattr(own, name)
+            assert float((found - wanted).norm() / wanted.norm()) < 1e-4
 
 
 def test_rows_may_lie_beside_the_pages(home: Path, stock: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +15,14 @@ from kvrecall.methods.registry import names
 def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:
     for given in (None, {}, {"other": 1}, {"kvrecall": {}}):
         settings = Settings.of(given)
-        assert settings.method.name == "pariskv-balanced" and settings.method.top_k == 100 and settings.maps is None
+        assert settings.method.name == "pariskv-balanced" and settings.method.top_k == 100
         assert settings.method.local_tokens == LOCAL_TOKENS and settings.method.rest == PageMeans()
 
 
 def test_settings_reach_the_method() -> None:
-    given = {"method": "pariskv", "stage1": "product", "top_k": 64, "gqa": "max", "maps": "m.safetensors"}
+    given = {"method": "pariskv", "stage1": "product", "top_k": 64, "gqa": "max"}
     settings = Settings.of({"kvrecall": given})
     assert (settings.method.name, settings.method.top_k, settings.index.gqa) == ("pariskv", 64, "max")
-    assert settings.maps == Path("m.safetensors")
     assert Settings.of({"kvrecall": given | {"host_memory": "1.5GiB"}}).host_memory == 3 << 29
     assert "method" in given, "what the user gave is left as it was"
 
@@ -60,7 +58,7 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"method": "pariskv@64", "top_k": 32}, "method: expected top_k once, got 'pariskv@64'"),
         ({"method": "tuned.json"}, "no file, got 'tuned.json'"),
         ({"method": "pariskv:gqa"}, "method: expected NAME"),
-        ({"maps": 3}, "maps"),
+        ({"maps": "m.safetensors"}, "maps"),
         ({"host_memory": "96 gigabytes"}, "host_memory.*96GiB"),
         ({"host_memory": 0}, "host_memory"),
         ({"rest": "page-means:page_tokens=48"}, "page_tokens.*power of two.*48"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout, CodePages
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from tests.blocks import small_blocks
 from tests.strategies import gaussian, whole_numbers
 
@@ -37,9 +39,23 @@ def synthetic_keys(family: str, seed: int, heads: int, tokens: int, dim: int) ->
     return keys
 
 
+def layer_of(keys: list[Tensor], group: int) -> LayerShape:
+    """A layer without a rotary embedding for one sequence per tensor, whose statistics are those of the first tensor."""
+    heads, _, dim = keys[0].shape
+    return replace(shape(len(keys), heads, group, dim), statistics=own_statistics(keys[0]))
+
+
+def own_statistics(keys: Tensor) -> LayerStatistics:
+    """Statistics of keys `[H_kv, n, D]` of a layer without a rotary embedding; of nothing, if they are none or not finite."""
+    heads, tokens, dim = keys.shape
+    none = NoRotary(dim)
+    known = KeyStatistics.of(keys, None, none) if tokens else KeyStatistics.nothing(heads, dim)
+    return LayerStatistics(none, known if known.finite else KeyStatistics.nothing(heads, dim))
+
+
 def index_of(keys: list[Tensor], group: int, numba: bool = True, **config: Any) -> SphereIndex:
     """One sequence per tensor `[H_kv, n, D]`."""
-    index = SphereIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), SphereConfig(**config), numba)
+    index = SphereIndex(layer_of(keys, group), SphereConfig(**config), numba)
     for b, sequence in enumerate(keys):
         if sequence.shape[1]:
             index.append(b, sequence)
@@ -52,7 +68,7 @@ def index_in_blocks(
     """As `index_of`, in blocks whose ids do not ascend; bytes in which no code is are 255. Two blocks belong to nobody."""
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, block_size)
-        index = SphereIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), SphereConfig(**config), numba)
+        index = SphereIndex(layer_of(keys, group), SphereConfig(**config), numba)
     scattered(index, [sequence.shape[1] for sequence in keys], seed)
     for b, sequence in enumerate(keys):
         index.append(b, sequence)

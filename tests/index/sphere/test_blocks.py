@@ -14,12 +14,13 @@ from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.pages import ALIGNMENT, CodeLayout, CodePages
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import all_of_it
 from kvrecall.methods import get
 from tests.index.sphere.build import index_in_blocks, index_of, search_both, synthetic_keys
-from tests.index.sphere.calibrated import OWN, usual
+from tests.index.sphere.with_statistics import OWN, usual
 from tests.layers import DIM, PARAMS, ZONES, tokens
 from tests.strategies import gaussian
 
@@ -76,7 +77,7 @@ def test_parts_lie_behind_each_other(heads: int, dim: int, size: int, weight: to
 def layer_in(pool: BlockPool, sequences: int = 1, layer: int = 0, **changes: Any) -> LayerState:
     """A layer whose sequences have blocks of `pool`."""
     method = get(changes.pop("name", "pariskv"), top_k=6, **ZONES | changes)
-    shape = LayerShape(sequences, 4, 2, DIM, torch.float32, CPU, calibration=usual(2, 2, DIM))
+    shape = LayerShape(sequences, 4, 2, DIM, torch.float32, CPU, statistics=usual(2, 2, DIM))
     return LayerState(layer, shape, method, tables=[BlockTable(pool) for _ in range(sequences)])
 
 
@@ -165,9 +166,10 @@ def test_codes_that_differ_never_lie_in_one_memory() -> None:
     assert len(memories) == len(kinds)
     assert id(read(layer_in(pool, gqa="max", stage1="product"), 90).pages) == id(sphere(states[0]).pages)
     told = layer_in(pool, **balanced)
-    other = replace(told.shape, calibration=None)
-    untold = LayerState(0, other, told.method, tables=[BlockTable(pool)])
-    assert id(read(untold, 90).pages) not in memories
+    assert told.shape.statistics is not None
+    other = replace(told.shape, statistics=LayerStatistics(told.shape.statistics.rotary, told.shape.statistics.keys))
+    another = LayerState(0, other, told.method, tables=[BlockTable(pool)])
+    assert id(read(another, 90).pages) not in memories
 
 
 @pytest.mark.parametrize("name", ["pariskv", "pariskv-balanced"])

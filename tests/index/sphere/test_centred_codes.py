@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvrecall.index import sphere
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import NoRotary
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes, weight_values
-from tests.index.sphere.build import search_both, shape
-from tests.index.sphere.calibrated import OWN, Halves, Model, filled, model_of
+from kvrecall.index.statistics import NoRotary
+from tests.index.sphere.build import layer_of, search_both
+from tests.index.sphere.with_statistics import OWN, Halves, Model, filled, model_of
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian, some_of_each
 
 paths = pytest.mark.parametrize("numba", [True, False], ids=["numba", "reference"])
@@ -95,7 +95,7 @@ def test_forks_and_second_turns(numba: bool) -> None:
 
 @paths
 @pytest.mark.parametrize("kind", ["centred", "balanced"])
-def test_two_indexes_of_one_calibration_and_one_of_equal_statistics(kind: str, numba: bool) -> None:
+def test_two_indexes_with_the_same_statistics_and_one_with_equal_ones(kind: str, numba: bool) -> None:
     model, keys = Model(1, 2, 2, 64), Model(1, 2, 2, 64).keys(1, TOKENS)
     layer, center = model.layer(), kind == "centred"
     one, other, third = (filled(x, [keys], numba, center=center) for x in (layer, layer, Model(1, 2, 2, 64).layer()))
@@ -119,7 +119,7 @@ def test_a_position_makes_the_difference_that_it_should(numba: bool) -> None:
 def test_first_appends_of_nothing_and_of_one_token(numba: bool) -> None:
     model = Model(1, 2, 2, 64)
     keys = model.keys(1, 70)
-    for layer in (model.layer(), model.layer(tokens=0), shape(1, 2, 2, 64)):
+    for layer in (model.layer(), model.layer(tokens=1), layer_of([keys], 2)):
         index = filled(layer, [keys[:, :0]], numba)
         assert index.lengths == [0] and index.codes(0).signs.shape[1] == 0
         index.append(0, keys[:, :1])
@@ -140,13 +140,14 @@ def spoiled(name: str, keys: torch.Tensor, layer: LayerShape) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @paths
-@pytest.mark.parametrize("told", [True, False], ids=["model", "first keys"])
+@pytest.mark.parametrize("told", [True, False], ids=["model", "own keys"])
 @pytest.mark.parametrize("weight", ["uint8", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["the same", "zero", "huge", "tiny", "all"])
 def test_codes_hold_no_nan(name: str, weight: str, told: bool, numba: bool) -> None:
     model = Model(1, 2, 2, 64)
-    layer = model.layer() if told else shape(1, 2, 2, 64)
+    layer = model.layer()
     keys = spoiled(name, model.keys(1, 200), layer)
+    layer = layer if told else layer_of([keys], 2)
     index = filled(layer, [keys], numba, weight_dtype=weight)
     codes = index.codes(0)
     assert weight_values(codes.weights).isfinite().all() and (weight_values(codes.weights) >= 0).all()

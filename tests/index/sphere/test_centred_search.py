@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvrecall.core.structs import Budget
-from kvrecall.index.calibration import NoRotary
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.schedule import RatioStep
 from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.statistics import NoRotary
 from tests.index.sphere.build import found_ids, search_both
-from tests.index.sphere.calibrated import Halves, Model, filled
+from tests.index.sphere.with_statistics import Halves, Model, filled
 from tests.strategies import HEAD_DIMS, MODES
 
 STEP = (RatioStep(None, 0.2, 0.3),)

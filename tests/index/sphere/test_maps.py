@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
-from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary, turn
-from kvrecall.index.enough import ENOUGH_TOKENS
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.closed_form import Products, balanced
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.turns import SPAN, Turns, pair_stride, turns_of
-from tests.index.sphere.build import index_of, shape
-from tests.index.sphere.calibrated import OWN, Halves, Model, Neighbours, Shuffled, filled, model_of
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, flaw, turn
+from tests.index.sphere.build import shape
+from tests.index.sphere.with_statistics import OWN, Halves, Model, Neighbours, Shuffled, model_of
 from tests.strategies import HEAD_DIMS, gaussian
 
 CPU = torch.device("cpu")
@@ -29,9 +29,9 @@ FAR = (0, 4_992, 99_968, 1_000_000)
 
 
 def maps_of(model: Model, zone_start: int = 0, **config: Any) -> Maps:
-    layer = replace(model.layer(tokens=ENOUGH_TOKENS), zone_start=zone_start)
-    assert layer.calibration is not None
-    return Maps.of(layer, layer.calibration, SphereConfig(**OWN | config))
+    layer = replace(model.layer(tokens=4096), zone_start=zone_start)
+    assert layer.statistics is not None
+    return Maps.of(layer, SphereConfig(**OWN | config))
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -58,9 +58,9 @@ def test_centres_are_the_mean_key_turned_to_its_position(rotary: Any) -> None:
     """Mean over a span's positions of the same mean vector, here in fp64 and one position after another."""
     model, zone_start = model_of(2, 2, 1, 64, rotary), 11
     maps = maps_of(model, zone_start)
-    layer = model.layer(tokens=ENOUGH_TOKENS)
-    assert layer.calibration is not None
-    mean = layer.calibration.settle(2, 64).key_mean
+    layer = model.layer(tokens=4096)
+    assert layer.statistics is not None
+    mean = layer.statistics.keys.key_mean
     for span in (0, 1, 40, 5_000):
         at = model.rotary.turns(zone_start + span * SPAN, SPAN)
         expected = turn(mean.unsqueeze(1), *(x.double() for x in at), model.rotary.partner).mean(1)
@@ -81,13 +81,13 @@ def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, 
     apart = keys - centre.double()
     spread = apart.pow(2).sum(-1).mean(1)  # [H]
     error = apart.mean(1).pow(2).sum(-1)
-    assert (error < 9 * spread * (1 / samples + 1 / ENOUGH_TOKENS)).all()
-    layer = model.layer(tokens=ENOUGH_TOKENS)
-    assert layer.calibration is not None
-    statistics = layer.calibration.settle(2, 64)
+    assert (error < 9 * spread * (1 / samples + 1 / 4096)).all()
+    layer = model.layer(tokens=4096)
+    assert layer.statistics is not None
+    statistics = layer.statistics.keys
     cos, sin = (x.double() for x in model.rotary.turns(first, SPAN))
     expected, found = keys.mT @ keys / samples, Products.of(cos, sin).turned(statistics.key_second, model.rotary.partner)
-    assert (found - expected).norm() < 3 * (2 / ENOUGH_TOKENS + 2 / samples) ** 0.5 * expected.norm()
+    assert (found - expected).norm() < 3 * (2 / 4096 + 2 / samples) ** 0.5 * expected.norm()
 
 
 @rotaries
@@ -175,94 +175,78 @@ def test_indexes_of_one_layer_share_their_maps() -> None:
     assert config.build(replace(layer, zone_start=4)).maps is not first.maps
 
 
-def test_statistics_are_final_from_the_first_look_on() -> None:
+def test_statistics_are_those_before_the_embedding() -> None:
     model = Model(1, 2, 2, 64)
-    calibration = LayerCalibration(model.rotary)
-    calibration.see(model.keys(1, 100), model.queries(1, 100), 0)
-    layer = replace(shape(1, 2, 2, 64), calibration=calibration)
-    before = SphereConfig(**OWN).build(layer).maps.keys.clone()
-    assert calibration.settled
-    calibration.see(model.keys(2, 500), model.queries(2, 500), 100)
-    index = SphereConfig(**OWN).build(layer)
-    index.append(0, model.keys(3, 900))
-    assert torch.equal(index.maps.keys, before) and calibration.settle(2, 64).tokens == 100
-
-
-def test_statistics_in_chunks_at_their_positions_are_those_of_the_whole() -> None:
-    model = Model(1, 2, 2, 64)
-    keys, queries = model.keys(1, ENOUGH_TOKENS + 50), model.queries(1, ENOUGH_TOKENS + 50)
-    made = LayerCalibration(model.rotary)
-    for at in (slice(0, 1), slice(1, 700), slice(700, 4000), slice(4000, None)):
-        made.see(keys[:, at], queries[:, at], at.start)
-    whole = LayerCalibration(model.rotary)
-    whole.see(keys, queries, 0)
-    found, expected = (x.settle(2, 64) for x in (made, whole))
-    assert found.tokens == expected.tokens == ENOUGH_TOKENS
-    for name in ("key_mean", "key_covariance", "query_second"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10)
-    raw = model._rows(1, 2, ENOUGH_TOKENS + 50, 1, 4.0)[:, :ENOUGH_TOKENS].double()  # as they are before the embedding
+    found = KeyStatistics.of(model.keys(1, 900), model.queries(1, 900), model.rotary)
+    raw = model._rows(1, 2, 900, 1, 4.0).double()
     torch.testing.assert_close(found.key_mean, raw.mean(1), rtol=0, atol=1e-4)
-    asked = model._rows(2, 4, ENOUGH_TOKENS + 50, 3, 1.0)[:, :ENOUGH_TOKENS].double().unflatten(0, (2, 2)).flatten(1, 2)
-    torch.testing.assert_close(found.query_second, asked.mT @ asked / (2 * ENOUGH_TOKENS), rtol=0, atol=1e-3)
+    apart = raw - raw.mean(1, keepdim=True)
+    torch.testing.assert_close(found.key_covariance, apart.mT @ apart / 900, rtol=0, atol=1e-3)
+    asked = model._rows(2, 4, 900, 3, 1.0).double().unflatten(0, (2, 2)).flatten(1, 2)
+    torch.testing.assert_close(found.query_second, asked.mT @ asked / 1800, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_statistics_of_few_tokens_make_no_wild_map(tokens: int) -> None:
     model = Model(1, 2, 2, 64)
-    calibration = LayerCalibration(model.rotary)
-    if tokens:
-        calibration.see(model.keys(1, tokens), model.queries(1, tokens), 0)
-    statistics = calibration.settle(2, 64)
-    assert statistics.tokens == tokens
-    made = balanced(statistics, model.rotary, CPU, center=True)
-    assert (torch.linalg.cond(made.keys) < 40).all()
+    layer = model.statistics(model.keys(1, tokens), model.queries(1, tokens))
+    made = balanced(layer, CPU, center=True)
+    assert layer.keys.tokens == tokens and (torch.linalg.cond(made.keys) < 40).all()
     torch.testing.assert_close(made.keys.mT @ made.queries, torch.eye(64).double().expand(2, -1, -1))
-    if not tokens:
-        maps = Maps.of(shape(1, 2, 2, 64), calibration, SphereConfig(**OWN))
-        assert maps.means is not None and not maps.means.any()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_tokens_that_are_not_finite_say_nothing(value: float) -> None:
-    model = Model(1, 2, 2, 64)
-    for poisoned in ("keys", "queries"):
-        calibration, keys, queries = LayerCalibration(model.rotary), model.keys(1, 99), model.queries(1, 99)
-        {"keys": keys, "queries": queries}[poisoned][1, 3, 5] = value
-        calibration.see(keys, queries, 0)
-        maps = Maps.of(shape(1, 2, 2, 64), calibration, SphereConfig(**OWN))
-        assert maps.keys.isfinite().all() and maps.queries.isfinite().all() and not maps.means.any()  # type: ignore[union-attr]
+def test_statistics_of_no_token_make_a_plain_map() -> None:
+    none = LayerStatistics(Halves(64), KeyStatistics.nothing(2, 64))
+    maps = Maps.of(replace(shape(1, 2, 2, 64), statistics=none), SphereConfig(**OWN))
+    assert maps.means is not None and not maps.means.any()
+    torch.testing.assert_close(maps.keys, maps.rotation.expand(2, -1, -1))
 
 
 def test_queries_decide_too() -> None:
     model = Model(1, 2, 2, 64)
     made = []
     for queries in (None, model.queries(-1, 1024)):
-        calibration = LayerCalibration(model.rotary)
-        calibration.see(model.keys(-1, 1024), queries, 0)
-        made.append(Maps.of(shape(1, 2, 2, 64), calibration, SphereConfig(**OWN)).keys)
+        layer = replace(shape(1, 2, 2, 64), statistics=model.statistics(model.keys(-1, 1024), queries))
+        made.append(Maps.of(layer, SphereConfig(**OWN)).keys)
     assert (made[0] - made[1]).abs().max() > 0.05 * made[0].abs().max()
 
 
-def test_an_index_that_nobody_told_of_its_model_takes_its_first_keys() -> None:
-    keys = gaussian(1, 2, 700, 64) + 3
-    index = index_of([keys, keys[:, :50] + 9], 2, **OWN)
-    assert index.maps.means is not None
-    torch.testing.assert_close(index.maps.means[0], keys.mean(1))
-    torch.testing.assert_close(index.maps.centres(12_345, 1)[:, 0], keys.mean(1))  # type: ignore[index]
-    assert index_of([keys], 2).maps.means is None and index_of([keys], 2)._calibration.settle(2, 64).tokens == 0
+@pytest.mark.parametrize("given", [OWN, OWN | {"center": False}, {"balance": True}], ids=["both", "norms", "balanced"])
+def test_an_index_that_nobody_told_of_its_model_is_refused(given: dict[str, Any]) -> None:
+    """Statistics never come from the keys that an index gets."""
+    with pytest.raises(ParameterError, match=r"statistics: expected the model's key statistics.*, got 'none'\. A cache takes"):
+        SphereConfig(**given).build(shape(1, 2, 2, 64))
+    assert SphereConfig().build(shape(1, 2, 2, 64)).maps.means is None
 
 
-def test_copies_that_nobody_told_take_their_own_first_keys() -> None:
-    """Until the first one: then all of them keep its maps."""
-    empty = index_of([gaussian(1, 2, 0, 64)], 2, **OWN)
-    copies = [empty.select([0]) for _ in range(2)]
-    for number, copy in enumerate(copies):
-        copy.append(0, gaussian(number, 2, 100, 64) + number)
-    means = [copy.maps.means[0] for copy in copies]  # type: ignore[index]
-    assert (means[0] - means[1]).abs().min() > 0.5
-    later = copies[0].select([0, 0])
-    later.append(1, gaussian(5, 2, 100, 64))
-    assert later.maps is copies[0].maps is not copies[1].maps
+def test_maps_that_are_loaded_keep_their_addresses() -> None:
+    model = Model(1, 2, 2, 64)
+    none = replace(shape(1, 2, 2, 64), statistics=LayerStatistics(model.rotary, KeyStatistics.nothing(2, 64)))
+    maps, wanted = Maps.of(none, SphereConfig(**OWN)), maps_of(model)
+    before = [maps.keys.data_ptr(), maps.queries.data_ptr(), maps.means.data_ptr()]  # type: ignore[union-attr]
+    maps.load(wanted)
+    assert before == [maps.keys.data_ptr(), maps.queries.data_ptr(), maps.means.data_ptr()]  # type: ignore[union-attr]
+    assert torch.equal(maps.keys, wanted.keys) and torch.equal(maps.queries, wanted.queries)
+    assert torch.equal(maps.centres(100, 9), wanted.centres(100, 9))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "different", "said"), [
+    (None, 300, None), (None, 100, "100 different tokens where 128"), (float("nan"), 300, "NaN"),
+    (0.0, 300, "layer 3 in 0 of 64"),
+])  # fmt: skip
+def test_what_makes_statistics_unfit(value: float | None, different: int, said: str | None) -> None:
+    model = Model(1, 2, 2, 64)
+    keys = model.keys(1, 300) if value is None else torch.full((2, 300, 64), value)
+    found = {3: KeyStatistics.of(keys, None, NoRotary(64))}
+    told = flaw(found, different, 32_000, 4096)
+    assert told is None if said is None else told is not None and said in told
+    assert flaw(found, 100, 200, 4096) is None or value is not None  # half of a small vocabulary is enough
+
+
+def test_repeated_tokens_have_too_low_a_rank() -> None:
+    """As a prompt that says one word again and again."""
+    keys = Model(1, 2, 2, 64).keys(1, 8)[:, torch.arange(600) % 8]
+    assert "layer 0 in 7 of 64" in str(flaw({0: KeyStatistics.of(keys, None, NoRotary(64))}, 600, 32_000, 4096))
 
 
 @pytest.mark.parametrize(("center", "balance"), [(False, False), (False, True), (True, True)])
@@ -276,20 +260,6 @@ def test_bytes_of_maps_are_counted(center: bool, balance: bool) -> None:
     assert config.shared_nbytes(layer, 5, 10_000) == 5 * sum(x.nbytes for x in held) + table
     bare = SphereConfig(**OWN | {"center": False, "balance": False, "norms": False, "weight_dtype": "bfloat16"})
     assert config.nbytes(layer, 4096) - bare.nbytes(layer, 4096) == 2 * 4096 * config.norms
-
-
-def test_given_statistics_are_taken_as_they_are() -> None:
-    """As a calibration file has them: the same codes as an index that saw the tokens."""
-    model = Model(1, 2, 2, 64)
-    layer, keys = model.layer(), model.keys(3, 200)
-    assert layer.calibration is not None
-    statistics = layer.calibration.settle(2, 64)
-    kept = KeyStatistics(
-        **{name: getattr(statistics, name) for name in ("tokens", "key_mean", "key_covariance", "query_second")}
-    )
-    again = replace(layer, calibration=LayerCalibration(Halves(64), kept))
-    for mine, theirs in zip(filled(again, [keys]).codes(0).parts, filled(layer, [keys]).codes(0).parts, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("rotary", "expected"), [

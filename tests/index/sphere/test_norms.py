@@ -17,7 +17,7 @@ from kvrecall.index.sphere.codes import encode, weight_values
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.blocks import small_blocks
-from tests.index.sphere.build import index_of, search_both, shape, synthetic_keys
+from tests.index.sphere.build import index_of, layer_of, search_both, synthetic_keys
 from tests.strategies import HEAD_DIMS, MODES, SEEDS, examples, gaussian
 
 OWN: dict[str, Any] = {"stage1": "product", "center": True, "balance": True, "norms": True, "weight_dtype": "uint8"}
@@ -104,7 +104,7 @@ def test_what_needs_the_balanced_transform_says_so(given: dict[str, Any], word: 
 def test_a_token_takes_81_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, 64)
     config = SphereConfig(**OWN)
-    own = shape(1, 2, 3, 128)
+    own = layer_of([gaussian(1, 2, 300, 128)], 3)
     assert [config.nbytes(own, tokens) for tokens in (0, 1, 64, 2000)] == [2 * n * 81 for n in (0, 64, 64, 2048)]
     index = config.build(own)
     before = index.nbytes

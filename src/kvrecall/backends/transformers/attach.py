@@ -36,18 +36,19 @@ _attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
 
 
 @contextmanager
-def attach(model: nn.Module, *, capture: bool = True) -> Iterator[nn.Module]:
+def attach(model: nn.Module, *, capture: bool = True, tokenizer: Any = None) -> Iterator[nn.Module]:
     """Makes calls of `model` with a RetrievalCache retrieve; the model is restored on exit.
 
     model: a transformers model, or a wrapper that holds one (PEFT). Calls with another cache, or without one, are unchanged.
     Contexts may be nested, overlap in any order and be entered from any thread. capture: on a GPU, `model.generate` replays
-    captured steps where possible, with greedy search or sampling; False: every step calls the model.
+    captured steps where possible, with greedy search or sampling; False: every step calls the model. tokenizer: the model's,
+    for the text that key statistics come from; None: found by the model's `name_or_path`.
 
     Raises UnsupportedModelError for families whose attention cannot be replaced, ParameterError if `model` is no model.
     """
     inner = transformers_model(model)
     check_model(inner)
-    context = _Context(inner, capture)
+    context = _Context(inner, capture, tokenizer)
     try:
         context.enter()
         yield model
@@ -61,8 +62,8 @@ def attach(model: nn.Module, *, capture: bool = True) -> Iterator[nn.Module]:
 class _Context:
     """One `with` block: counts itself in and out exactly once, also if signals interrupt it."""
 
-    def __init__(self, model: PreTrainedModel, capture: bool) -> None:
-        self._model, self._capture = model, capture
+    def __init__(self, model: PreTrainedModel, capture: bool, tokenizer: Any) -> None:
+        self._model, self._capture, self._tokenizer = model, capture, tokenizer
         self._attachment: Attachment | None = None
 
     def enter(self) -> None:
@@ -70,7 +71,7 @@ class _Context:
             attachment = _attached.get(self._model)
             if attachment is None:
                 attachment = _attached[self._model] = Attachment(self._model)
-            attachment.enter(self._capture)
+            attachment.enter(self._capture, self._tokenizer)
             self._attachment = attachment
 
     def leave(self) -> None:
@@ -88,6 +89,7 @@ class Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         self._contexts = self._capturing = 0
         self._generate = GenerateHook(model)
+        self._tokenizer: Any = None
         self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._handles: list[Any] = []
         self._running: list[OpenCall] = []
@@ -97,8 +99,9 @@ class Attachment:
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return self  # a copied model has the hooks; this shows that it is not attached
 
-    def enter(self, capture: bool) -> None:
+    def enter(self, capture: bool, tokenizer: Any = None) -> None:
         """Counts one more context."""
+        self._tokenizer = self._tokenizer if tokenizer is None else tokenizer
         if not self._handles:
             for part in self._parts:
                 self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
@@ -140,8 +143,9 @@ class Attachment:
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
         for own in [cache] if isinstance(cache, RetrievalCache) else cache.members:
             own.meet(self._parts[0])
+            own.tokenizer = self._tokenizer if own.tokenizer is None else own.tokenizer
         if self._contexts and isinstance(cache, RetrievalCache) and _holds_nothing_yet(cache):
-            cache.calibrate(self._parts[0])  # before the pass begins, because it may fail
+            cache.take_statistics(self._parts[0])  # before the pass begins, because it may fail
         with _lock:  # no other thread may remove the hooks between this check and the beginning of the pass
             if not self._contexts or not any(module is part for part in self._parts):
                 raise NotAttachedError

@@ -32,6 +32,10 @@ _ALWAYS_PASSED_ON = _CHANGE_NOTHING | {
 a mask, but only for attention functions that they know by name; ours is not one of them."""
 
 
+OBSERVER_TAG = "kvrecall_observer"
+"""Attribute of keys with a function that sees them and their queries (queries, keys), before the model's own attention."""
+
+
 def retrieval_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
@@ -39,6 +43,9 @@ def retrieval_attention(
     layer: TaggedLayer | None = getattr(key, LAYER_TAG, None)
     running = current()
     if running is None:
+        observe = getattr(key, OBSERVER_TAG, None)
+        if observe is not None:
+            observe(query, key)
         return own_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if layer is None:
         _refuse_unknown(module, kwargs, _ALWAYS_PASSED_ON)

@@ -23,12 +23,12 @@ from transformers.cache_utils import (
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes
-from kvrecall.backends.transformers.calibration import ModelCalibration, calibration_of
 from kvrecall.backends.transformers.families import check_config, template
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.statistics import ModelStatistics, statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
@@ -59,7 +59,7 @@ class RetrievalCache(Cache):
         """config: the model's. method: e.g. `kvrecall.methods.recommended()`. profile: time the stages on a GPU too.
 
         observe_queries: how many last queries of a prompt to remember for forks under PRKV or CTkvr, if the method itself needs
-        none (2,048 are enough for all). Key statistics are then gathered too, for forks under balanced ParisKV.
+        none (2,048 are enough for all).
 
         rows_on_device: False keeps rows of layers without search in host memory. By default they lie on a GPU while it has
         room.
@@ -94,8 +94,10 @@ class RetrievalCache(Cache):
         """Ids of the stored tokens."""
         self.running: ForwardPass | None = None
         """The current forward pass over this cache."""
-        self.calibration: ModelCalibration | None = None
+        self.statistics: ModelStatistics | None = None
         """Key statistics of the model that fills this cache; forks share them."""
+        self.tokenizer: Any = None
+        """For the text that key statistics come from; None: found by the model's `name_or_path`."""
         self._model: ref[PreTrainedModel] | None = None
         self._torn = False
         self.tables: list[BlockTable] | None = None
@@ -139,19 +141,19 @@ class RetrievalCache(Cache):
         return self.host_rows == "fp8"
 
     @property
-    def wants_calibration(self) -> bool:
-        """Whether the method's indexes, or those of a fork, use key statistics."""
+    def wants_statistics(self) -> bool:
+        """Whether the method's indexes use key statistics."""
         methods = [self.method, *(self.method.at(number) for number, _ in self.method.per_layer)]
         configs = [method.index_config() for method in methods]
-        return self.observe_queries > 0 or any(config is not None and config.needs_calibration for config in configs)
+        return any(config is not None and config.needs_statistics for config in configs)
 
-    def calibrate(self, model: PreTrainedModel) -> None:
+    def take_statistics(self, model: PreTrainedModel) -> None:
         """Takes the model's key statistics, before the first forward pass. May call the model.
 
         After any exception the cache is unchanged."""
         self._model = ref(model)
-        if self.calibration is None and self.wants_calibration:
-            self.calibration = calibration_of(model)
+        if self.statistics is None and self.wants_statistics:
+            self.statistics = statistics_of(model, self.tokenizer)
 
     def meet(self, model: PreTrainedModel) -> None:
         """Checks the model of a loaded cache before its first use. Raises SessionError if another model filled the cache."""
@@ -167,8 +169,9 @@ class RetrievalCache(Cache):
 
         Blocks of rows are shared copy-on-write if the methods' zones have the same sizes, else copied into the new zones.
         They are also copied if a layer searches under only one of the methods, so that its rows lie on a GPU under the other.
-        Raises HostMemoryError or DeviceMemoryError if there is no room; this cache is unchanged. rows_on_device: as in the
-        class; by default as in this cache, unless the method changes.
+        Raises HostMemoryError or DeviceMemoryError if there is no room, and ParameterError for a method that needs statistics
+        of a model that is not known yet; this cache is unchanged. rows_on_device: as in the class; by default as in this
+        cache, unless the method changes.
         """
         self._check_idle("fork")
         if rows_on_device is None and method in (None, self.method):
@@ -181,8 +184,8 @@ class RetrievalCache(Cache):
         fork.method, fork._windows, fork.on_queries = method, [], None
         fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
-        if fork.calibration is None and model is not None and fork.wants_calibration:
-            fork.calibration = calibration_of(model, gather=False)  # the queries of the stored tokens are gone
+        if fork.statistics is None and model is not None and fork.wants_statistics:
+            fork.statistics = statistics_of(model, self.tokenizer)
         same = method.zone_sizes() == self.method.zone_sizes()
         fork.tables = [table.fork() for table in self.tables] if same and self.tables is not None else None
         fork.layers = [x.fork(fork) if isinstance(x, RetrievalLayer) else deepcopy(x) for x in self.layers]
@@ -311,7 +314,7 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
-        self._windows, self._torn, self.tokens, self.calibration = [], False, TokenLog(), None
+        self._windows, self._torn, self.tokens, self.statistics = [], False, TokenLog(), None
         self.tables = self._session = None
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrecall.index.calibration import turn
+from kvrecall.index.statistics import turn
 
 TOKENS = 8
 """Tokens per group. Tokens times KV heads are the samples that distinguish partners."""
@@ -42,7 +42,7 @@ _CLOSE = 0.1
 
 @dataclass(frozen=True)
 class Found:
-    """A linear map as in `index.calibration.Rotary`; column -1: none, sign 0: no sin.
+    """A linear map as in `index.statistics.Rotary`; column -1: none, sign 0: no sin.
 
     source: number of the module's answer that it reads; None without rotation.
     """

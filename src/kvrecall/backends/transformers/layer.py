@@ -26,8 +26,8 @@ from kvrecall.core.errors import (
 )  # fmt: skip
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
-from kvrecall.index.base import LayerShape, calibrated
-from kvrecall.index.calibration import LayerCalibration
+from kvrecall.index.base import LayerShape, with_statistics
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.index.table import WIDE
 from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import mend
@@ -104,8 +104,8 @@ class RetrievalLayer(CacheLayerMixin):
         """Makes an empty state for this process's heads; under tensor parallelism they are a part of the model's."""
         b, heads, _, dim = keys.shape
         cache = self.cache
-        calibration = self._calibration(heads, dim)
-        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, calibration, small_rows=cache.small_rows)
+        known = self._statistics(heads, dim)
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, small_rows=cache.small_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
             near = self._rows_on_device(shape, cache.method, max(cache.reserved_tokens, keys.shape[2]))
@@ -128,9 +128,9 @@ class RetrievalLayer(CacheLayerMixin):
         say_not_on_device(need, shape.device)
         return False
 
-    def _calibration(self, heads: int, dim: int) -> LayerCalibration | None:
-        """The calibration of this layer, if it has these heads; else None."""
-        known = self.cache.calibration
+    def _statistics(self, heads: int, dim: int) -> LayerStatistics | None:
+        """The key statistics of this layer, if it has these heads; else None."""
+        known = self.cache.statistics
         return None if known is None else known.layer(self.number, heads, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ class RetrievalLayer(CacheLayerMixin):
         copy = RetrievalLayer(cache, self.number)
         if self.state is not None:
             shape = self.state.shape
-            shape = calibrated(shape, copy._calibration(shape.kv_heads, shape.head_dim))
+            shape = with_statistics(shape, copy._statistics(shape.kv_heads, shape.head_dim))
             if cache.method.zone_sizes() == self.state.store.sizes:
                 stays = self.state.store.on_device and not cache.method.searches(self.number)
                 tokens = max(cache.reserved_tokens, self._logical)

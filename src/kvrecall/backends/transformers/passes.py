@@ -119,7 +119,6 @@ class ForwardPass(OpenCall):
         self.before = cache.get_seq_length()
         self.attended: set[int] = set()
         """Numbers of the retrieval layers that have attended."""
-        self._seen = {} if cache.calibration is None else cache.calibration.mark()
 
     def missing(self) -> list[int]:
         """Retrieval layers that have not attended."""
@@ -130,14 +129,9 @@ class ForwardPass(OpenCall):
         missing = self.missing()
         with deferred_interrupt():
             self._close()
-        calibration = self.cache.calibration
         if not failed and not missing:
-            if calibration is not None:
-                calibration.accept()
             self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
             return
-        if calibration is not None:
-            calibration.rewind(self._seen)
         self.cache.undo(self.before)
         if not failed:
             layers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")

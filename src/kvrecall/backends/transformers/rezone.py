@@ -24,7 +24,7 @@ def rezoned(
     """The same sequences under a method with other zones, with counters at zero. `state` is not changed.
 
     expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
-    shape: the same with another calibration. tables: new block tables, which the layers of a cache share. rows_on_device: see
+    shape: the same with statistics. tables: new block tables, which the layers of a cache share. rows_on_device: see
     `LayerState`.
     """
     mend(state)

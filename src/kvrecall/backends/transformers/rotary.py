@@ -29,7 +29,7 @@ from kvrecall.backends.transformers import codes
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import Heads, template
 from kvrecall.backends.transformers.rotary_module import ModelRotary, Question, state_of
-from kvrecall.index.calibration import NoRotary, Rotary
+from kvrecall.index.statistics import NoRotary, Rotary
 
 _MAKES_TURNS = re.compile("rotary|rope|pos.*emb", re.IGNORECASE)
 """Names of the classes that make cos and sin."""
@@ -188,13 +188,13 @@ class _Asking:
         if "position_ids" in told:
             given["position_ids"] = positions.reshape(-1, 1).to(device)
         autocast = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), autocast, _evaluating(self._decoder), _same_random_numbers(device), self._hooked():
+        with torch.no_grad(), autocast, evaluating(self._decoder), same_random_numbers(device), self._hooked():
             self._decoder(**given, **cache_argument(cache), use_cache=True)
         shape = codes.GROUPS, codes.TOKENS
         keys, values, eps = {}, {}, {}
         for number, (k, v) in cache.seen.items():
             if k.ndim == v.ndim == 4 and k.shape[0] == codes.ROWS and k.shape[2] == 1:
-                keys[number], values[number] = (_whole(x)[:, :, 0].double().cpu().unflatten(0, shape) for x in (k, v))
+                keys[number], values[number] = (local(x)[:, :, 0].double().cpu().unflatten(0, shape) for x in (k, v))
                 eps[number] = max(torch.finfo(dtype).eps for dtype in (k.dtype, v.dtype))
         return _Seen(keys, values, self._questions, self._real, eps, "position_ids" in given)
 
@@ -244,14 +244,14 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return inner if isinstance(inner, PreTrainedModel) else found
 
 
-def _whole(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
     """This process's part of a sharded tensor."""
     local = getattr(x, "to_local", None)
     return x if local is None else local()
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, all modules are in evaluation mode."""
     training = [module for module in model.modules() if module.training]
     try:
@@ -264,7 +264,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
+def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Restores the state of the random generators on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

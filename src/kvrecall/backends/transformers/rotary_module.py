@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvrecall.index.calibration import Rotary
+from kvrecall.index.statistics import Rotary
 
 
 @dataclass(frozen=True)

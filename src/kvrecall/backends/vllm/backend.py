@@ -47,7 +47,8 @@ from kvrecall.backends.vllm.warmup import Layout, Limits, Told, trials
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.index.base import LayerShape
+from kvrecall.index.base import LayerShape, with_statistics
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.base import HEAD_DIMS
 
 
@@ -194,10 +195,11 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             remedy = "Leave it out, or subclass kvrecall.backends.vllm.worker.Worker."
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", remedy)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
-        self._name, self._number, self._shape, self._layout = name, extract_layer_index(name), shape, Layout.contiguous(shape)
+        self._name, self.number = name, extract_layer_index(name)
+        self._shape = shape = with_statistics(shape, self._served.no_statistics(self.number, shape))
+        self._layout = Layout.contiguous(shape)
         self._served.shapes.append(shape)
         self._served.impls.append(self)
-        self._calibration = self._served.calibration(self._number)
         self._means = settings.method.rest_config()
         width = width_of(settings.index, self._means, shape)
         own.attn_backend = backend = of_pages(width, least_block(self._means))
@@ -207,7 +209,13 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, width)
         layers[self._window.name] = self._window
         if device.type == "cuda":
-            self._layer = self._served.device_layer(self._number, shape, self._params, self._calibration)
+            self._layer = self._served.device_layer(self.number, shape, self._params)
+
+    def take_statistics(self, statistics: LayerStatistics) -> None:
+        """Codes follow from these statistics from now on; none are written yet."""
+        self._shape = replace(self._shape, statistics=statistics)
+        if isinstance(self._layer, DeviceLayer):
+            self._layer.take_statistics(self._shape)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RetrievalMetadata | None,
@@ -216,6 +224,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`; the pass's tokens, then padding."""
         if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
             self._layout = Layout.of([query, key, value])
+            if self._served.observer is not None:
+                return output.copy_(self._served.observer.attend(self.number, query, key, value, self._params))
             if isinstance(self._layer, DeviceLayer):
                 self._layer.rehearse(query, key, value)
             return output.fill_(0)
@@ -283,14 +293,14 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if isinstance(self._layer, DeviceLayer):
             self._layer.bind(pages, host)
         else:
-            summaries = summaries_of(settings.index, shape, size, self._calibration)
+            summaries = summaries_of(settings.index, shape, size)
             summaries.bind(pages)
             means = None
             if self._means is not None:
                 held = means_in(pages, summary_bytes(settings.index, shape, size), self._means, shape, size)
                 means = PagedMeans(held, self._means.page_tokens, settings.method.sink_tokens, host)
-            self._layer = PagedLayer(self._number, shape, settings.method, self._params, summaries, means, host)
-        self._served.layers[self._number] = self._layer
+            self._layer = PagedLayer(self.number, shape, settings.method, self._params, summaries, means, host)
+        self._served.layers[self.number] = self._layer
         self._served.windows[self._name] = self._near, host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 

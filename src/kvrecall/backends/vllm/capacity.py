@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from kvrecall.backends.vllm.device import DeviceLayer
+from kvrecall.backends.vllm.device import DeviceLayer, Scratch
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
@@ -21,6 +21,7 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
@@ -100,11 +101,16 @@ def scratch_bytes(
     if not isinstance(index, SphereConfig):
         return 0
     shape = shapes[0]
-    there = LayerShape(1, shape.query_heads, shape.kv_heads, shape.head_dim, shape.dtype, torch.device("meta"))
-    params = AttentionParams(shape.head_dim**-0.5)
-    first = DeviceLayer(0, there, settings.method, index, params, None, most, longest, drafts=drafts)
-    second = DeviceLayer(1, there, settings.method, index, params, None, most, longest, first.scratch, drafts=drafts)
-    plan = PassPlan(most, longest, settings.method, index, block_size, there.device, drafts)
+    heads, dim, params, meta = shape.kv_heads, shape.head_dim, AttentionParams(shape.head_dim**-0.5), torch.device("meta")
+
+    def layer(number: int, scratch: Scratch | None = None) -> DeviceLayer:
+        own = LayerStatistics(NoRotary(dim), KeyStatistics.nothing(heads, dim))  # maps of its own
+        there = LayerShape(1, shape.query_heads, heads, dim, shape.dtype, meta, own)
+        return DeviceLayer(number, there, settings.method, index, params, most, longest, scratch, drafts=drafts)
+
+    first = layer(0)
+    second = layer(1, first.scratch)
+    plan = PassPlan(most, longest, settings.method, index, block_size, meta, drafts)
     one = held_bytes([first])
     return one + (len(shapes) - 1) * (held_bytes([first, second]) - one) + held_bytes(plan)
 

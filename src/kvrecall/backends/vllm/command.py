@@ -1,6 +1,6 @@
 """Builds the command that starts vLLM's server with kvrecall's backend: `vllm serve MODEL …`.
 
-The user's options for `vllm serve` override those chosen here. Settings and key statistics are checked; nothing is started.
+The user's options for `vllm serve` override those chosen here. Settings are checked; nothing is started.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from typing import Any
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import parse_json
-from kvrecall.index.sphere.config import SphereConfig
 
 _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
-_CONFIG_CHANGES = {"--hf-overrides", "--hf-config-path", "--hf-token", "--revision", "--config-format", "--trust-remote-code"}
-"""Options of vLLM that may change the model's config."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +51,6 @@ def serve_command(model: str, config: Mapping[str, Any], options: Mapping[str, o
         _check_plugins(os.environ.get("VLLM_PLUGINS"))
     arguments = [*start_of(model), *ours, _CONFIG, json.dumps(merged), *rest]
     return ServeCommand(arguments, merged["kvrecall"], settings, retrieves)
-
-
-def check_maps(model: str, command: ServeCommand) -> None:
-    """Raises the engine's error for missing key statistics before it is started.
-
-    If vLLM's options change the model's config, the check is left to the engine."""
-    index = command.settings.index
-    needed = command.retrieves and isinstance(index, SphereConfig) and index.needs_calibration
-    if not needed or _CONFIG_CHANGES & {_name(text) for text in command.arguments}:
-        return
-    from kvrecall.backends.vllm.maps import calibrations_of
-    from kvrecall.models import load_config
-
-    calibrations_of(load_config(model), command.settings.maps)
 
 
 def start_of(model: str) -> list[str]:

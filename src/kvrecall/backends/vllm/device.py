@@ -24,13 +24,12 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.branches import beside, branches, divided
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.sphere.kernels import encode
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
-from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.plan import SEARCH_FIELDS
 from kvrecall.index.sphere.turns import SPAN
 from kvrecall.merge import merge_in_turn
@@ -161,14 +160,14 @@ class DeviceLayer:
 
     def __init__(
         self, number: int, shape: LayerShape, method: Method, index: SphereConfig, params: AttentionParams,
-        calibration: LayerCalibration | None, most: int, longest: int, scratch: Scratch | None = None,
+        most: int, longest: int, scratch: Scratch | None = None,
         keeps: bool = True, drafts: int = 0,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
         keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there. drafts:
         tokens that a row may decode besides its first. Allocates everything besides pages and rows."""
         self.number, self.shape, self._params, self._index = number, shape, params, index
-        maps = Maps.of(shape, calibration or own_calibration(shape), index)
+        maps = Maps.of(shape, index)
         self._tokens, tokens = 1 + drafts, most * (1 + drafts)
         self.scratch = scratch or Scratch(method, index, shape, maps, tokens, longest)
         self._maps, self._search = maps, self.scratch.search.sharing(maps)
@@ -186,6 +185,10 @@ class DeviceLayer:
             """Not 0 for tokens with a key or value that was not finite."""
             self._zero_norms = torch.zeros(heads, dtype=torch.int32, device=device)
             self._counts = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def take_statistics(self, shape: LayerShape) -> None:
+        """Codes follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""
+        self._maps.load(Maps.of(shape, self._index))
 
     def bind(self, pages: Tensor, host: HostBlocks) -> None:
         """Uses these pages, uint8 `[blocks, block_bytes]`, and rows."""

@@ -12,19 +12,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from kvrecall.backends.transformers.rotary import Rotaries
 from kvrecall.backends.vllm.counts import Counts, forget
 from kvrecall.backends.vllm.device import TOGETHER, DeviceLayer, Scratch
 from kvrecall.backends.vllm.finite import FiniteWatch
-from kvrecall.backends.vllm.maps import calibrations_of
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.paged import PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.refill import refill
 from kvrecall.backends.vllm.settings import Settings
+from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
-from kvrecall.backends.vllm.summaries import check_maps
 from kvrecall.backends.vllm.warmup import Limits
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.backends.vllm.window_pages import drafts_of
@@ -32,8 +32,8 @@ from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 
 _log = logging.getLogger("vllm.kvrecall")
 
@@ -65,6 +65,8 @@ class Served:
         self.plans: list[PassPlan] = []
         self.impls: list[Any] = []
         """The layers' `RetrievalImpl`."""
+        self.observer: Observer | None = None
+        """The attention of all layers, while statistics are computed."""
         self.builders: dict[str, Any] = {}
         """The latest `RetrievalBuilder` of every attention layer, by name."""
         self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
@@ -176,31 +178,53 @@ class Served:
         """Resets the counters."""
         forget(self.layers.values(), self.plans)
 
-    def device_layer(
-        self, number: int, shape: LayerShape, params: AttentionParams, calibration: LayerCalibration | None
-    ) -> DeviceLayer:
+    def device_layer(self, number: int, shape: LayerShape, params: AttentionParams) -> DeviceLayer:
         """A layer on a GPU; layers of one shape share scratch."""
-        check_maps(self.codes, calibration)
         known, settings = self._scratch.get(shape), self.settings
         layer = DeviceLayer(
-            number, shape, settings.method, self.codes, params, calibration, self.most, self.longest, known,
+            number, shape, settings.method, self.codes, params, self.most, self.longest, known,
             keeps=settings.residency == "host", drafts=self.drafts,
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
         self.watch.add(number, layer.bad)
         return layer
 
-    def calibration(self, layer: int) -> LayerCalibration | None:
-        """The calibration of a layer's KV heads on this rank; None if the method needs none."""
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether codes depend on statistics of the model's keys."""
         index = self.settings.index
-        if not (isinstance(index, SphereConfig) and index.needs_calibration):
+        return isinstance(index, SphereConfig) and index.needs_statistics
+
+    def no_statistics(self, number: int, shape: LayerShape) -> LayerStatistics | None:
+        """In place of a layer's statistics until `compute_statistics` knows them; None if the method needs none."""
+        if not self.needs_statistics:
             return None
-        return self._calibrations[layer]
+        return LayerStatistics(self._rotaries.layers[number].rotary, KeyStatistics.nothing(shape.kv_heads, shape.head_dim))
 
     @cached_property
-    def _calibrations(self) -> dict[int, LayerCalibration]:
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return calibrations_of(self._config.model_config.hf_config, self.settings.maps, rank, ranks)
+    def _rotaries(self) -> Rotaries:
+        return rotaries_of_config(self._config.model_config.hf_config)
+
+    def _ours(self, layer: Any) -> bool:
+        return isinstance(layer, WindowLayer) or getattr(layer, "impl", None) in self.impls
+
+    def compute_statistics(self, model: Any) -> None:
+        """Computes the statistics of this rank's layers by the loaded model, and hands them to the layers."""
+        if not self.needs_statistics or not self.impls:
+            return
+        layers = self._config.compilation_config.static_forward_context
+        others = [n for n, x in layers.items() if isinstance(x, AttentionLayerBase) and not self._ours(x)]
+        if others:
+            told = "kvrecall: statistics of keys are less exact: %s and %d more layers of other backends take no part"
+            _log.warning(told, others[0], len(others) - 1)
+        self.observer = Observer()
+        try:
+            rotaries = {impl.number: self._rotaries.layers[impl.number].rotary for impl in self.impls}
+            found = compute(model, self._config, self.observer, rotaries)
+        finally:
+            self.observer = None
+        for impl in self.impls:
+            impl.take_statistics(found[impl.number])
 
 
 def _check(config: Any) -> None:

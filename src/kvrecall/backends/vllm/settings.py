@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from kvrecall.backends.vllm.memory import bytes_of
@@ -54,12 +53,10 @@ def spelled(method: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an engine. maps: a file of `kvrecall calibrate-maps`; None: found by the model's config. host_memory:
-    bytes for rows of all ranks of a machine; None: a share of the free memory. residency: where rows lie, one of
-    `RESIDENCIES`."""
+    """The settings of an engine. host_memory: bytes for rows of all ranks of a machine; None: a share of the free memory.
+    residency: where rows lie, one of `RESIDENCIES`."""
 
     method: Method
-    maps: Path | None = None
     host_memory: int | None = None
     residency: str = RESIDENCIES[0]
 
@@ -70,7 +67,7 @@ class Settings:
         if not isinstance(given, Mapping):
             raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
         params: dict[str, Any] = dict(given)
-        name, maps, memory = params.pop("method", METHODS[0]), params.pop("maps", None), params.pop("host_memory", None)
+        name, memory = params.pop("method", METHODS[0]), params.pop("host_memory", None)
         residency = params.pop("residency", RESIDENCIES[0])
         if residency not in RESIDENCIES:
             raise ParameterError("residency", " or ".join(map(repr, RESIDENCIES)), residency, "Leave it out for the host.")
@@ -85,8 +82,6 @@ class Settings:
         if twice := sorted(told.keys() & params.keys()):
             raise ParameterError("method", f"{twice[0]} once", given["method"], "Give it in the text or as a key beside it.")
         params |= told
-        if maps is not None and not isinstance(maps, str):
-            raise ParameterError("maps", "the name of a file", maps, "`kvrecall calibrate-maps MODEL` makes it.")
         chosen = method_class(name)
         if class_names()[chosen.__name__] not in METHODS:
             why = "its summaries depend on the whole prompt or on earlier steps, which blocks that requests share cannot hold"
@@ -97,7 +92,7 @@ class Settings:
                 why = _REASONS.get(key, "it is not served yet")
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
-                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "maps", "host_memory", "residency"])
+                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
         estimate = {"rest": PageMeans.name} if name == METHODS[0] else {}
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
@@ -111,7 +106,7 @@ class Settings:
             wanted = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
             raise ParameterError("page_tokens", wanted, means.page_tokens, 'Use "rest": "page-means", which has 64.')
         limit = None if memory is None else bytes_of(memory)
-        return Settings(method, None if maps is None else Path(maps), limit, residency)
+        return Settings(method, limit, residency)
 
     def check_drafts(self, drafts: int) -> None:
         """Raises ParameterError if drafts have so many tokens that the window does not hold them."""

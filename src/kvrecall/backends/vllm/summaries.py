@@ -18,12 +18,11 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape, stack_selections
-from kvrecall.index.calibration import LayerCalibration
 from kvrecall.index.exact import ExactConfig, inner_products
 from kvrecall.index.page_means import PageMeans
 from kvrecall.index.sphere import cpu, cpu_encode
 from kvrecall.index.sphere.config import SphereConfig
-from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout, LentPages
 from kvrecall.index.sphere.schedule import stage_sizes
 from kvrecall.index.tokens import best_tokens
@@ -60,14 +59,6 @@ def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> Non
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
 
 
-def check_maps(index: SphereConfig | ExactConfig, calibration: LayerCalibration | None) -> None:
-    """Raises ParameterError if statistics are needed and missing. They cannot come from a prompt, because requests share
-    blocks."""
-    if isinstance(index, SphereConfig) and index.needs_calibration and (calibration is None or not calibration.settled):
-        remedy = 'Make them once with `kvrecall calibrate-maps MODEL`, or serve "method": "pariskv" with "stage1": "product".'
-        raise ParameterError("maps", "statistics of the model's keys", "none", remedy)
-
-
 def least_block(means: PageMeans | None) -> int:
     """Tokens of the smallest block whose page can hold summaries and these means."""
     return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
@@ -93,25 +84,21 @@ def summary_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_si
     return index.nbytes(shape, block_size)
 
 
-def summaries_of(
-    index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration | None
-) -> Summaries:
-    """The summaries of a layer. calibration: called only if the index needs statistics. Raises ParameterError for unsupported
-    settings."""
+def summaries_of(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> Summaries:
+    """The summaries of a layer. Raises ParameterError for unsupported settings."""
     check_device(shape.device, index)
     if isinstance(index, ExactConfig):
         return _Keys(index, shape, block_size)
-    check_maps(index, calibration)
-    return _Codes(index, shape, block_size, calibration or own_calibration(shape))
+    return _Codes(index, shape, block_size)
 
 
 class _Codes(Summaries):
     """ParisKV's codes, by numba."""
 
-    def __init__(self, index: SphereConfig, shape: LayerShape, block_size: int, calibration: LayerCalibration) -> None:
+    def __init__(self, index: SphereConfig, shape: LayerShape, block_size: int) -> None:
         self._index, self._heads = index, shape.kv_heads
         self._layout: CodeLayout = index.layout(shape, block_size)
-        self._maps = Maps.of(shape, calibration, index)
+        self._maps = Maps.of(shape, index)
 
     def bind(self, pages: Tensor) -> None:
         self._pages, self._codes = LentPages(self._layout, pages), self._layout.codes(pages)

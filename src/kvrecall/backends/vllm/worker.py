@@ -37,8 +37,10 @@ class Worker(StockWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         if not current_platform.is_cpu():  # vLLM gives the workers of a CPU threads of their own
             one_thread_after_fork()
-        Served.of(self.vllm_config).gives_later = True
-        return super().load_model(*args, **kwargs)
+        served = Served.of(self.vllm_config)
+        served.gives_later = True
+        super().load_model(*args, **kwargs)
+        served.compute_statistics(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         """Device bytes for pages, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of

@@ -13,13 +13,14 @@ from kvrecall.cache.blocks import block_tables, stacked
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
+from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import BlockSource, Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
-from kvrecall.index.sphere.maps import Maps, own_calibration
+from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout, CodePages
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.tokens import archive_excluded
@@ -40,19 +41,24 @@ _ENCODE_TOKENS = 8192
 class SphereIndex(Index):
     """Summaries and search of one layer. On the CPU numba is used if installed; it returns the same ids.
 
-    A key is coded once, when it is appended, with its position and the layer's maps. The maps are made at the first key: from
-    the layer's calibration, or from the first keys if there is none.
+    A key is coded once, when it is appended, with its position and the layer's maps.
 
     Codes lie in the blocks of their sequences (`pages.py`). A bound index uses the zones' block tables, which have room for
     each key before it is appended. An unbound index has its own block tables.
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, numba: bool | None = None) -> None:
-        """numba: None uses numba on a CPU if it is installed."""
+        """numba: None uses numba on a CPU if it is installed. Raises ParameterError for centred or balanced codes without the
+        layer's statistics."""
         self.config, self._kv_heads = config, shape.kv_heads
         self._shape = shape
+        if config.needs_statistics and shape.statistics is None:
+            remedy = (
+                "A cache takes them from its model: use it in a call of the attached model, or load it with model=… A trace "
+            )
+            remedy += "records them: record it anew."
+            raise ParameterError("statistics", "the model's key statistics for centred or balanced codes", "none", remedy)
         self._maps: Maps | None = None
-        self._calibration = own_calibration(shape) if shape.calibration is None else shape.calibration
         self._layer, self._bound = 0, False
         self._tables = block_tables(shape.sequences, shape.device)
         self._lengths, self._reserved = [0] * shape.sequences, 0
@@ -74,9 +80,9 @@ class SphereIndex(Index):
 
     @property
     def maps(self) -> Maps:
-        """The layer's maps, shared by its indexes. The first access makes the layer's statistics final."""
+        """The layer's maps, shared by its indexes; made when they are first needed."""
         if self._maps is None:
-            self._maps = Maps.of(self._shape, self._calibration, self.config)
+            self._maps = Maps.of(self._shape, self.config)
         return self._maps
 
     @property
@@ -99,9 +105,9 @@ class SphereIndex(Index):
         """The codes of all sequences of this layer with the same settings, in the blocks of one pool."""
         if self._pages is None:
             shape, layout = self._shape, self._layout
-            calibration = self._calibration if self.config.needs_calibration else None
+            statistics = shape.statistics if self.config.needs_statistics else None
             kind = Maps.kind(shape, self.config)
-            key = "codes", self._layer, calibration, kind, layout, shape.device, self._numba, self._kernels
+            key = "codes", self._layer, statistics, kind, layout, shape.device, self._numba, self._kernels
             self._pages = self._tables[0].pool.memory(key, lambda: CodePages(layout, shape.device))
         return self._pages
 
@@ -128,8 +134,6 @@ class SphereIndex(Index):
         self._give(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        if self._maps is None and self._shape.calibration is None and self.config.needs_calibration:
-            self._calibration.see(keys, None, 0)
         before = self._lengths[sequence]
         after = before + keys.shape[1]
         if not self._bound:
@@ -183,9 +187,6 @@ class SphereIndex(Index):
 
     def select(self, sequences: list[int]) -> SphereIndex:
         chosen = copy(self)
-        if self._maps is None and self._shape.calibration is None:
-            chosen._calibration = own_calibration(self._shape)  # a copy may get other first keys
-            chosen._pages = None
         tables = [self._tables[b] for b in sequences]
         chosen._tables = tables if self._bound else [table.fork() for table in tables]
         chosen._lengths = [self._lengths[b] for b in sequences]
@@ -208,7 +209,7 @@ class SphereIndex(Index):
             self._excluded[b] = archive_excluded(own, self._excluded[b], self._kv_heads, tokens[b])
         if any(tokens):
             made = self.maps if archive.saving else None
-            self._maps = Maps.archived(archive.under("maps"), made, self._shape, self._calibration, self.config)
+            self._maps = Maps.archived(archive.under("maps"), made, self._shape, self.config)
             archive.blocks("codes", self.pages, tokens)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:

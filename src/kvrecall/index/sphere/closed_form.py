@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvrecall.index.calibration import KeyStatistics, Rotary
 from kvrecall.index.sphere.balance import Asked, Fitted, fit
 from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.statistics import LayerStatistics, Rotary
 
 _FITTED_POSITIONS = (256, 131_072)
 """Positions that the transform is fitted to, evenly spaced on a logarithmic scale."""
@@ -45,8 +45,9 @@ class Products(NamedTuple):
         )
 
 
-def balanced(statistics: KeyStatistics, rotary: Rotary, device: torch.device, center: bool) -> Fitted:
+def balanced(layer: LayerStatistics, device: torch.device, center: bool) -> Fitted:
     """The transform for keys minus the centres of their spans (center), or for plain keys; computed on `device`."""
+    statistics, rotary = layer.keys, layer.rotary
     every, of_means = fitted_products(rotary)
     mean = statistics.key_mean.unsqueeze(-1) * statistics.key_mean.unsqueeze(-2)
     keys = every.turned(statistics.key_covariance, rotary.partner) + every.turned(mean, rotary.partner)

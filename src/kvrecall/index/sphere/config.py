@@ -76,7 +76,7 @@ class SphereConfig(IndexConfig):
         return WEIGHT_DTYPES[str(self.weight_dtype).removeprefix("torch.")]
 
     @property
-    def needs_calibration(self) -> bool:
+    def needs_statistics(self) -> bool:
         return self.center or self.balance
 
     def build(self, shape: LayerShape) -> SphereIndex:

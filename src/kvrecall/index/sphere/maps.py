@@ -12,7 +12,7 @@ balanced transform there is no s.
 
 Keys drift because the rotary embedding rotates them by their position. The centre follows: it is the mean key before the
 embedding, rotated for the position (the mean over `SPAN` neighbours). The spread around it hardly depends on the position, so
-one S serves all positions. Both come from statistics of the model (`index/calibration.py`), so a code depends only on a key and
+one S serves all positions. Both come from statistics of the model (`index/statistics.py`), so a code depends only on a key and
 its position. Not from the paper.
 """
 
@@ -28,10 +28,10 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.calibration import KeyStatistics, LayerCalibration, NoRotary, Rotary
 from kvrecall.index.sphere.closed_form import balanced
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.sphere.turns import SPAN, spans_of, turns_of
+from kvrecall.index.statistics import LayerStatistics
 
 if TYPE_CHECKING:
     from kvrecall.index.base import LayerShape
@@ -46,7 +46,7 @@ class Maps:
     """
 
     def __init__(
-        self, statistics: KeyStatistics, rotary: Rotary, shape: LayerShape, *, center: bool, balance: bool, seed: int
+        self, statistics: LayerStatistics | None, shape: LayerShape, *, center: bool, balance: bool, seed: int
     ) -> None:
         device = shape.device
         with lasting_tensors():
@@ -54,32 +54,37 @@ class Maps:
             self.keys = self.queries = self.rotation
             self.means: Tensor | None = None
             if center:
-                mean = statistics.key_mean
+                assert statistics is not None
+                mean, rotary = statistics.keys.key_mean, statistics.rotary
                 self.means = torch.stack([mean, mean[:, rotary.partner]]).float().to(device)
                 self._rotary, self._turns = rotary, turns_of(rotary, shape.zone_start, device)
             if balance:
-                made, whole = balanced(statistics, rotary, device, center), self.rotation.double()
+                assert statistics is not None
+                made, whole = balanced(statistics, device, center), self.rotation.double()
                 self.keys, self.queries = (whole @ made.keys).float(), (whole @ made.queries).float()
 
     @staticmethod
-    def of(shape: LayerShape, calibration: LayerCalibration, config: SphereConfig) -> Maps:
-        """The maps of a layer, shared by its indexes of one kind. Makes the layer's statistics final. A plain rotation does not
-        depend on the layer: there is one per size, seed and device."""
-        kind, held = Maps.kind(shape, config), calibration.made if config.needs_calibration else _rotations
+    def of(shape: LayerShape, config: SphereConfig) -> Maps:
+        """The maps of a layer, shared by its indexes of one kind. A plain rotation does not depend on the layer: there is one
+        per size, seed and device."""
+        statistics = shape.statistics if config.needs_statistics else None
+        kind, held = Maps.kind(shape, config), _rotations if statistics is None else statistics.made
         made = held.get(kind)
         if made is None:
-            heads, dim = shape.kv_heads, shape.head_dim
-            known = calibration.settle(heads, dim) if config.needs_calibration else KeyStatistics.nothing(heads, dim)
-            made = Maps(known, calibration.rotary, shape, center=config.center, balance=config.balance, seed=config.seed)
+            made = Maps(statistics, shape, center=config.center, balance=config.balance, seed=config.seed)
             made = held.setdefault(kind, made)  # another thread may have been faster
         return made
 
+    def load(self, other: Maps) -> None:
+        """Takes the numbers of other maps of this kind. Addresses stay, because kernels may already read them."""
+        for own, theirs in ((self.keys, other.keys), (self.queries, other.queries), (self.means, other.means)):
+            if own is not None and theirs is not None:
+                own.copy_(theirs)
+
     @staticmethod
-    def archived(
-        archive: Archive, made: Maps | None, shape: LayerShape, calibration: LayerCalibration, config: SphereConfig
-    ) -> Maps:
+    def archived(archive: Archive, made: Maps | None, shape: LayerShape, config: SphereConfig) -> Maps:
         """Saves the maps `made`, or loads maps from an archive as the layer's."""
-        heads, dim = shape.kv_heads, shape.head_dim
+        heads, dim, statistics = shape.kv_heads, shape.head_dim, shape.statistics
         maps = made or Maps.__new__(Maps)
         maps.rotation = archive.tensor("rotation", made and made.rotation, (dim, dim), torch.float32)
         if config.balance:
@@ -93,17 +98,18 @@ class Maps:
             maps.means = None
         if made is not None:
             return made
-        if config.center:
-            maps._rotary, maps._turns = calibration.rotary, turns_of(calibration.rotary, shape.zone_start, shape.device)
-        if config.needs_calibration:
-            return calibration.made.setdefault(Maps.kind(shape, config), maps)
-        shared = Maps.of(shape, calibration, config)
+        if config.needs_statistics:
+            assert statistics is not None, "an index without statistics is refused"
+            if config.center:
+                maps._rotary, maps._turns = statistics.rotary, turns_of(statistics.rotary, shape.zone_start, shape.device)
+            return statistics.made.setdefault(Maps.kind(shape, config), maps)
+        shared = Maps.of(shape, config)
         return shared if torch.equal(shared.rotation, maps.rotation) else maps
 
     @staticmethod
     def kind(shape: LayerShape, config: SphereConfig) -> Hashable:
-        """Key of the maps within one calibration, and of rotations."""
-        if not config.needs_calibration:
+        """Key of the maps among those of one layer's statistics, and of rotations."""
+        if not config.needs_statistics:
             return shape.head_dim, config.seed, shape.device
         return Maps, config.center, config.balance, config.seed, shape.device, shape.zone_start
 
@@ -158,11 +164,6 @@ class Maps:
         cos, sin = (x[: cdiv(tokens, SPAN)] for x in self.turns(tokens))
         mean, partners = self.means.unsqueeze(2)
         return (queries * mean) @ cos.mT + (queries * partners) @ sin.mT
-
-
-def own_calibration(shape: LayerShape) -> LayerCalibration:
-    """The calibration of an index without one: statistics of its first keys, without undoing a rotary embedding."""
-    return LayerCalibration(NoRotary(shape.head_dim))
 
 
 _rotations: WeakValueDictionary[Any, Maps] = WeakValueDictionary()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.calibration import Rotary
+from kvrecall.index.statistics import Rotary
 
 SPAN = 64
 """Neighbouring positions that share a centre. A table of 1M positions has 16 MB at D = 128. Spans of 16 would find 0.5 % more

@@ -151,7 +151,7 @@ class _Load:
     def _state_of(self, layer: RetrievalLayer, reader: Reader) -> LayerState:
         cache, tables, number = self._cache, self._cache.tables, layer.number
         heads = Heads.of(cache._config.get_text_config(decoder=True), number)
-        known = None if cache.calibration is None else cache.calibration.layer(number, heads.kv, heads.dim)
+        known = None if cache.statistics is None else cache.statistics.layer(number, heads.kv, heads.dim)
         shape = LayerShape(
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
             small_rows=cache.small_rows,

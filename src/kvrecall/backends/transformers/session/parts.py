@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvrecall.backends.transformers.calibration import ModelCalibration
 from kvrecall.backends.transformers.families import Heads
 from kvrecall.backends.transformers.layer import RetrievalLayer
-from kvrecall.backends.transformers.rotary import LayerRotary, Rotaries, rotaries_of
+from kvrecall.backends.transformers.rotary import rotaries_of
+from kvrecall.backends.transformers.statistics import ModelStatistics
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import SessionError
-from kvrecall.index.calibration import NoRotary, Rotary
+from kvrecall.index.statistics import LayerStatistics, NoRotary, Rotary
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
@@ -65,7 +65,7 @@ def archive_cache(
     cache.tokens.archive(archive.under("tokens"), sequences, tokens)
     valid = archive.optional("valid", cache.valid, (sequences, tokens), torch.bool)
     torn = archive.flag("torn", cache._torn)
-    rotaries = _archive_calibration(cache, archive.under("calibration"))
+    rotaries = _archive_statistics(cache, archive.under("calibration"))
     if not archive.saving:
         cache._torn = torn
         for layer in cache.retrieval_layers:
@@ -76,35 +76,30 @@ def archive_cache(
     return rotaries
 
 
-def _archive_calibration(cache: RetrievalCache, archive: Archive) -> dict[int, LateRotary]:
+def _archive_statistics(cache: RetrievalCache, archive: Archive) -> dict[int, LateRotary]:
     """Statistics of each layer's keys, and which coordinates its rotary embedding turns. Layers with the same one share it."""
-    known = cache.calibration
+    known = cache.statistics
     if not archive.has("known", known):
         return {}
     text = cache._config.get_text_config(decoder=True)
     groups: dict[int, int] = {}
     late: dict[int, LateRotary] = {}
-    layers: dict[int, LayerRotary] = {}
-    by_group: dict[int, Rotary] = {}
+    by_group: dict[int, LateRotary] = {}
+    layers: dict[int, LayerStatistics] = {}
     numbers = [layer.number for layer in cache.retrieval_layers]
     for number in numbers:
         heads, own = Heads.of(text, number), archive.under(f"{number}")
-        rotary = known.layers[number].rotary if known is not None else NoRotary(heads.dim)
-        turned = own.flag("turned", not isinstance(rotary, NoRotary))
-        if turned:
+        rotary: Rotary = known.layers[number].rotary if known is not None else NoRotary(heads.dim)
+        if own.flag("turned", not isinstance(rotary, NoRotary)):
             group = own.integer("embedding", groups.setdefault(id(_own(rotary)), len(groups)), most=len(numbers))
             partner = own.tensor("partner", rotary.partner, (heads.dim,), torch.int64, least=0, below=heads.dim).cpu()
             if not archive.saving:
-                rotary = by_group.setdefault(group, LateRotary(partner))
-                if not isinstance(rotary, LateRotary) or not torch.equal(rotary.partner, partner):
+                rotary = late[number] = by_group.setdefault(group, LateRotary(partner))
+                if not torch.equal(rotary.partner, partner):
                     own.refuse("partner", "the same in layers with the same embedding", "others")
-                late[number] = rotary  # type: ignore[assignment]
-        layers[number] = LayerRotary(rotary, heads.kv, heads.dim)
-    made = known or ModelCalibration(Rotaries(layers, ()))
-    for number in numbers:
-        heads = Heads.of(text, number)
-        made.layers[number].archive(archive.under(f"{number}"), heads.kv, heads.dim)
-    cache.calibration = made
+        held = None if known is None else known.layers[number]
+        layers[number] = LayerStatistics.archived(own, held, rotary, heads.kv, heads.dim)
+    cache.statistics = known or ModelStatistics(layers)
     return late
 
 

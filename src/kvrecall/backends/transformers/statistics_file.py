@@ -1,7 +1,7 @@
 """Files of key statistics: safetensors, found by the fingerprint of their model.
 
-Metadata `kvrecall-calibration` holds JSON (`_Metadata`). Layer N has `layer.N.key_mean` `[H_kv, D]`, `layer.N.key_covariance`
-and `layer.N.query_second` `[H_kv, D, D]`, all fp32, see `index.calibration.KeyStatistics`.
+Metadata `kvrecall-statistics` holds JSON (`_Metadata`). Layer N has `layer.N.key_mean` `[H_kv, D]`, `layer.N.key_covariance`
+and `layer.N.query_second` `[H_kv, D, D]`, all fp32, see `index.statistics.KeyStatistics`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvrecall.backends.transformers.fingerprint import Fingerprint
-from kvrecall.core.errors import CalibrationError
+from kvrecall.core.errors import StatisticsError
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors, written_to
-from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics
+from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, flaw
 from kvrecall.models.store import models_dir
 
-VERSION = 1
-_KEY = "kvrecall-calibration"
+VERSION = 2
+_KEY = "kvrecall-statistics"
 _LARGEST_METADATA = 1 << 20
 
 
@@ -38,6 +38,7 @@ class _Metadata(BaseModel):
     weights: str | None = Field(pattern=r"^[0-9a-f]{64}$")
     model: str
     tokens: int = Field(ge=1, le=2**53)
+    different: int = Field(ge=1, le=2**53)
     text: str = ""
 
 
@@ -50,43 +51,49 @@ class _Version(BaseModel):
 
 
 @dataclass(frozen=True)
-class CalibrationFile:
-    """The content of a file. statistics: by layer; tokens: how many they come from; text: describes the text."""
+class StatisticsFile:
+    """The content of a file. statistics: by layer; tokens: how many they come from, and different ones among them; text:
+    describes the text."""
 
     fingerprint: Fingerprint
     model: str
     tokens: int
+    different: int
     text: str
     statistics: dict[int, KeyStatistics]
 
 
-def calibration_dir() -> Path:
-    """The folder of calibration files, beside the models' folder. May not exist yet."""
-    return models_dir().parent / "calibration"
+def statistics_dir() -> Path:
+    """The folder of the files, beside the models' folder. May not exist yet."""
+    return models_dir().parent / "statistics"
 
 
-def path_for(fingerprint: Fingerprint) -> Path:
-    """The path for the file of a model with known weights."""
-    return calibration_dir() / f"{fingerprint.config[:16]}-{(fingerprint.weights or '')[:16]}.safetensors"
+def path_for(fingerprint: Fingerprint, source: str) -> Path | None:
+    """The path for statistics of a model. source: the digest of their tokens, or `OWN_TEXT`. None if the model's weights
+    cannot be told."""
+    if fingerprint.weights is None:
+        return None
+    return statistics_dir() / f"{fingerprint.config[:16]}-{fingerprint.weights[:16]}-{source[:16]}.safetensors"
 
 
-def find(fingerprint: Fingerprint) -> Path | None:
-    """The file of a model in the user's folder. Without known weights: the file that fits the config, if there is only one."""
-    if fingerprint.weights is not None:
-        path = path_for(fingerprint)
-        return path if path.is_file() else None
+OWN_TEXT = "own-text"
+"""The source of a user's own text, which comes before others."""
+
+
+def own_text(fingerprint: Fingerprint) -> tuple[Path, int] | None:
+    """The file of a user's own text and its time of change in ns; None if there is none."""
+    path = path_for(fingerprint, OWN_TEXT)
     try:
-        fitting = sorted(calibration_dir().glob(f"{fingerprint.config[:16]}-*.safetensors"))
+        return None if path is None else (path, path.stat().st_mtime_ns)
     except OSError:
         return None
-    return fitting[0] if len(fitting) == 1 else None
 
 
-def write(path: Path, held: CalibrationFile) -> None:
+def write(path: Path, held: StatisticsFile) -> None:
     """Writes a file completely or not at all; makes its folder. Raises OutputFileError."""
     told = {
         "version": VERSION, "config": held.fingerprint.config, "weights": held.fingerprint.weights, "model": held.model,
-        "tokens": held.tokens, "text": held.text,
+        "tokens": held.tokens, "different": held.different, "text": held.text,
     }  # fmt: skip
     tensors = {
         f"layer.{number}.{name}": getattr(statistics, name).float().contiguous().clone()
@@ -98,10 +105,10 @@ def write(path: Path, held: CalibrationFile) -> None:
     write_tensors(path, tensors, {_KEY: json.dumps(told)})
 
 
-def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, int]]) -> CalibrationFile:
-    """Reads the statistics of a model's layers. layers: (KV heads of the whole model, D) of each.
+def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, int]], text: Any) -> StatisticsFile:
+    """Reads the statistics of a model's layers. layers: (KV heads, D) of each. text: config of the model's text decoder.
 
-    Raises CalibrationError, before a tensor is read, unless the file is complete and of this model.
+    Raises StatisticsError, before a tensor is read, unless the file is complete and of this model, and for unfit statistics.
     """
     try:
         if not path.is_file():
@@ -110,16 +117,17 @@ def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, i
             told = _metadata(path, (file.metadata() or {}).get(_KEY))
             own = Fingerprint(told.config, told.weights)
             if not fingerprint.fits(own):
-                remedy = "Give this model's file, or make one with `kvrecall calibrate-maps MODEL`."
-                raise CalibrationError(path, "statistics of this model", f"those of another one ({told.model[:80]})", remedy)
+                raise StatisticsError(path, "statistics of this model", f"those of another one ({told.model[:80]})")
             _check_shapes(file, layers)
             statistics = {number: _statistics(file, number, told.tokens) for number in layers}
-    except CalibrationError:
+            if unfit := flaw(statistics, told.different, text.vocab_size, text.hidden_size):
+                raise ValueError(unfit)
+    except StatisticsError:
         raise
     except Exception as error:  # safetensors raises its own types for a broken file
         said = first_mistake(error) if isinstance(error, ValidationError) else error
-        raise CalibrationError(path, "a file of key statistics", f"another one ({said})") from None
-    return CalibrationFile(own, told.model, told.tokens, told.text, statistics)
+        raise StatisticsError(path, "a file of key statistics", f"another one ({said})") from None
+    return StatisticsFile(own, told.model, told.tokens, told.different, told.text, statistics)
 
 
 def _metadata(path: Path, text: str | None) -> _Metadata:
@@ -130,7 +138,7 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
     told: Any = parse_json(text)
     version = _Version.model_validate(told).version
     if version > VERSION:
-        raise CalibrationError(path, f"version {VERSION} of the format", f"version {version}", "Use a newer kvrecall.")
+        raise StatisticsError(path, f"version {VERSION} of the format", f"version {version}", "Use a newer kvrecall.")
     return _Metadata.model_validate(told)
 
 

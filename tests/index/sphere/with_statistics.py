@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.index.base import LayerShape
-from kvrecall.index.calibration import LayerCalibration, NoRotary, Rotary, turn
 from kvrecall.index.sphere import SphereConfig, SphereIndex
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, Rotary, turn
 from tests.index.sphere.build import shape
 from tests.strategies import gaussian
 
@@ -65,7 +65,7 @@ class Model:
     def __init__(self, seed: int, heads: int, group: int, dim: int, rotary: Rotary | None = None, mean: float = 4.0) -> None:
         self.heads, self.group, self.dim, self._mean, self._seed = heads, group, dim, mean, seed
         self.rotary = Halves(dim) if rotary is None else rotary
-        self._calibrations: dict[int, LayerCalibration] = {}
+        self._known: dict[int, LayerStatistics] = {}
 
     def keys(self, seed: int, tokens: int, first: int = 0) -> Tensor:
         """As attention sees them at the positions from `first` on, `[H_kv, n, D]`."""
@@ -76,13 +76,14 @@ class Model:
         return self._turned(self._rows(seed + 1, self.heads * self.group, tokens, 3, 1.0), first)
 
     def layer(self, sequences: int = 1, tokens: int = 1024, dtype: torch.dtype = torch.float32) -> LayerShape:
-        """A layer that was calibrated on `tokens` tokens of other texts; all of a model that were on as many share it."""
-        calibration = self._calibrations.get(tokens) or LayerCalibration(self.rotary)
-        if tokens and not calibration.settled:
-            calibration.see(self.keys(-1, tokens), self.queries(-1, tokens), 0)
-            calibration.settle(self.heads, self.dim)
-            self._calibrations[tokens] = calibration
-        return replace(shape(sequences, self.heads, self.group, self.dim, dtype), calibration=calibration)
+        """A layer with statistics of `tokens` tokens of another text; all layers of a model with as many share them."""
+        if tokens not in self._known:
+            self._known[tokens] = self.statistics(self.keys(-1, tokens), self.queries(-1, tokens))
+        return replace(shape(sequences, self.heads, self.group, self.dim, dtype), statistics=self._known[tokens])
+
+    def statistics(self, keys: Tensor, queries: Tensor | None) -> LayerStatistics:
+        """Of keys `[H_kv, n, D]` and queries `[H_q, n, D]` from the first position on."""
+        return LayerStatistics(self.rotary, KeyStatistics.of(keys, queries, self.rotary))
 
     def _rows(self, seed: int, heads: int, tokens: int, which: int, mean: float) -> Tensor:
         spread = torch.logspace(0.5, -1, self.dim)
@@ -98,7 +99,7 @@ class Model:
 
 @cache
 def model_of(seed: int, heads: int, group: int, dim: int, rotary: Callable[[int], Rotary] = Halves) -> Model:
-    """The same model for all tests that ask for it, calibrated once."""
+    """The same model for all tests that ask for it."""
     return Model(seed, heads, group, dim, rotary(dim))
 
 
@@ -111,11 +112,9 @@ def filled(layer: LayerShape, keys: list[Tensor], numba: bool = True, **config: 
 
 
 @cache
-def usual(kv_heads: int, group: int, dim: int, turned: bool = True) -> LayerCalibration:
+def usual(kv_heads: int, group: int, dim: int, turned: bool = True) -> LayerStatistics:
     """Of a layer whose keys and queries have no structure but a small mean. turned: by a rotary embedding."""
     rotary, tokens = Halves(dim) if turned else NoRotary(dim), 2048
-    made = LayerCalibration(rotary)
     keys = gaussian(1, kv_heads, tokens, dim) + 0.3 * gaussian(2, kv_heads, 1, dim)
-    made.see(turn(keys, *rotary.turns(0, tokens), rotary.partner), gaussian(3, kv_heads * group, tokens, dim), 0)
-    made.settle(kv_heads, dim)
-    return made
+    turned = turn(keys, *rotary.turns(0, tokens), rotary.partner)
+    return LayerStatistics(rotary, KeyStatistics.of(turned, gaussian(3, kv_heads * group, tokens, dim), rotary))

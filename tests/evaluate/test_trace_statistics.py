@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvrecall
+from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.core.errors import InputFileError
 from kvrecall.evaluate.recall import prepared, replay
 from kvrecall.evaluate.trace import Trace, capture
 from kvrecall.evaluate.tune import _shape
-from kvrecall.index.calibration import turn_back
 from tests.backends.models import tiny
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 32, "update_interval": 16}
@@ -27,7 +27,7 @@ ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 32, "update_interval"
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     monkeypatch.setenv("KVRECALL_MODELS", str(tmp_path / "models"))
     ids = torch.randint(3, 300, (1, 200), generator=torch.Generator().manual_seed(0))
-    with pytest.warns(UserWarning, match="first prompt"):
+    with pytest.warns(UserWarning, match="computed statistics"):
         return capture(tiny("llama"), ids, steps=5, layers=(0, 2), observe_queries=64, chunk_tokens=64)
 
 
@@ -35,41 +35,40 @@ def test_kept_and_read_again(trace: Trace, tmp_path: Path) -> None:
     trace.save(tmp_path / "t")
     again = Trace.load(tmp_path / "t")
     for number, layer in trace.layers.items():
-        one, other = layer.calibration, again.layers[number].calibration
-        assert one is not None and other is not None and one.settled and other.settled
+        one, other = layer.statistics, again.layers[number].statistics
+        assert one is not None and other is not None
         for (cos, sin), (c, s) in [(one.rotary.turns(0, 204), other.rotary.turns(0, 204))]:
             assert torch.equal(cos, c) and torch.equal(sin, s)
-        before, after = one.settle(2, 64), other.settle(2, 64)
-        assert before.tokens == after.tokens == 199
+        before, after = one.keys, other.keys
+        assert before.tokens == after.tokens == 1024
         for name in ("key_mean", "key_covariance", "query_second"):
             assert torch.equal(getattr(before, name), getattr(after, name))
-    first, last = (again.layers[n].calibration for n in (0, 2))
+    first, last = (again.layers[n].statistics for n in (0, 2))
     assert first is not None and last is not None and first.rotary is last.rotary
 
 
-def test_the_table_turns_the_trace_s_own_keys(trace: Trace) -> None:
+def test_the_table_is_the_model_s_embedding(trace: Trace) -> None:
     layer = trace.layers[2]
-    assert layer.calibration is not None
-    cos, sin = layer.calibration.rotary.turns(0, 204)
-    keys = turn_back(layer.keys.double(), cos.double(), sin.double(), layer.calibration.rotary.partner)[:, :199]
-    statistics = layer.calibration.settle(2, 64)
-    torch.testing.assert_close(keys.mean(1), statistics.key_mean, rtol=1e-3, atol=1e-5)
-    beyond = layer.calibration.rotary.turns(203, 3)[0]
+    assert layer.statistics is not None
+    own = rotaries_of(tiny("llama")).layers[2].rotary
+    for mine, theirs in zip(layer.statistics.rotary.turns(0, 204), own.turns(0, 204), strict=True):
+        assert torch.equal(mine, theirs)
+    beyond = layer.statistics.rotary.turns(203, 3)[0]
     assert torch.equal(beyond[0], beyond[2])
 
 
 def test_replays_have_it(trace: Trace) -> None:
     method = kvrecall.methods.get("pariskv-balanced", top_k=8, **ZONES)
-    assert prepared(trace, 2, method).shape.calibration is trace.layers[2].calibration
-    assert _shape(trace, 0).calibration is trace.layers[0].calibration
+    assert prepared(trace, 2, method).shape.statistics is trace.layers[2].statistics
+    assert _shape(trace, 0).statistics is trace.layers[0].statistics
     assert replay(trace, method)[-1].recall > 0
 
 
 def test_a_file_without_any_is_read(trace: Trace, tmp_path: Path) -> None:
-    bare = Trace(trace.info, {n: replace(layer, calibration=None) for n, layer in trace.layers.items()})
+    bare = Trace(trace.info, {n: replace(layer, statistics=None) for n, layer in trace.layers.items()})
     bare.save(tmp_path / "t")
     assert not [name for name in load_file(tmp_path / "t") if "rotary" in name or "second" in name]
-    assert all(layer.calibration is None for layer in Trace.load(tmp_path / "t").layers.values())
+    assert all(layer.statistics is None for layer in Trace.load(tmp_path / "t").layers.values())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.backends.transformers import calibration_file as files
-from kvrecall.backends.transformers.calibration import ModelCalibration, calibration_of, describe, forget, fresh, load
+from kvrecall.backends.transformers import statistics_file as files
 from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of
-from kvrecall.core.errors import CalibrationError, OutputFileError
-from kvrecall.engine.prefill import prefill
-from kvrecall.index.calibration import KeyStatistics
-from kvrecall.methods.full import Full
+from kvrecall.backends.transformers.rotary import rotaries_of
+from kvrecall.backends.transformers.statistics import Source, observed, statistics_of
+from kvrecall.backends.transformers.statistics_file import StatisticsFile
+from kvrecall.core.errors import OutputFileError, StatisticsError
+from kvrecall.index.statistics import KeyStatistics
 from tests.backends.models import tiny
-from tests.backends.test_calibration import balanced, ids_of
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -28,7 +26,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KVRECALL_MODELS", str(tmp_path / "models"))
-    return tmp_path / "calibration"
+    return tmp_path / "statistics"
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +34,22 @@ def model() -> Any:
     return tiny("llama")
 
 
-def gathered(model: Any, tokens: int = 200) -> ModelCalibration:
-    cache = RetrievalCache(model.config, Full())
-    cache.calibration = fresh(model)
-    prefill(model, ids_of(tokens), cache)
-    return cache.calibration
+@pytest.fixture(scope="module")
+def held(model: Any) -> StatisticsFile:
+    source = Source.of(model.config, None)
+    found = observed(model, source.ids, rotaries_of(model))
+    return StatisticsFile(fingerprint_of(model), "m", len(source.ids), len(set(source.ids)), "a text", found)
 
 
 @pytest.fixture
-def path(model: Any, tmp_path: Path) -> Path:
-    held = describe(model, gathered(model), "m", "a text")
+def path(held: StatisticsFile, tmp_path: Path) -> Path:
     files.write(tmp_path / "made" / "f.safetensors", held)
     return tmp_path / "made" / "f.safetensors"
+
+
+def load(model: Any, path: Path) -> StatisticsFile:
+    layers = {number: (layer.kv_heads, layer.dim) for number, layer in rotaries_of(model).layers.items()}
+    return files.read(path, fingerprint_of(model), layers, model.config)
 
 
 def equal(one: KeyStatistics, other: KeyStatistics) -> bool:
@@ -57,29 +59,24 @@ def equal(one: KeyStatistics, other: KeyStatistics) -> bool:
     )
 
 
-def test_bit_for_bit(model: Any, tmp_path: Path) -> None:
-    before = gathered(model)
-    files.write(tmp_path / "f", describe(model, before, "m", "a text"))
-    after = load(model, tmp_path / "f")
-    assert after.settled
-    for number, statistics in before.settle().items():
-        assert statistics.tokens == 200 and equal(statistics, after.settle()[number])
+def test_bit_for_bit(model: Any, held: StatisticsFile, path: Path) -> None:
+    after = load(model, path)
+    assert (after.tokens, after.different, after.text) == (held.tokens, held.different, "a text")
+    assert all(equal(statistics, after.statistics[number]) for number, statistics in held.statistics.items())
 
 
-def test_found_by_fingerprint(model: Any, folder: Path) -> None:
-    held = describe(model, gathered(model), "m", "a text")
-    target = files.path_for(held.fingerprint)
-    assert target.parent == folder
-    files.write(target, held)
-    forget(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = calibration_of(model)
-        assert found is not None and found.settled and calibration_of(model) is found
-        cache = RetrievalCache(model.config, balanced())
-        prefill(model, ids_of(50), cache)
-    assert cache.calibration is found and equal(found.settle()[1], held.statistics[1])
-    forget(model)
+def test_a_user_s_own_text_comes_first(held: StatisticsFile) -> None:
+    own = tiny("llama")
+    with pytest.warns(UserWarning, match="computed statistics"):
+        before = statistics_of(own)
+    doubled = {n: replace(x, key_mean=2 * x.key_mean) for n, x in held.statistics.items()}
+    target = files.path_for(held.fingerprint, files.OWN_TEXT)
+    assert target is not None and files.own_text(held.fingerprint) is None
+    files.write(target, replace(held, statistics=doubled))
+    found = statistics_of(own)
+    assert equal(found.layers[1].keys, doubled[1]) and statistics_of(own) is found
+    target.unlink()
+    assert statistics_of(own) is before
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
@@ -108,18 +105,13 @@ def test_weights_that_cannot_be_read_are_left_out() -> None:
     assert hidden.weights is None and hidden.fits(own)
 
 
-def test_without_weights_the_only_file_that_fits_is_found(folder: Path, model: Any) -> None:
-    held = describe(model, gathered(model), "m", "")
-    files.write(files.path_for(held.fingerprint), held)
-    hidden = Fingerprint(held.fingerprint.config, None)
-    assert files.find(hidden) == files.path_for(held.fingerprint)
-    files.path_for(Fingerprint(hidden.config, "f" * 64)).write_bytes(b"")
-    assert files.find(hidden) is None
+def test_without_weights_there_is_no_file() -> None:
+    assert files.path_for(Fingerprint("0" * 64, None), "x") is None and files.own_text(Fingerprint("0" * 64, None)) is None
 
 
 def test_the_file_of_another_model(path: Path) -> None:
     other = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    with pytest.raises(CalibrationError, match=r"expected statistics of this model, got those of another one \(m\)"):
+    with pytest.raises(StatisticsError, match=r"expected statistics of this model, got those of another one \(m\)"):
         load(other, path)
 
 
@@ -128,24 +120,26 @@ def rewritten(path: Path, told: Any = None, **changes: torch.Tensor | None) -> P
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        held = json.loads(file.metadata()["kvrecall-calibration"])
+        held = json.loads(file.metadata()["kvrecall-statistics"])
     tensors = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}
     text = told if isinstance(told, str) else json.dumps(held | (told or {}))
     target = path.with_name("other")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, metadata={"kvrecall-calibration": text})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, metadata={"kvrecall-statistics": text})
     return target
 
 
 @pytest.mark.parametrize(
     "told, said",
     [
-        ({"version": 2}, "expected version 1 of the format, got version 2. Use a newer kvrecall"),
+        ({"version": 3}, "expected version 2 of the format, got version 3. Use a newer kvrecall"),
         ({"version": 99, "something": [1]}, "got version 99"),
         ({"version": 0}, "version"),
         ({"version": "1"}, "version"),
         ({"version": True}, "version"),
         ({"tokens": 0}, "tokens"),
         ({"tokens": 1e3}, "tokens"),
+        ({"different": 0}, "different"),
+        ({"different": 12}, "12 different tokens where 128 are needed"),
         ({"model": None}, "model"),
         ({"config": "../../x"}, "config"),
         ({"weights": "0"}, "weights"),
@@ -154,13 +148,13 @@ def rewritten(path: Path, told: Any = None, **changes: torch.Tensor | None) -> P
         ("{", "another one"),
         ("7", "another one"),
         (DEEP, "nested too deeply"),
-        ('{"version": 1, "tokens": NaN}', "NaN"),
-        ('{"version": 1, "text": "' + "x" * 2**20 + '"}', "characters"),
+        ('{"version": 2, "tokens": NaN}', "NaN"),
+        ('{"version": 2, "text": "' + "x" * 2**20 + '"}', "characters"),
     ],
     ids=lambda value: str(value)[:24],
 )
 def test_metadata_of_anybody(model: Any, path: Path, told: Any, said: str) -> None:
-    with pytest.raises(CalibrationError, match=said):
+    with pytest.raises(StatisticsError, match=said):
         load(model, rewritten(path, told))
 
 
@@ -186,7 +180,7 @@ MEAN, SECOND = "layer.1.key_mean", "layer.1.key_covariance"
     ids=str,
 )
 def test_tensors_of_anybody(model: Any, path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(CalibrationError, match=said):
+    with pytest.raises(StatisticsError, match=said):
         load(model, rewritten(path, **changes))
 
 
@@ -194,59 +188,42 @@ def test_cut_off_at_any_place(model: Any, path: Path) -> None:
     data = path.read_bytes()
     for length in (0, 1, 7, 8, 100, 2000, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
-        with pytest.raises(CalibrationError, match="expected a file of key statistics"):
+        with pytest.raises(StatisticsError, match="expected a file of key statistics"):
             load(model, path)
 
 
 def test_no_file_at_all(model: Any, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CalibrationError, match="no such file"):
+        with pytest.raises(StatisticsError, match="no such file"):
             load(model, place)
 
 
 def test_a_header_that_promises_terabytes(model: Any, tmp_path: Path) -> None:
     header = json.dumps({MEAN: {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
     (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CalibrationError, match="expected a file of key statistics"):
+    with pytest.raises(StatisticsError, match="expected a file of key statistics"):
         load(model, tmp_path / "f")
 
 
-def test_a_damaged_file_in_the_folder_is_told_and_not_used(folder: Path) -> None:
-    model = tiny("llama")
-    place = files.path_for(fingerprint_of(model))
+def test_a_file_of_repeated_tokens_is_refused(model: Any, path: Path) -> None:
+    few = torch.zeros(2, 64, 64)
+    few[:, 3, 3] = 1.0
+    with pytest.raises(StatisticsError, match="keys of layer 1 in 1 of 64 directions"):
+        load(model, rewritten(path, **{SECOND: few}))
+
+
+def test_a_damaged_file_in_the_folder_is_told_and_replaced(held: StatisticsFile, folder: Path) -> None:
+    own = tiny("llama")
+    place = files.path_for(held.fingerprint, Source.of(own.config, None).digest)
+    assert place is not None
     place.parent.mkdir(parents=True)
     place.write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="a file of key statistics.*Until then, statistics come from the first prompt"):
-        found = calibration_of(model)
-    assert found is not None and not found.settled
+    with pytest.warns(UserWarning, match="a file of key statistics.*They are computed anew"):
+        found = statistics_of(own)
+    assert equal(load(own, place).statistics[1], found.layers[1].keys)
 
 
-def test_a_place_that_cannot_be_written(model: Any, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written(held: StatisticsFile, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputFileError, match="cannot be written"):
-        files.write(tmp_path / "file" / "f", describe(model, gathered(model), "m", ""))
-
-
-def test_statistics_of_nothing_are_not_written(model: Any) -> None:
-    with pytest.raises(CalibrationError, match="NaN or infinity"):
-        describe(model, fresh(model), "m", "")
-
-
-def test_a_process_of_several_takes_its_heads(model: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from kvrecall.backends.transformers import calibration as module
-
-    whole = load(model, path).settle()
-    rotaries = module.rotaries_of(model)
-    mine = replace(rotaries, layers={n: replace(layer, kv_heads=1) for n, layer in rotaries.layers.items()})
-    monkeypatch.setattr(module, "rotaries_of", lambda model: mine)
-    monkeypatch.setattr(module, "_world", lambda: 2)
-    monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
-    part = load(model, path)
-    for number, statistics in part.settle().items():
-        assert torch.equal(statistics.key_covariance, whole[number].key_covariance[1:])
-    assert part.layer(0, 1, 64) is not None and part.layer(0, 2, 64) is None
-    monkeypatch.setattr(module, "_world", lambda: 3)
-    with pytest.raises(CalibrationError, match="share the KV heads evenly"):
-        load(model, path)
+        files.write(tmp_path / "file" / "f", held)

@@ -1,4 +1,4 @@
-"""Calibrations in a trace: settled statistics, and the rotary embedding as a table over positions.
+"""Statistics of layers in a trace, and their rotary embeddings as tables over positions.
 
 Tensors of a file: `layer.N.key_mean`, `.key_covariance`, `.query_second` fp32 as in files of key statistics. For each different
 rotary embedding, number K: `rotary.K.cos` and `.sin` fp32 `[positions, D]` and `.partner` int64 `[D]`.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.index.calibration import KEPT_TENSORS, KeyStatistics, LayerCalibration, Rotary
+from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, LayerStatistics, Rotary
 
 
 class TableRotary(Rotary):
@@ -31,29 +31,26 @@ class TableRotary(Rotary):
         return not bool(self._sin.any()) and bool((self._cos == 1).all())
 
 
-def frozen(
-    calibrations: Mapping[int, LayerCalibration], heads: Mapping[int, int], positions: int
-) -> dict[int, LayerCalibration]:
-    """Settled calibrations without a model. heads: KV heads by layer. positions: length of the tables. Layers with the same
-    rotary embedding share a table.
-    """
+def frozen(known: Mapping[int, LayerStatistics], positions: int) -> dict[int, LayerStatistics]:
+    """Statistics by layer without a model. positions: length of the tables. Layers with the same rotary embedding share a
+    table."""
     tables: dict[int, TableRotary] = {}
     made = {}
-    for number, calibration in calibrations.items():
-        rotary = calibration.rotary
+    for number, layer in known.items():
+        rotary = layer.rotary
         if id(rotary) not in tables:
             tables[id(rotary)] = TableRotary(*rotary.turns(0, positions), rotary.partner)
-        made[number] = LayerCalibration(tables[id(rotary)], calibration.settle(heads[number], len(rotary.partner)))
+        made[number] = LayerStatistics(tables[id(rotary)], layer.keys)
     return made
 
 
-def to_tensors(calibrations: Mapping[int, LayerCalibration], positions: int) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+def to_tensors(known: Mapping[int, LayerStatistics], positions: int) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """(tensors of a file, `calibration` of its metadata: per layer the number, its table's number and its tokens)."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[int, int] = {}
     told: dict[str, list[int]] = {"layers": [], "rotaries": [], "tokens": []}
-    for number, calibration in calibrations.items():
-        rotary = calibration.rotary
+    for number, layer in known.items():
+        rotary, statistics = layer.rotary, layer.keys
         table = numbers.setdefault(id(rotary), len(numbers))
         if f"rotary.{table}.cos" not in tensors:
             cos, sin = rotary.turns(0, positions)
@@ -63,7 +60,6 @@ def to_tensors(calibrations: Mapping[int, LayerCalibration], positions: int) -> 
                 f"rotary.{table}.sin": sin.clone(),
                 f"rotary.{table}.partner": partner,
             }
-        statistics = calibration.settle(0, 0)  # settled before
         for name in KEPT_TENSORS:
             tensors[f"layer.{number}.{name}"] = getattr(statistics, name).float().contiguous()
         told["layers"].append(number)
@@ -74,8 +70,8 @@ def to_tensors(calibrations: Mapping[int, LayerCalibration], positions: int) -> 
 
 def from_file(
     file: Any, told: Mapping[str, list[int]], shapes: Mapping[int, tuple[int, int]], positions: int
-) -> dict[int, LayerCalibration]:
-    """Calibrations of an open file by layer. told: from `to_tensors`. shapes: (KV heads, D) by layer.
+) -> dict[int, LayerStatistics]:
+    """Statistics of an open file by layer. told: from `to_tensors`. shapes: (KV heads, D) by layer.
 
     Raises ValueError for tensors that do not match the rest of the file.
     """
@@ -93,7 +89,7 @@ def from_file(
             _tensor(file, f"layer.{number}.{name}", torch.float32, (heads, *[dim] * dims)).double()
             for name, dims in KEPT_TENSORS.items()
         ]
-        made[number] = LayerCalibration(tables[table, dim], KeyStatistics(tokens, *parts))
+        made[number] = LayerStatistics(tables[table, dim], KeyStatistics(tokens, *parts))
     return made
 
 

@@ -1,0 +1,137 @@
+"""Key statistics of a served model, from one forward pass of the engine's own model at its start.
+
+The tokens are those that transformers' backend takes (`backends.transformers.statistics`). Pages do not exist yet, so the
+layers attend to the pass's own keys. Rotary embeddings come from a small transformers model with the same config.
+"""
+
+# Only imported where vLLM is installed.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from kvrecall.attend.chunk import attend_block, attend_causal
+from kvrecall.backends.transformers.families import Heads
+from kvrecall.backends.transformers.rotary import Rotaries, ask_model
+from kvrecall.backends.transformers.statistics import Source
+from kvrecall.core.errors import StatisticsError
+from kvrecall.core.structs import AttentionParams
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, Rotary, flaw
+from kvrecall.merge import merge_in_turn
+
+_log = logging.getLogger("vllm.kvrecall")
+_NARROW = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+"""Sizes that do not affect the rotary embedding, if the head size is given."""
+
+
+class Observer:
+    """The attention of one text, in chunks, over keys that it keeps itself."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+        self._queries: dict[int, list[Tensor]] = {}
+
+    def attend(self, number: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        """The attention `[T, H_q, D]` of a layer's next tokens: queries `[T, H_q, D]`; keys, values `[T, H_kv, D]`."""
+        q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+        past, how = self._rows.get(number), (params.scaling, params.softcap)
+        own = attend_causal(q, k, v, *how)
+        parts = [] if past is None else [attend_block(q, past, *how)]
+        rows = torch.stack([k, v], 2)
+        self._rows[number] = rows if past is None else torch.cat([past, rows], 1)
+        self._queries.setdefault(number, []).append(q.clone())
+        return merge_in_turn([own], parts).out[0].transpose(0, 1).to(queries.dtype)
+
+    def statistics(self, number: int, rotary: Rotary) -> KeyStatistics:
+        """Of the layer's tokens so far."""
+        return KeyStatistics.of(self._rows[number][:, :, 0], torch.cat(self._queries[number], 1), rotary)
+
+
+def source_of(model_config: Any) -> Source:
+    """The tokens of vLLM's `ModelConfig`."""
+    tokenizer = None
+    with suppress(Exception):  # no files, a library that is missing
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_config.tokenizer, revision=model_config.tokenizer_revision, trust_remote_code=model_config.trust_remote_code
+        )
+    return Source.of(model_config.hf_config, tokenizer)
+
+
+def compute(model: Any, config: Any, observer: Observer, rotaries: Mapping[int, Rotary]) -> dict[int, LayerStatistics]:
+    """Statistics of the layers in `rotaries`, by number, for this rank's heads. Their attention must be the observer's.
+
+    model: vLLM's. config: `VllmConfig`. Every rank must call it. Raises StatisticsError for unfit statistics.
+    """
+    start, source, text = perf_counter(), source_of(config.model_config), config.model_config.hf_text_config
+    size = config.scheduler_config.max_num_batched_tokens
+    for first in range(0, len(source.ids), size):
+        _forward(model, config, source.ids[first : first + size], first)
+    found = {number: _of_all_queries(observer.statistics(number, rotary), text) for number, rotary in rotaries.items()}
+    if unfit := flaw(found, len(set(source.ids)), text.vocab_size, text.hidden_size):
+        raise StatisticsError(config.model_config.model, "keys that describe a text", unfit, 'Serve "method": "exact".')
+    told = _log.warning if source.random else _log.info
+    told("kvrecall: statistics of the model's keys from %s, %.1f s", source.text, perf_counter() - start)
+    return {number: LayerStatistics(rotaries[number], own) for number, own in found.items()}
+
+
+@torch.no_grad()
+def _forward(model: Any, config: Any, ids: tuple[int, ...], first: int) -> None:
+    """One pass of the model over the tokens from position `first` on, through all pipeline stages."""
+    from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.forward_context import set_forward_context
+    from vllm.sequence import IntermediateTensors
+
+    device, stages = config.device_config.device, get_pp_group()
+    positions = torch.arange(first, first + len(ids), device=device)
+    if config.model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    before = None
+    if not stages.is_first_rank:
+        before = IntermediateTensors(stages.recv_tensor_dict(all_gather_group=get_tp_group()))
+    eager = {"skip_compiled": True} if "skip_compiled" in inspect.signature(set_forward_context).parameters else {}
+    with set_forward_context(None, config, num_tokens=len(ids), **eager):
+        out = model(input_ids=torch.tensor(ids, device=device), positions=positions, intermediate_tensors=before)
+    if not stages.is_last_rank:
+        stages.send_tensor_dict(out.tensors, all_gather_group=get_tp_group())
+
+
+def _of_all_queries(own: KeyStatistics, text: PretrainedConfig) -> KeyStatistics:
+    """Where several ranks have the same KV head, the statistics with the queries of all of them."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
+
+    ranks, heads = get_tensor_model_parallel_world_size(), Heads.of(text, 0).kv
+    copies = ranks // heads
+    if copies < 2:
+        return own
+    everyone = get_tp_group().all_gather(own.query_second, 0)
+    first = get_tensor_model_parallel_rank() // copies * copies
+    return KeyStatistics(own.tokens, own.key_mean, own.key_covariance, everyone[first : first + copies].mean(0, keepdim=True))
+
+
+def rotaries_of_config(config: PretrainedConfig) -> Rotaries:
+    """The rotary embeddings of a model of this config. Raises StatisticsError if one cannot be found."""
+    text: Any = deepcopy(config.get_text_config(decoder=True))
+    heads = Heads.of(text, 0)
+    text.head_dim = heads.dim
+    for name, size in _NARROW.items():
+        if hasattr(text, name):
+            setattr(text, name, size)
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(text, attn_implementation="sdpa", dtype=torch.float32).eval()
+    found = ask_model(model)
+    if found.unknown:
+        got = f"others in layers {', '.join(map(str, found.unknown))}"
+        raise StatisticsError(text.model_type, "layers whose rotary embedding can be found", got, 'Serve "method": "exact".')
+    return found
