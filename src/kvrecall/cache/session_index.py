@@ -79,7 +79,8 @@ class SavedFile(_Strict):
 
 
 class SavedModel(_Strict):
-    """The model that a session belongs to. config, weights: its fingerprint; weights is None if they could not be read."""
+    """The model that a session belongs to. config, weights: its fingerprint; weights is None if an earlier release could not
+    read them. fingerprint: the version of the rule by which the config is hashed."""
 
     type: str
     layers: Count
@@ -88,6 +89,7 @@ class SavedModel(_Strict):
     head_dim: Count
     config: Sha
     weights: Sha | None
+    fingerprint: Literal[1, 2] = 1
 
 
 class SavedSession(_Strict):

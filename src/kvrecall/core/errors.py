@@ -77,6 +77,15 @@ class CacheModelError(KVRecallError, ValueError):
         )
 
 
+class CacheWriterError(KVRecallError, ValueError):
+    """The model computes otherwise than when it filled the cache: an adapter was switched, merged or scaled, or weights were
+    changed. Nothing of the call is stored."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        self.remedy = "Switch back, or call reset() and read the prompt again; the cache is unchanged."
+        super().__init__(f"cache: expected what computed its tokens ({expected}), got {got}. {self.remedy}")
+
+
 class UnsupportedModelError(KVRecallError, ValueError):
     """A model family, or a way of calling it, is not supported; nothing of the call is stored."""
 

@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup
@@ -85,9 +86,10 @@ def asked(
     limit = context_limit(model)
     if limit and input_ids.shape[1] + max_new_tokens > limit:
         raise ContextLengthError("prompt and answer", limit, input_ids.shape[1] + max_new_tokens)
-    made = isinstance(cache, Method)
+    made, inner = isinstance(cache, Method), transformers_model(model)
     if isinstance(cache, Method):
         cache = RetrievalCache(model.config, cache)
+    cache.meet(inner)
     if compiled and capture is False:
         raise ParameterError("compiled", "False with capture=False", compiled, "Only captured steps run compiled modules.")
     if on_text is not None and (tokenizer is None or input_ids.shape[0] != 1):

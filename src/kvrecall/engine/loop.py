@@ -312,6 +312,9 @@ class Loop:
             self._end(job, error)
 
     def _step(self, jobs: list[Job]) -> None:
+        jobs = [job for job in jobs if self._same_model(job)]
+        if not jobs:
+            return
         members = [job.member for job in jobs if job.member is not None]
         made = []
         for job, logits in zip(jobs, self._stepper.step(members), strict=True):
@@ -320,6 +323,17 @@ class Loop:
             else:
                 made.append((job, logits))
         self._accept(made)
+
+    def _same_model(self, job: Job) -> bool:
+        """Whether the model computes as when it read the prompt, which captured steps would not notice; else ends the job."""
+        model = self._model()
+        try:
+            if model is not None:
+                job.asked.cache.meet(model)
+        except Exception as error:
+            self._end(job, error)
+            return False
+        return True
 
     def _accept(self, made: list[tuple[Job, Tensor]]) -> None:
         """Chooses the next tokens of each request, waits for the device once, and ends complete requests. If no request is

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
+from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
 from kvrecall.engine.prefix import keep_prefix
 
@@ -41,6 +42,7 @@ def prefill(
     """
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
+    cache.meet(transformers_model(model))
     total = input_ids.shape[1]
     done = keep_prefix(cache, input_ids, attention_mask, most=total)
     cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
@@ -95,6 +97,9 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, a
         raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ShapeError("attention_mask", str(list(input_ids.shape)), list(attention_mask.shape), "Pass the tokenizer's mask.")
+    if model.device.type == "meta":
+        remedy = "Leave a part of it there (device_map), or call model.generate inside kvrecall.attach."
+        raise ParameterError("model", "one with weights on its device", "one that accelerate offloads whole", remedy)
     limit = context_limit(model)
     if limit and input_ids.shape[1] > limit:
         raise ContextLengthError("prompt", limit, input_ids.shape[1])

@@ -141,9 +141,10 @@ class Attachment:
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
         if not cache.belongs_to(self.config):
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
-        for own in [cache] if isinstance(cache, RetrievalCache) else cache.members:
-            own.meet(self._parts[0])
-            own.tokenizer = self._tokenizer if own.tokenizer is None else own.tokenizer
+        if cache.running is None or not cache.running.alive():
+            for own in [cache] if isinstance(cache, RetrievalCache) else cache.members:
+                own.meet(self._parts[0])
+                own.tokenizer = self._tokenizer if own.tokenizer is None else own.tokenizer
         if self._contexts and isinstance(cache, RetrievalCache) and _holds_nothing_yet(cache):
             cache.take_statistics(self._parts[0])  # before the pass begins, because it may fail
         with _lock:  # no other thread may remove the hooks between this check and the beginning of the pass
@@ -172,9 +173,18 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     if not isinstance(shaped, Tensor) or shaped.ndim < 2:
         return Inputs(None, None, None, mask)
     known = {"inputs_embeds", "attention_mask", "labels"}
-    others = any(isinstance(x, Tensor) and x.is_floating_point() for name, x in kwargs.items() if name not in known)
-    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None  # ids do not describe images
+    others = any(_holds_content(x) for name, x in kwargs.items() if name not in known)
+    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None
     return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask)
+
+
+def _holds_content(value: Any) -> bool:
+    """Whether an argument holds images, sounds or states of an encoder, at any depth, which ids do not describe. Arguments of
+    other kinds are positions, types, masks and settings."""
+    if isinstance(value, Tensor):
+        return value.dtype not in (torch.int64, torch.int32, torch.bool)
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(_holds_content, inside))
 
 
 def _holds_nothing_yet(cache: RetrievalCache) -> bool:

@@ -24,6 +24,7 @@ from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.families import check_config, template
+from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
@@ -33,7 +34,7 @@ from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.core.errors import HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
+from kvrecall.core.errors import CacheWriterError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
@@ -82,6 +83,8 @@ class RetrievalCache(Cache):
                 expected = f"layers of the model, 0 to {self.signature.layers - 1}"
                 raise ParameterError("per_layer", expected, number, "The method may have been tuned for another model.")
         self._config = config
+        self._writer: Computation | None = None
+        """What computed the stored tokens; None in a loaded cache that no model has used."""
         self._session: SavedState | None = None
         """The session that this cache was last saved to or loaded from; forks share it."""
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # keeps configs alive, so that ids stay unique
@@ -156,9 +159,21 @@ class RetrievalCache(Cache):
             self.statistics = statistics_of(model, self.tokenizer)
 
     def meet(self, model: PreTrainedModel) -> None:
-        """Checks the model of a loaded cache before its first use. Raises SessionError if another model filled the cache."""
-        if self._session is not None and self._session.meet(model):
+        """Before a forward pass: the model with its adapters must compute as it did when it filled the cache.
+
+        Raises CacheWriterError if it does not, SessionError for a loaded cache. An empty cache may be filled by any.
+        """
+        now, before = computation_of(model), self._writer
+        if now is before:
+            return
+        if before is None and self._session is not None:
+            self._session.meet(model)
             self._model = ref(model)
+        elif before is not None and not before.fingerprint.fits(now.fingerprint):
+            if self.get_seq_length():
+                raise CacheWriterError(str(before), str(now))
+            self.statistics = None
+        self._writer = now
 
     def stats(self) -> CacheStats:
         """Counters per layer and in total. On a GPU it also raises for non-finite keys."""
@@ -315,7 +330,7 @@ class RetrievalCache(Cache):
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
         self._windows, self._torn, self.tokens, self.statistics = [], False, TokenLog(), None
-        self.tables = self._session = None
+        self.tables = self._session = self._writer = None
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
                 layer.keys, layer.values, layer.is_initialized = None, None, False

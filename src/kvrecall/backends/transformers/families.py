@@ -15,6 +15,7 @@ from kvrecall.methods.base import HEAD_DIMS
 
 ENCODER_DECODER = "an encoder-decoder model (cross-attention, two caches)"
 COMPILED = "Use the model as it is; on a GPU, kvrecall captures decode steps as CUDA graphs, with compiled=True also compiled."
+PROMPT_LEARNING = "Its learned tokens are in no RetrievalCache: use adapters in the layers (LoRA, IA3), or another cache."
 
 _REFUSED = {
     "doge": "attention that computes with its mask, which has to be of queries by keys",
@@ -84,7 +85,8 @@ def changing_rotary(config: PretrainedConfig) -> str | None:
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
-    """`model` itself, or the transformers model inside a wrapper such as PEFT's. Raises ParameterError for anything else."""
+    """`model` itself, or the transformers model inside a wrapper such as PEFT's. Raises ParameterError for anything else, and
+    for a wrapper that puts learned tokens before the prompt."""
     if isinstance(model, PreTrainedModel):
         found = [model]
     elif isinstance(model, nn.Module):
@@ -97,6 +99,9 @@ def transformers_model(model: Any) -> PreTrainedModel:
         )
     if any(_compiled(part) for part in model.modules() if _attends(part)):
         raise ParameterError("model", "a model that is not compiled", "one from torch.compile", COMPILED)
+    if model is not found[0] and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        got = f"PEFT's prompt learning ({type(model.active_peft_config).__name__})"
+        raise ParameterError("model", "one that reads the prompt's tokens alone", got, PROMPT_LEARNING)
     return found[0]
 
 

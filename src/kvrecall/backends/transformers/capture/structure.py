@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvrecall.backends.transformers.fingerprint import adapter_settings
+from kvrecall.backends.transformers.weights import has_adapters
+
 _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -18,8 +21,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class StepKey:
     """Two requests can share a recorded step if their keys are equal and their caches fit.
 
-    model: a hash of the addresses of its weights, its modules, their hooks and settings. compiled: whether small operations are
-    compiled. ranks: number of processes that run the model together. width: tokens of a step.
+    model: a hash of the addresses of its weights, its modules, their hooks, settings and adapters. compiled: whether small
+    operations are compiled. ranks: number of processes that run the model together. width: tokens of a step.
     """
 
     model: int
@@ -41,6 +44,7 @@ def _parts(model: PreTrainedModel) -> Iterator[Any]:
         yield tuple((key, value) for key, value in vars(module).items() if type(value) in _SCALARS)
         for kind in _HOOKS:
             yield tuple(number for number, hook in getattr(module, kind).items() if not _ours(hook))
+        yield str(adapter_settings(module)) if has_adapters(module) else None
         yield tuple(_place(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 

@@ -61,7 +61,8 @@ def load(
             with lasting_tensors(), torch.no_grad(), OpenFiles.of(path / DATA, sizes) as files:
                 own = {"observe_queries": session.observe_queries, "host_rows": session.host_rows}
                 cache = kind(config, method, **own | options)
-                where = torch.device(device) if device is not None else cache._device() if model is None else model.device
+                offloaded = model is None or model.device.type == "meta"
+                where = torch.device(device) if device is not None else cache._device() if offloaded else model.device
                 return _Load(cache, path, session, checksum, files, where, verify).run(model)
         except UNFORESEEN as error:
             if isinstance(error, KVRecallError):
@@ -87,8 +88,8 @@ class _Load:
         self._dtype: torch.dtype = getattr(torch, session.dtype)
         model = session.model
         self._state = SavedState(
-            str(path), checksum, Fingerprint(model.config, model.weights), {f.name: f.nbytes for f in session.files},
-            about=dict(session.about),
+            str(path), checksum, Fingerprint(model.config, model.weights, model.fingerprint),
+            {f.name: f.nbytes for f in session.files}, about=dict(session.about),
         )  # fmt: skip
 
     def run(self, model: PreTrainedModel | None) -> RetrievalCache:
@@ -101,8 +102,7 @@ class _Load:
         self._state.rotaries = parts.archive_cache(cache, own, session.tokens, len(session.tables))
         own.done()
         if model is not None:
-            self._state.meet(model)
-            cache._model = ref(model)
+            cache.meet(model)
         layers = {layer.number: layer for layer in cache.retrieval_layers}
         if {str(number) for number in layers} != set(session.layers):
             raise SessionError("layers", f"those of the model ({len(layers)})", f"{len(session.layers)} others")

@@ -16,7 +16,8 @@ from kvrecall.methods.base import Method
 from kvrecall.methods.registry import name_of
 from kvrecall.methods.settings import from_settings
 
-_OTHER_MODEL = "Load it with the model that read the documents, or read them again with this one."
+_OTHER_MODEL = "Load it with the model and adapters that read the documents, or read them again with these."
+_EARLIER = "An earlier release saved it, which compared less of adapters, packed weights and settings."
 
 
 def check_model(session: SavedSession, config: PretrainedConfig, model: PreTrainedModel | None) -> None:
@@ -26,7 +27,8 @@ def check_model(session: SavedSession, config: PretrainedConfig, model: PreTrain
     held = ModelSignature(saved.type, saved.layers, saved.query_heads, saved.kv_heads, saved.head_dim)
     if held != signature:
         raise SessionError("model", f"the one that it was saved with ({held})", str(signature), _OTHER_MODEL)
-    compare("config", Fingerprint(saved.config, None), fingerprint_of_config(config))
+    version = saved.fingerprint
+    compare("config", Fingerprint(saved.config, None, version), fingerprint_of_config(config, version))
     if model is None:
         return
     dtype = str(model.dtype).removeprefix("torch.")
@@ -40,7 +42,15 @@ def compare(name: str, expected: Fingerprint, got: Fingerprint) -> None:
         part = "config" if expected.config != got.config else "weights"
         hashes = [str(getattr(one, part))[:16] for one in (expected, got)]
         wanted = f"the model that it was saved with ({part} {hashes[0]}…)"
-        raise SessionError(name, wanted, f"another ({hashes[1]}…)", _OTHER_MODEL)
+        remedy = _OTHER_MODEL if expected.version > 1 else f"{_OTHER_MODEL} {_EARLIER}"
+        raise SessionError(name, wanted, f"another ({hashes[1]}…)", remedy)
+
+
+def check_readable(name: str, fingerprint: Fingerprint) -> None:
+    """Raises SessionError for weights that cannot be compared: the rows of another model would be taken for this one's."""
+    if fingerprint.weights is None:
+        remedy = "Load the model in one process, or let accelerate place it (device_map), and read the documents with it."
+        raise SessionError(name, "weights that can be compared", "sharded ones, or ones on the meta device", remedy)
 
 
 def method_of(path: Path, session: SavedSession) -> Method:

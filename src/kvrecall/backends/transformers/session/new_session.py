@@ -124,7 +124,7 @@ class NewSession:
             model=SavedModel(
                 type=signature.model_type, layers=signature.layers, query_heads=signature.query_heads,
                 kv_heads=signature.kv_heads, head_dim=signature.head_dim, config=fingerprint.config,
-                weights=fingerprint.weights,
+                weights=fingerprint.weights, fingerprint=fingerprint.version,
             ),
             dtype=dtype, rows=self._rows, tokens=cache.get_seq_length(), block_size=self._size,  # pyright: ignore
             observe_queries=cache.observe_queries, host_rows=cache.host_rows, about=about,  # pyright: ignore

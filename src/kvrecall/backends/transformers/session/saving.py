@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of, fingerprint_of_config
+from kvrecall.backends.transformers.fingerprint import (
+    Fingerprint,
+    computation_of,
+    fingerprint_of_config,
+    read_fingerprint,
+)
 from kvrecall.backends.transformers.session import parts
 from kvrecall.backends.transformers.session.info import SessionInfo, info_of
-from kvrecall.backends.transformers.session.match import check_heads, registered_name
+from kvrecall.backends.transformers.session.match import check_heads, check_readable, registered_name
 from kvrecall.backends.transformers.session.new_session import NewSession
 from kvrecall.backends.transformers.session.state import SavedState
 from kvrecall.cache.session_files import sync_folder, write
@@ -49,7 +54,7 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
     method = registered_name(cache.method)
     check_heads(cache._config, states)
     _check_about(about or {})
-    known, model = cache._session, None if cache._model is None else cache._model()
+    known = cache._session
     about = about if about is not None else {} if known is None else known.about
     fingerprint = _fingerprint(cache)
     notes = _archived(cache, states)
@@ -67,7 +72,6 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
             clean(path)
     sizes = {file.name: file.nbytes for file in session.files}
     cache._session = SavedState(str(path), checksum, fingerprint, sizes, new.memories, about=about)
-    cache._session.met(model)
     if known is not None:
         cache._session.rotaries = known.rotaries
     for table in cache.tables:
@@ -76,11 +80,17 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
 
 
 def _fingerprint(cache: RetrievalCache) -> Fingerprint:
-    """Of the cache's model; what a loaded session says of it, or the config alone, where no model has used the cache yet."""
-    model = None if cache._model is None else cache._model()
-    if model is not None:
-        return fingerprint_of(model)
-    return fingerprint_of_config(cache._config) if cache._session is None else cache._session.fingerprint
+    """What computed the cache's tokens. Raises SessionError if that is not known well enough to compare it with a model."""
+    writer, model = cache._writer, None if cache._model is None else cache._model()
+    if writer is None:
+        found = fingerprint_of_config(cache._config) if cache._session is None else cache._session.fingerprint
+    else:
+        found = writer.fingerprint
+        if model is not None and computation_of(model) is writer and read_fingerprint(model) != found:
+            expected = "weights that stay as they are while a cache is filled"
+            raise SessionError("model", expected, "some that were written through tensor.data", "Read the documents again.")
+    check_readable("model", found)
+    return found
 
 
 def _archived(cache: RetrievalCache, states: list[LayerState]) -> dict[str, Notes]:

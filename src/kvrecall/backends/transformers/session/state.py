@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of
+from kvrecall.backends.transformers.fingerprint import Fingerprint, read_fingerprint
 from kvrecall.backends.transformers.session import parts
-from kvrecall.backends.transformers.session.match import compare
+from kvrecall.backends.transformers.session.match import check_readable, compare
 from kvrecall.backends.transformers.session.parts import LateRotary
 from kvrecall.cache.session_files import Place
 
@@ -52,18 +51,11 @@ class SavedState:
     memories: dict[tuple[int, str], WrittenMemory] = field(default_factory=dict)
     rotaries: dict[int, LateRotary] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
-    _met: Callable[[], PreTrainedModel | None] = lambda: None
 
-    def meet(self, model: PreTrainedModel) -> bool:
-        """The model that is to use a loaded cache; returns whether it is seen for the first time. Raises SessionError where it
-        is another one."""
-        if self._met() is model:
-            return False
-        compare("model", self.fingerprint, fingerprint_of(model))
+    def meet(self, model: PreTrainedModel) -> None:
+        """The model that is to use a loaded cache. Raises SessionError where it is another one."""
+        own = read_fingerprint(model, self.fingerprint.version)
+        check_readable("model", own)
+        check_readable("session", self.fingerprint)
+        compare("model", self.fingerprint, own)
         parts.meet(self.rotaries, model)
-        self.met(model)
-        return True
-
-    def met(self, model: PreTrainedModel | None) -> None:
-        """The model whose cache this is, which is not compared again; None if it is not known yet."""
-        self._met = (lambda: None) if model is None else ref(model)
