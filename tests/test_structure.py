@@ -49,7 +49,7 @@ LATE = {
 """Pairs of modules that import each other, one of them inside a function."""
 THIRD_PARTY = {
     "_C", "_cuda_hasPrimaryContext", "_cuda_getCurrentRawStream", "_dynamo", "_buffers", "_call_impl", "_compiled_call_impl",
-    "_torchdynamo_orig_callable",
+    "_torchdynamo_orig_callable", "_parameters", "_non_persistent_buffers_set", "_forward_pre_hooks", "_hf_hook",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
     "_attn_implementation", "_attn_implementation_internal", "_can_set_attn_implementation", "_device_mesh", "_global_mapping",
     "_cdata", "_ensure_registered",

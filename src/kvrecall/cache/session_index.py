@@ -89,7 +89,7 @@ class SavedModel(_Strict):
     head_dim: Count
     config: Sha
     weights: Sha | None
-    fingerprint: Literal[1, 2] = 1
+    fingerprint: Annotated[int, Field(ge=1, le=2)] = 1
 
 
 class SavedSession(_Strict):

@@ -39,10 +39,7 @@ def adapters_in_use(layer: Any) -> list[str]:
     for rows in (hook.keywords.get("adapter_names") for hook in hooks):
         if rows is not None:
             return list(rows)
-    if layer._disable_adapters or layer.merged_adapters:
-        return []
-    active = layer._active_adapter
-    return [active] if isinstance(active, str) else list(active)
+    return [] if layer.disable_adapters or layer.merged_adapters else list(layer.active_adapters)
 
 
 @torch.no_grad()
@@ -97,7 +94,7 @@ def _in_use(decoder: nn.Module) -> list[tuple[str, Any, bool]]:
         found += [(f"{path}#{row}" if inside else path, value, inside) for row in used or [0]]
     for name, adapters in layers.items():
         layer = modules[name]
-        if layer._disable_adapters and layer.merged_adapters:
+        if layer.disable_adapters and layer.merged_adapters:
             found.append((f"{name}#unmerges", True, True))  # the next call takes the adapter out of the layer's weights
         for row, adapter in enumerate(adapters):
             found += [(f"{name}#{row}.{kind}", value, True) for kind, value in _scalars(layer, adapter)]

@@ -61,8 +61,8 @@ def load(
             with lasting_tensors(), torch.no_grad(), OpenFiles.of(path / DATA, sizes) as files:
                 own = {"observe_queries": session.observe_queries, "host_rows": session.host_rows}
                 cache = kind(config, method, **own | options)
-                offloaded = model is None or model.device.type == "meta"
-                where = torch.device(device) if device is not None else cache._device() if offloaded else model.device
+                device = device or (None if model is None or model.device.type == "meta" else model.device)
+                where = cache._device() if device is None else torch.device(device)
                 return _Load(cache, path, session, checksum, files, where, verify).run(model)
         except UNFORESEEN as error:
             if isinstance(error, KVRecallError):
