@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 import kvrecall
+from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.core.errors import KVRecallError, UnsupportedModelError
+from kvrecall.core.errors import KVRecallError, ParameterError, UnsupportedModelError
+from tests.tiny import tiny_tokenizer
 from tests.zoo.compare import PROMPT_TOKENS, TOLERANCE, ZONES, Turn, answer, difference, holdings, implementations, prompts
 from tests.zoo.sample import ADAPTERS, IMAGE_TEXT, IMAGES, IMAGES_REFUSED
 from tests.zoo.tiny import family, tiny_model
@@ -102,6 +105,30 @@ def test_vision_model_with_images(name: str) -> None:
             got = answer(model, cache, ids, mask, wanted, pixel_values=pixels)
     assert difference(got.logits, wanted.logits) < TOLERANCE
     assert cache.stats().total.tokens["retrieval"] > 0
+
+
+@pytest.mark.parametrize("way", ["generate", "forward"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_ids_do_not_describe_an_image(name: str, way: str, tmp_path: Path) -> None:
+    """`generate` hands over pixels or what an encoder made of them, by the release of transformers."""
+    model = tiny_model(family(name, IMAGE_TEXT))
+    ids, mask, pixels = with_images(model)
+    ids = ids[:1][:, mask[0].bool()]
+    cache, plain = cache_for(model.config), {"attention_mask": torch.ones_like(ids), "pixel_values": pixels[:1]}
+    with kvrecall.attach(model), torch.no_grad():
+        if way == "generate":
+            model.generate(ids, max_new_tokens=1, do_sample=False, **plain, **cache_argument(cache))
+        else:
+            model(input_ids=ids, **plain, **cache_argument(cache))
+    cache.save(tmp_path)
+    for filled in (cache, cache.fork(), kvrecall.RetrievalCache.load(tmp_path, model.config, model=model)):
+        held = filled.get_seq_length()
+        assert not filled.tokens.known
+        with pytest.raises(ParameterError, match="got 'embeddings or images'"):
+            engine.generate(model, None, ids, filled, max_new_tokens=2)
+        with pytest.raises(ParameterError, match="got 'tokens that are embeddings or images'"):
+            engine.Document.of(model, tiny_tokenizer(), filled)
+        assert filled.get_seq_length() == held
 
 
 @pytest.mark.parametrize("name", IMAGES_REFUSED)
