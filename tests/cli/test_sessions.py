@@ -84,7 +84,8 @@ def test_info_and_plan_say_what_a_session_takes(cli: Cli, tiny: Path, session: P
     shown = cli("info", session).stdout
     for words in ("tokens", "on disk", "method", "top_k=50", "first words", "log.txt"):
         assert words in shown
-    planned = cli.json("plan", "-m", tiny, "--context", told["tokens"])["session_bytes"]
+    dtype = ("--dtype", told["dtype"])  # the fastest one here
+    planned = cli.json("plan", "-m", tiny, "--context", told["tokens"], *dtype)["session_bytes"]
     assert 0.75 < told["bytes"] / planned < 1.25
     assert "disk" in cli("plan", "-m", tiny).stdout
 
