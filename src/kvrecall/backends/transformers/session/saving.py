@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of, fingerprint_of_config
+from kvrecall.backends.transformers.owner import operation
 from kvrecall.backends.transformers.session import parts
 from kvrecall.backends.transformers.session.info import SessionInfo, info_of
 from kvrecall.backends.transformers.session.match import check_heads, registered_name
@@ -37,11 +38,11 @@ _FORMS = (
 """Codes without rows were weighed in docs/design/sessions.md."""
 
 
+@operation("save", recovers=False)
 def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
     """See `RetrievalCache.save`."""
     if rows not in ("plain", "fp8"):
         raise ParameterError("rows", '"plain" or "fp8"', rows, _FORMS)
-    cache._check_idle("save")
     cache.settle()
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
     if not cache.get_seq_length() or len(states) < len(cache.retrieval_layers) or cache.tables is None:
