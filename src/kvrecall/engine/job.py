@@ -26,8 +26,8 @@ from kvrecall.engine.steps import Member
 
 
 class Job:
-    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer. From `prepare` to
-    `finish` it is the request that uses the cache (`owner`)."""
+    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer. From `prepare`
+    to `finish` it is the request that uses the cache (`owner`)."""
 
     name = "a request in flight"
 
