@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import prange
+from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import PIECE, attend_piece, merge_pieces
 from kvrecall.core.few_threads import few_threads
-from kvrecall.core.numeric import parallel_njit, row_bits
+from kvrecall.core.numeric import PARALLEL, row_bits
 from kvrecall.core.row_words import as_words, first_pieces, places_of
 from kvrecall.core.structs import HostTable, Partial
 
@@ -39,7 +39,7 @@ def attend_selected(
     return Partial(torch.from_numpy(out).view(1, heads, 1, dim), torch.from_numpy(lse).view(1, heads, 1))
 
 
-@parallel_njit()
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _attend(queries, rows, kind, scales, blocks, size, ids, counts, scaling, softcap, out, lse):
     kv_heads, dim = ids.shape[0], queries.shape[1]
     group = queries.shape[0] // kv_heads

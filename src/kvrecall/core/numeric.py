@@ -9,7 +9,7 @@ Only modules with numba code may import it, because it imports numba.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from threading import RLock
 from typing import Any
@@ -41,22 +41,25 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def parallel_njit(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`njit` for a function with loops over `prange` that Python calls; options: more of `njit`.
-
-    numba's threading layer "workqueue" ends the process if two threads are in such loops, so there one waits for the other.
-    """
+    """`njit` for a function with loops over `prange` that only Python calls, in `loops_turn`; options: more of `njit`."""
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         loops = njit(cache=True, parallel=PARALLEL, nogil=True, **options)(function)
 
         @wraps(function)
         def call(*args: Any) -> Any:
-            with nullcontext() if several_threads_may_loop() else _one_at_a_time:
+            with loops_turn():
                 return loops(*args)
 
         return call
 
     return compiled
+
+
+def loops_turn() -> AbstractContextManager[Any]:
+    """A context for parallel loops. numba's threading layer "workqueue" ends the process if two threads are in such loops, so
+    there one waits for the other."""
+    return nullcontext() if several_threads_may_loop() else _one_at_a_time
 
 
 @cache

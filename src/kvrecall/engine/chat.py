@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Chat:
     """Turns on a fork of a document's cache, which holds the whole conversation.
 
-    A turn that fails or is interrupted leaves the conversation as it was before. Turns of several threads run one after another.
+    A turn that fails or is interrupted leaves the conversation as it was before. Threads take turns.
     """
 
     def __init__(self, document: Document) -> None:

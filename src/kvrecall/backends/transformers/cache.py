@@ -412,7 +412,10 @@ class RetrievalCache(Cache):
         return ForwardPass(self, inputs, claim)
 
     def settle(self) -> None:
-        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case."""
+        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
+
+        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
+        self.owner.check("settle")
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
             torn = torn or bool(stale.missing())

@@ -18,7 +18,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.core.few_threads import few_threads
-from kvrecall.core.numeric import exp_below, parallel_njit, row_bits, trailing_zeros
+from kvrecall.core.numeric import PARALLEL, exp_below, row_bits, trailing_zeros
 from kvrecall.core.row_words import as_words, first_pieces, in_word_order, numbers_per_word, places_of, score_keys
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
@@ -121,14 +121,14 @@ def _rows(table: HostTable) -> tuple[np.ndarray, int, np.ndarray, np.ndarray, in
     return *as_words(bits, kind, table.rows.shape[-1]), scales, table.blocks[0].numpy(), table.block_size
 
 
-@parallel_njit()
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _top_k_rows(scores, out):
     positions = np.arange(scores.shape[1])
     for row in prange(scores.shape[0]):
         top_k_of(scores[row], positions, out.shape[1], out[row])
 
 
-@parallel_njit()
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _distinct(lists, tokens, first_always, barred, out, counts):
     for h in prange(lists.shape[0]):
         counts[h] = _distinct_of(lists[h], tokens, first_always, barred[h], out[h])
@@ -170,7 +170,7 @@ def _rerank(
     _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
 
 
-@parallel_njit()
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums):
     """Scores, and each piece's largest logit and sum of exponentials of the logits less this one."""
     heads, dim, begin = ids.shape[0], queries.shape[2], first_pieces(counts, _PIECE)
@@ -208,7 +208,7 @@ def _sum(numbers):
     return total
 
 
-@parallel_njit()
+@njit(cache=True, parallel=PARALLEL, nogil=True)
 def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
     """The selection and the list of every head, one task each."""
     for task in prange(2 * ids.shape[0]):
