@@ -50,11 +50,11 @@ UNGUARDED = {
     "batch_size", "belongs_to", "captured", "from_file", "get_mask_sizes", "get_max_length", "get_query_offset",
     "get_seq_length", "has_previous_state", "host_bytes", "is_compileable", "is_croppable", "is_dummy", "is_initialized",
     "is_linear", "is_recording_past", "is_sliding", "load", "members", "retrieval_layers", "sequences", "small_rows", "valid",
-    "wants_calibration",
+    "wants_statistics",
     # Parts of a forward pass or of another operation, or of caches without retrieval layers.
-    "activate_past_recording", "block_tables", "calibrate", "early_initialization", "get_conv_state", "get_recurrent_state",
-    "meet", "offload", "open_pass", "prefetch", "prepare_for", "undo", "update", "update_conv_state", "update_indexer",
-    "update_recurrent_state",
+    "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state", "meet",
+    "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update", "update_conv_state",
+    "update_indexer", "update_recurrent_state",
 }  # fmt: skip
 
 
