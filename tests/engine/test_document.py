@@ -11,8 +11,11 @@ import torch
 import kvrecall
 from kvrecall import engine
 from kvrecall.core.errors import ContextLengthError, ParameterError, UnknownNameError
+from kvrecall.engine.chat import Chat
+from kvrecall.engine.document import Document
 from kvrecall.engine.prompts import DocumentPrompt
 from tests.backends.models import tiny
+from tests.engine.users import in_threads
 from tests.tiny import WORDS, tiny_tokenizer
 
 TEXT = "the red boat . harbour text " * 25
@@ -175,3 +178,21 @@ def test_a_real_model_answers_several_questions(smollm2: tuple[Any, Any]) -> Non
     text = "The harbour log.\n\nOn Monday the red boat left for Kiel.\n\nOn Tuesday Anna Berg became archivist."
     first, second = kvrecall.ask(*smollm2, text, ["Where did the red boat go?", "Who became archivist?"], max_new_tokens=24)
     assert "Kiel" in first.text and "Anna" in second.text
+
+
+def test_threads_that_ask_an_unread_document_wait_for_the_one_that_reads(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    want = [answer.tokens for answer in kvrecall.ask(model, tokenizer, TEXT, QUESTIONS, method=METHOD, **SAMPLED)]
+    document = Document.of(model, tokenizer, TEXT, method=METHOD)
+    sizes, remove = counted(model)
+    asks = [lambda text=text: document.ask(text, chunk_tokens=32, **SAMPLED)[0].tokens for text in QUESTIONS]
+    assert in_threads(asks) == want
+    remove()
+    assert sum(size for size in sizes if size == 32) <= document.tokens  # read once
+
+
+def test_threads_take_turns_in_one_conversation(model: Any) -> None:
+    chat = Chat(Document.of(model, tiny_tokenizer(), TEXT, method=METHOD))
+    answers = in_threads([lambda text=text: chat.say(text, max_new_tokens=3) for text in QUESTIONS])
+    lengths = sorted(answer.prompt_tokens for answer in answers)
+    assert len(set(lengths)) == 3 and chat.tokens > lengths[-1] > lengths[0] + 3

@@ -108,6 +108,28 @@ class NotAttachedError(KVRecallError, RuntimeError):
         )
 
 
+class CacheInUseError(ParameterError):
+    """Another thread or request works on the cache; nothing was changed."""
+
+    def __init__(self, name: str, expected: str, got: str, remedy: str = "") -> None:
+        remedy = remedy or "Wait until it has returned, or give each thread a fork(); the cache is unchanged."
+        super().__init__(name, expected, got, remedy)
+
+
+class ForkedProcessError(KVRecallError, RuntimeError):
+    """This process was forked after kvrecall had computed; its copies of models and caches cannot compute."""
+
+    def __init__(self) -> None:
+        self.remedy = (
+            "Load the model in each process after the fork (gunicorn: without --preload), or start processes by "
+            'multiprocessing.get_context("spawn").'
+        )
+        super().__init__(
+            "process: expected one that was forked before kvrecall's first computation, got one that was forked after it, in "
+            f"which threads of torch and numba do not exist. {self.remedy}"
+        )
+
+
 class InterruptedPassError(KVRecallError, RuntimeError):
     """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +64,10 @@ class Answer:
 
 
 class Document:
-    """A document and its cache. `read` fills the cache; `ask` answers on forks and does not change it."""
+    """A document and its cache. `read` fills the cache; `ask` answers on forks and does not change it.
+
+    Several threads may ask. The first one reads the document, the others wait for it.
+    """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: RetrievalCache, prompt: DocumentPrompt
@@ -74,6 +78,7 @@ class Document:
         """Seconds for reading, or for loading a session."""
         self.about: dict[str, Any] = {}
         """The session's `about`."""
+        self._reading = threading.RLock()
 
     @classmethod
     def of(
@@ -125,14 +130,15 @@ class Document:
     ) -> None:
         """Reads the tokens that the cache does not hold yet. Parameters as in `engine.prefill`. Continues after an
         interruption."""
-        if self.cache.get_seq_length() == self.tokens:
-            return
-        start = time.perf_counter()
-        prefill(
-            self.model, self._ids([]), self.cache, chunk_tokens=chunk_tokens, on_progress=on_progress,
-            expect_tokens=expect_tokens,
-        )  # fmt: skip
-        self.read_seconds += time.perf_counter() - start
+        with self._reading:
+            if self.cache.get_seq_length() == self.tokens:
+                return
+            start = time.perf_counter()
+            prefill(
+                self.model, self._ids([]), self.cache, chunk_tokens=chunk_tokens, on_progress=on_progress,
+                expect_tokens=expect_tokens,
+            )  # fmt: skip
+            self.read_seconds += time.perf_counter() - start
 
     def ask(
         self,
@@ -210,7 +216,8 @@ class Document:
         if held != self.prompt.prefix[: len(held)]:
             remedy = "Give the same files in the same order, perhaps with more behind them, or another folder."
             raise SessionError("document", "one that begins with what the session holds", "another", remedy)
-        self.cache, self.read_seconds = cache, time.perf_counter() - start
+        with self._reading:
+            self.cache, self.read_seconds = cache, time.perf_counter() - start
         return len(held)
 
     def _ids(self, behind: list[int]) -> Tensor:

@@ -26,10 +26,14 @@ from kvrecall.engine.steps import Member
 
 
 class Job:
-    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer."""
+    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer. From `prepare`
+    to `finish` it is the request that uses the cache (`owner`)."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    name = "a request in flight"
+
+    def __init__(self, asked: Asked, driven_here: Callable[[], bool]) -> None:
+        """driven_here: whether this thread is the loop's driver."""
+        self.asked, self.here = asked, driven_here
         self.cancelled = self.ended = False
         self.error: BaseException | None = None
         self.steps: list[list[int]] = []
@@ -49,6 +53,10 @@ class Job:
         self._start = self._first = self._end = 0.0
         self._sequences: Tensor | None = None
 
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return not self.ended
+
     @property
     def decodes(self) -> bool:
         """Whether the prompt is read."""
@@ -60,6 +68,7 @@ class Job:
         """Before admission: removes tokens from the cache that do not belong to this prompt."""
         if self._held is None:
             asked = self.asked
+            asked.cache.owner.hold(self)
             self._held = keep_prefix(asked.cache, asked.input_ids, asked.attention_mask, most=asked.prompt_tokens - 1)
 
     def admit(self) -> None:
@@ -148,6 +157,7 @@ class Job:
             self._end = time.perf_counter()
             self.member, self.error = None, error and _without_frames(error)
             self.ended = True
+            self.asked.cache.owner.release(self)
 
     def _tell_read(self, tokens: int) -> None:
         if self.asked.on_prefill is not None:

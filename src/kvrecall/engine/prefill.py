@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.backends.transformers.owner import request
 from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
 from kvrecall.engine.prefix import keep_prefix
 
@@ -38,24 +39,26 @@ def prefill(
     chunk_tokens: None: depends on the model's device. attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final
     length including the answer, to size memory exactly.
     Checks the context length and the host's memory before anything is stored. After Ctrl-C or an error, every layer holds
-    the same whole chunks, so prefill can be called again with the same arguments and continues.
+    the same whole chunks, so prefill can be called again with the same arguments and continues. Raises CacheInUseError if
+    another thread or request uses the cache.
     """
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     cache.meet(transformers_model(model))
     total = input_ids.shape[1]
-    done = keep_prefix(cache, input_ids, attention_mask, most=total)
-    cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
-    try:
-        with attach(model, capture=False):
-            while done < total:
-                if on_progress:
-                    on_progress(done, total)
-                end = min(done + chunk_tokens, total)
-                read_chunk(model, input_ids, cache, slice(done, end), attention_mask)
-                done = end
-    finally:
-        cache.align()
+    with request(cache, "engine.prefill"):
+        done = keep_prefix(cache, input_ids, attention_mask, most=total)
+        cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
+        try:
+            with attach(model, capture=False):
+                while done < total:
+                    if on_progress:
+                        on_progress(done, total)
+                    end = min(done + chunk_tokens, total)
+                    read_chunk(model, input_ids, cache, slice(done, end), attention_mask)
+                    done = end
+        finally:
+            cache.align()
     if on_progress:
         on_progress(total, total)
 

@@ -26,6 +26,7 @@ from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.families import check_config, template
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.signature import ModelSignature
@@ -34,8 +35,16 @@ from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.core.errors import CacheWriterError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
+from kvrecall.core.errors import (
+    CacheInUseError,
+    CacheWriterError,
+    HostMemoryError,
+    InterruptedPassError,
+    NotAttachedError,
+    ParameterError,
+)
 from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
+from kvrecall.core.process import check_process
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 
@@ -68,6 +77,7 @@ class RetrievalCache(Cache):
         host_rows: "fp8" keeps keys and values in host memory as e4m3 with a scale per key and per value: half the memory and
         half the bytes over the bus of 16-bit rows, at a loss (docs/guide/memory.md). Rows on the device stay as they are.
         """
+        check_process()
         check_host_rows(host_rows)
         if rows_on_device not in (None, False):
             remedy = "Leave it out: rows lie on a GPU while it has room for them."
@@ -95,6 +105,8 @@ class RetrievalCache(Cache):
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         self.tokens = TokenLog()
         """Ids of the stored tokens."""
+        self.owner = Owner()
+        """Which thread and which request work on this cache."""
         self.running: ForwardPass | None = None
         """The current forward pass over this cache."""
         self.statistics: ModelStatistics | None = None
@@ -127,6 +139,11 @@ class RetrievalCache(Cache):
     def retrieval_layers(self) -> list[RetrievalLayer]:
         """The layers that retrieve."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    @property
+    def members(self) -> list[RetrievalCache]:
+        """This cache; for calls with several, see `JointCache`."""
+        return [self]
 
     @property
     def sequences(self) -> int:
@@ -175,20 +192,23 @@ class RetrievalCache(Cache):
             self.statistics = None
         self._writer = now
 
+    @operation("stats", reads=True, inside=True, captured=True, recovers=False)
     def stats(self) -> CacheStats:
-        """Counters per layer and in total. On a GPU it also raises for non-finite keys."""
+        """Counters per layer and in total; waits for a forward pass of another thread. On a GPU it also raises for non-finite
+        keys."""
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
 
+    @operation("fork", reads=True)
     def fork(self, method: Method | None = None, *, rows_on_device: bool | None = None) -> RetrievalCache:
         """A cache with the same tokens, optionally under another method; for several questions after one prefill.
 
         Blocks of rows are shared copy-on-write if the methods' zones have the same sizes, else copied into the new zones.
         They are also copied if a layer searches under only one of the methods, so that its rows lie on a GPU under the other.
+        Waits for a forward pass of another thread; so a thread may fork a cache that answers a request in another one.
         Raises HostMemoryError or DeviceMemoryError if there is no room, and ParameterError for a method that needs statistics
         of a model that is not known yet; this cache is unchanged. rows_on_device: as in the class; by default as in this
         cache, unless the method changes.
         """
-        self._check_idle("fork")
         if rows_on_device is None and method in (None, self.method):
             rows_on_device = self.rows_on_device
         method = method or self.method
@@ -197,6 +217,7 @@ class RetrievalCache(Cache):
         if method.zone_sizes() != self.method.zone_sizes():
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
         fork.method, fork._windows, fork.on_queries = method, [], None
+        fork.owner = Owner()
         fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
         if fork.statistics is None and model is not None and fork.wants_statistics:
@@ -257,15 +278,17 @@ class RetrievalCache(Cache):
     def reading_prompt(self) -> Iterator[None]:
         """Inside, the model's tokens are a chunk of a prompt, even if few: they attend to everything and settle the zones.
         Outside, up to 8 tokens in one call after others are decode queries that retrieve."""
-        before, self.prefilling = self.prefilling, True
-        try:
-            yield
-        finally:
-            self.prefilling = before
+        with request(self, "reading_prompt"):
+            before, self.prefilling = self.prefilling, True
+            try:
+                yield
+            finally:
+                self.prefilling = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
         return self.fork()
 
+    @operation("reserve")
     def reserve(self, tokens: int, sequences: int = 1) -> None:
         """Announces the final length, prompt and answer in tokens per sequence, so that memory is allocated exactly.
 
@@ -298,6 +321,7 @@ class RetrievalCache(Cache):
             return super().get_seq_length(layer_idx)
         return min(map(self._length, self._attention_numbers))
 
+    @operation("crop", captured=True)
     def crop(self, tokens_to_remove: int) -> None:
         """Removes tokens from the end; a negative count, as transformers has it.
 
@@ -305,7 +329,7 @@ class RetrievalCache(Cache):
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
         if tokens_to_remove:  # `generate` also calls with 0, even while steps are captured
-            self._check_idle("crop")
+            self._check_not_captured("crop")
         length = self.get_seq_length()
         if -tokens_to_remove > length:
             raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
@@ -326,9 +350,9 @@ class RetrievalCache(Cache):
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 
+    @operation("reset")
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
-        self._check_idle("reset")
         self._windows, self._torn, self.tokens, self.statistics = [], False, TokenLog(), None
         self.tables = self._session = self._writer = None
         for layer in self.layers:
@@ -336,14 +360,17 @@ class RetrievalCache(Cache):
                 layer.keys, layer.values, layer.is_initialized = None, None, False
             layer.reset()
 
+    @operation("reorder_cache")
     def reorder_cache(self, beam_idx: Any) -> None:
         with self._rearranged(beam_idx.tolist()):
             super().reorder_cache(beam_idx.long())
 
+    @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:
         with self._rearranged([b for b in range(self.sequences) for _ in range(repeats)]):
             super().batch_repeat_interleave(repeats)
 
+    @operation("batch_select_indices")
     def batch_select_indices(self, indices: Tensor) -> None:
         with self._rearranged((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist()):
             super().batch_select_indices(indices)
@@ -351,8 +378,11 @@ class RetrievalCache(Cache):
     @contextmanager
     def _rearranged(self, sequences: list[int]) -> Iterator[None]:
         """Context for reordering: all layers take the new order, in which sequence i is the old `sequences[i]`, or none
-        does."""
+        does. Raises ParameterError for an order of other sequences."""
         before = self.tables
+        if before is not None and (not sequences or not all(0 <= b < len(before) for b in sequences)):
+            expected = f"one or more of the sequences 0 to {len(before) - 1}"
+            raise ParameterError("order of sequences", expected, sequences, "The cache is unchanged.")
         with deferred_interrupt(), as_before(self.layers):
             try:
                 if before is not None and sequences != list(range(len(before))):
@@ -363,10 +393,16 @@ class RetrievalCache(Cache):
                 self.tables = before
                 raise
 
+    @operation("align", inside=True, captured=True)
     def align(self) -> None:
         """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
+        self._recover()
+
+    def _recover(self) -> None:
+        if self.running is not None and self.running.alive():
+            return
         torn = [layer.mend() for layer in self.retrieval_layers]
-        if self.running is not None and not self.running.alive():
+        if self.running is not None:
             self.running.finish(failed=any(torn) or bool(self.running.missing()))
         self.undo(self.get_seq_length())
 
@@ -390,21 +426,24 @@ class RetrievalCache(Cache):
         elif running:  # it is unknown which of them have seen the removed tokens
             self._torn = True
 
-    def open_pass(self, inputs: Inputs) -> ForwardPass:
+    def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
         not match the stored tokens; nothing is stored then."""
         self.settle()
         passes.check_inputs(self, inputs)
-        return ForwardPass(self, inputs)
+        return ForwardPass(self, inputs, claim)
 
     def settle(self) -> None:
-        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case."""
+        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
+
+        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
+        self.owner.check("settle")
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
             torn = torn or bool(stale.missing())
             stale.finish(failed=torn)
         if torn or len(set(map(self._length, self._attention_numbers))) > 1:
-            self.align()
+            self._recover()
             raise InterruptedPassError(self.get_seq_length(), self._torn)
         if self._torn:
             raise InterruptedPassError(self.get_seq_length(), True)
@@ -420,7 +459,19 @@ class RetrievalCache(Cache):
         """Whether captured decoding has borrowed it."""
         return any(layer.captured is not None for layer in self.retrieval_layers)
 
-    def _check_idle(self, what: str) -> None:
+    def prepare_for(self, what: str, inside: bool, captured: bool, recovers: bool) -> None:
+        """Before the operation `what`, once no other thread works on the cache; parameters as in `operation`. Raises
+        CacheInUseError and ParameterError."""
+        if not captured:
+            self._check_not_captured(what)
+        if self.running is not None and self.running.alive():
+            if not inside:
+                remedy = "Call it between two calls of the model; the cache is unchanged."
+                raise CacheInUseError(what, "a call outside a forward pass of the cache", "one inside it", remedy)
+        elif self.running is not None and recovers:
+            self._recover()
+
+    def _check_not_captured(self, what: str) -> None:
         if self.captured:
             remedy = "Wait until generate has returned; the cache is unchanged."
             raise ParameterError(what, "a cache that is not being decoded", "one whose steps are captured", remedy)

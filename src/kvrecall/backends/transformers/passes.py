@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
+from kvrecall.backends.transformers.owner import Claim
+from kvrecall.core.errors import ShapeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
@@ -49,14 +50,13 @@ class Inputs:
 class OpenCall:
     """A call of a model whose attention retrieves, from its first hook to its last."""
 
-    def __init__(self, cache: RetrievalCache | JointCache) -> None:
-        self.cache = cache
-        self.thread = threading.get_ident()
+    def __init__(self, cache: RetrievalCache | JointCache, claim: Claim) -> None:
+        self.cache, self.claim = cache, claim
         self.own_causal_mask: Callable[[], Any] | None = None
         """Makes the causal mask for the model's own attention function."""
         self._undo = ExitStack()
         self._outer: OpenCall | None = None
-        self._calls: list[tuple[nn.Module, FrameType]] = []
+        self._calls: list[nn.Module] = []
 
     def begin(self, switch: AbstractContextManager[None]) -> None:
         """Lets layers of the cache store, and makes the model call our attention function."""
@@ -64,13 +64,13 @@ class OpenCall:
         self._outer = getattr(_local, "running", None)
         self.cache.running = _local.running = self  # type: ignore[assignment]
 
-    def add(self, module: nn.Module, frame: FrameType) -> None:
+    def add(self, module: nn.Module) -> None:
         """Records that a call of `module` has begun inside this one."""
-        self._calls.append((module, frame))
+        self._calls.append(module)
 
     def remove(self, module: nn.Module) -> bool:
         """Records that a call of `module` has ended, with all calls inside it. True if this call began with it."""
-        begun = [number for number, (called, _) in enumerate(self._calls) if called is module]
+        begun = [number for number, called in enumerate(self._calls) if called is module]
         if begun:
             del self._calls[begun[-1] :]
         return bool(begun) and not self._calls
@@ -81,16 +81,8 @@ class OpenCall:
         return self.cache.running is self
 
     def alive(self) -> bool:
-        """Whether the call that began it still runs. KeyboardInterrupt and other exceptions that are no `Exception` end a call
-        without running the hooks."""
-        first = self._calls[0][1] if self._calls else None
-        own = self.thread == threading.get_ident()
-        frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(self.thread)
-        while frame is not None and first is not None:
-            if frame is first:
-                return True
-            frame = frame.f_back
-        return False
+        """Whether the call that began it still runs."""
+        return self.claim.alive()
 
     def missing(self) -> list[int]:
         """Retrieval layers that have not attended."""
@@ -112,8 +104,8 @@ class OpenCall:
 class ForwardPass(OpenCall):
     """State of one pass over one cache."""
 
-    def __init__(self, cache: RetrievalCache, inputs: Inputs) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: RetrievalCache, inputs: Inputs, claim: Claim) -> None:
+        super().__init__(cache, claim)
         self.cache: RetrievalCache = cache
         self.inputs = inputs
         self.before = cache.get_seq_length()
@@ -126,6 +118,12 @@ class ForwardPass(OpenCall):
 
     def finish(self, failed: bool) -> None:
         """Accepts the pass, or undoes it. Raises UnsupportedModelError if the model skipped a layer without an error."""
+        try:
+            self._finish(failed)
+        finally:
+            self.cache.owner.end(self.claim)
+
+    def _finish(self, failed: bool) -> None:
         missing = self.missing()
         with deferred_interrupt():
             self._close()
@@ -141,36 +139,50 @@ class ForwardPass(OpenCall):
             )
 
 
+def claim(cache: RetrievalCache | JointCache, module: nn.Module) -> Claim | None:
+    """Claims the cache, or every member of a JointCache, for a call of `module`; None inside the open pass of this thread.
+
+    Raises CacheInUseError and ForkedProcessError."""
+    running = cache.running
+    if running is not None and running.claim.here() and running.alive():
+        running.add(module)
+        return None
+    made = Claim("cache", call_frame(), is_pass=True)
+    try:
+        for own in cache.members:
+            own.owner.begin(made)
+    except BaseException:
+        release(cache, made)
+        raise
+    return made
+
+
+def release(cache: RetrievalCache | JointCache, claimed: Claim) -> None:
+    """Ends a claim whose pass has not begun."""
+    for own in cache.members:
+        own.owner.end(claimed)
+
+
 def enter(
-    cache: RetrievalCache | JointCache, module: nn.Module, inputs: Inputs, switch: Callable[[], AbstractContextManager[None]]
-) -> OpenCall | None:
-    """Begins a call of `module` with `cache`: opens a pass and returns it, or continues the open one.
+    cache: RetrievalCache | JointCache, module: nn.Module, inputs: Inputs, claimed: Claim,
+    switch: Callable[[], AbstractContextManager[None]],
+) -> OpenCall:  # fmt: skip
+    """Opens a pass for a call of `module` with a cache that it has claimed.
 
     switch: a context in which the model calls our attention function. Raises ShapeError and ParameterError for inputs that do
     not match the cache's tokens; nothing is changed then.
     """
-    running, frame = cache.running, call_frame()
-    if running is not None and running.alive():
-        check_thread(running)
-        running.add(module, frame)
-        return None
-    running = cache.open_pass(inputs)
-    running.add(module, frame)
+    running = cache.open_pass(inputs, claimed)
+    running.add(module)
     with deferred_interrupt():
         running.begin(switch())
     return running
 
 
-def check_thread(running: OpenCall) -> None:
-    """Raises ParameterError if the pass runs in another thread."""
-    if running.thread != threading.get_ident():
-        raise ParameterError("cache", "one forward pass at a time", "a pass in another thread", "Give each thread a fork().")
-
-
 def leave(cache: RetrievalCache | JointCache, module: nn.Module, failed: bool) -> None:
     """Ends a call of `module` with `cache`."""
     running = cache.running
-    if running is not None and running.thread == threading.get_ident() and running.remove(module):
+    if running is not None and running.claim.here() and running.remove(module):
         running.finish(failed)
 
 

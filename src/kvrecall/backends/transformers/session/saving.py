@@ -17,6 +17,7 @@ from kvrecall.backends.transformers.fingerprint import (
     fingerprint_of_config,
     read_fingerprint,
 )
+from kvrecall.backends.transformers.owner import operation
 from kvrecall.backends.transformers.session import parts
 from kvrecall.backends.transformers.session.info import SessionInfo, info_of
 from kvrecall.backends.transformers.session.match import check_heads, check_readable, registered_name
@@ -42,11 +43,11 @@ _FORMS = (
 """Codes without rows were weighed in docs/design/sessions.md."""
 
 
+@operation("save", recovers=False)
 def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
     """See `RetrievalCache.save`."""
     if rows not in ("plain", "fp8"):
         raise ParameterError("rows", '"plain" or "fp8"', rows, _FORMS)
-    cache._check_idle("save")
     cache.settle()
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
     if not cache.get_seq_length() or len(states) < len(cache.retrieval_layers) or cache.tables is None:
