@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from kvrecall.backends.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.prefix import keep_prefix
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
 from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.prefill import read_chunk
-from kvrecall.engine.prefix import keep_prefix
 from kvrecall.engine.result import GenerateResult
 from kvrecall.engine.steps import Member
 
@@ -109,7 +109,7 @@ class Job:
         mask = asked.attention_mask
         mask = torch.ones_like(asked.input_ids) if mask is None else mask
         kind = LookupDecoding if asked.looks_up else Decoding
-        member = Member(asked, kind(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed))
+        member = Member(asked, kind(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed, asked.tokenizer))
         logits = member.first()
         self.member = member
         return logits

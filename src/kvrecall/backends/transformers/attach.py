@@ -195,8 +195,8 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return Inputs(None, None, None, mask)
     known = {"inputs_embeds", "attention_mask", "labels"}
     others = any(_holds_content(x) for name, x in kwargs.items() if name not in known)
-    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None
-    return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask)
+    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
+    return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask, not others, kwargs.get("position_ids"))
 
 
 def _holds_content(value: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.owner import Claim
 from kvrecall.core.errors import ShapeError, UnsupportedModelError
@@ -39,12 +40,15 @@ def current() -> OpenCall | None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a call. ids: int64 `[B, T]`, None if ids alone do not describe the tokens. mask: as given."""
+    """The inputs of a call. ids: int64 `[B, T]`, None for embeddings. mask: as given. described: whether ids alone describe the
+    tokens. positions: as given."""
 
     sequences: int | None
     tokens: int | None
     ids: Tensor | None
     mask: Any
+    described: bool = True
+    positions: Any = None
 
 
 class OpenCall:
@@ -128,7 +132,9 @@ class ForwardPass(OpenCall):
         with deferred_interrupt():
             self._close()
         if not failed and not missing:
-            self.cache.tokens.add(self.inputs.ids, self.before, self.cache.get_seq_length() - self.before)
+            stored = self.cache.get_seq_length() - self.before
+            prompt = self.cache.prefilling or not self.before or stored > MOST_QUERIES
+            self.cache.tokens.add(self.inputs.ids, self.before, stored, self.inputs.described, prompt)
             return
         self.cache.undo(self.before)
         if not failed:
@@ -187,7 +193,7 @@ def leave(cache: RetrievalCache | JointCache, module: nn.Module, failed: bool) -
 
 
 def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
-    """Raises ShapeError for inputs that do not match the cache's tokens."""
+    """Raises ShapeError for inputs that do not match the cache's tokens, and ParameterError for right padding."""
     if cache.captured:  # tokens go to slots, and there may be more slots than sequences
         return
     held, sequences = cache.get_seq_length(), cache.sequences
@@ -198,21 +204,41 @@ def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
         )  # fmt: skip
     if held and inputs.sequences is not None and inputs.sequences != sequences:
         raise ShapeError("batch", f"{sequences} sequences", inputs.sequences, "Use a new cache for another batch.")
-    _check_not_again(cache, inputs, held)
     mask, new = inputs.mask, inputs.tokens
+    if held and not cache.prefilling and new != 1:
+        _check_not_again(cache, inputs, held)
+        _check_goes_on(cache, inputs, held)
     if mask is None or new is None:
         return
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new or mask.shape[0] != inputs.sequences:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         expected = f"a 2-D padding mask [{inputs.sequences}, {held + new}] for {held:,} cached tokens and {new:,} new ones"
         raise ShapeError("attention_mask", expected, got, "Pass the tokenizer's attention_mask, or none.")
+    if not cache.prefilling:  # a chunk of a prompt may end with padding
+        check_padding(mask[:, : held + new], whole=False)
+
+
+def check_padding(mask: Tensor, whole: bool) -> None:
+    """Raises ParameterError for a mask `[B, T]`, 0 for padding, with a row whose last token is padding: its answer would come
+    from padding.
+
+    whole: of a whole prompt, in which every row has tokens. Otherwise some rows may be padding so far, but not all.
+    """
+    real = mask.bool()
+    some = real.any(1)
+    wrong = ~real[:, -1] if whole else ~real[:, -1] & (some | ~some.any())
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        got = f"row {row} with padding behind its tokens" if bool(some[row]) else f"row {row} of padding alone"
+        remedy = 'Set tokenizer.padding_side = "left". Rows that have ended keep 1 in later steps, as in generate.'
+        raise ParameterError("attention_mask", "a token at the end of every row", got, remedy)
 
 
 def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
     """Refuses a prompt that repeats the stored tokens: they would be stored twice, at wrong positions. transformers' assisted
     decoding passes such prompts."""
     ids = inputs.ids
-    if ids is None or cache.prefilling or held < _LEAST_AGAIN or ids.shape[1] <= held or cache.tokens.common_prefix(ids) < held:
+    if ids is None or held < _LEAST_AGAIN or ids.shape[1] <= held or cache.tokens.common_prefix(ids) < held:
         return
     expected, got = (
         f"the tokens behind the {held:,} that the cache holds",
@@ -222,6 +248,22 @@ def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
         "Use engine.generate, which goes on from what is held; a text that does say it twice goes into cache.reading_prompt()."
     )
     raise ShapeError("input_ids", expected, got, remedy)
+
+
+def _check_goes_on(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
+    """Refuses tokens whose positions begin again at 0 in a sequence that has tokens: another prompt, or the same again."""
+    positions, mask = inputs.positions, inputs.mask
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return
+    begins = positions == 0
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= held + positions.shape[1]:
+        begins = begins & mask[:, held : held + positions.shape[1]].bool()  # padding may be anywhere
+    if cache.valid is not None:
+        begins = begins & cache.valid.any(1, keepdim=True).to(begins.device)
+    if bool(begins.any()):
+        expected = f"positions that go on behind the {held:,} tokens that the cache holds"
+        remedy = "Pass what is new with its positions; for another prompt use a new cache, or call reset()."
+        raise ShapeError("position_ids", expected, "a position 0", remedy)
 
 
 def call_frame() -> FrameType:
