@@ -54,6 +54,7 @@ THIRD_PARTY = {
     "_attn_implementation", "_attn_implementation_internal", "_can_set_attn_implementation", "_device_mesh", "_global_mapping",
     "_cdata", "_ensure_registered",
     "_current_frames", "_getframe", "_replace", "_update_model_kwargs_for_generation", "_optimize_model_for_decode",
+    "_mask_length",
 }  # fmt: skip
 """Names of torch, transformers, vLLM and Python that have no public form."""
 FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]

@@ -252,16 +252,73 @@ def test_ctrl_c_without_the_engine_is_mended_at_the_next_call() -> None:
         ({"temperature": -1.0}, errors.ParameterError, "temperature"),
         ({"top_p": 0.0}, errors.ParameterError, "top_p"),
         ({"attention_mask": torch.ones(1, 3)}, errors.ShapeError, "attention_mask"),
+        (
+            {"input_ids": ids().float()},
+            errors.ParameterError,
+            r"a tensor of int64 token ids, got 'torch\.float32'.*tokenizer\(",
+        ),
+        ({"input_ids": [1, 2]}, errors.ParameterError, "a tensor of int64 token ids, got 'list'"),
+        ({"input_ids": ids() + 300}, errors.ParameterError, "ids from 0 to below 320, got 6"),
+        ({"input_ids": ids() - 400}, errors.ParameterError, "ids from 0 to below 320, got -"),
+        ({"max_new_tokens": 1.5}, errors.ParameterError, "max_new_tokens: expected an integer >= 1, got 1.5"),
+        ({"max_new_tokens": "3"}, errors.ParameterError, "max_new_tokens"),
+        ({"max_new_tokens": 1 << 40}, errors.ContextLengthError, "prompt and answer"),
+        ({"temperature": "1"}, errors.ParameterError, "temperature"),
+        ({"chunk_tokens": 1.5}, errors.ParameterError, "chunk_tokens"),
+        ({"tokenizer": 3}, errors.ParameterError, "tokenizer: expected the model's tokenizer, got 'int'"),
+        ({"cache": "pariskv"}, errors.ParameterError, "cache: expected a RetrievalCache or a kvrecall method, got 'str'"),
+        ({"cache": DynamicCache()}, errors.ParameterError, "got 'DynamicCache'"),
     ],
-    ids=["empty", "too-long", "no-answer", "chunk", "temperature", "top-p", "mask"],
+    ids=[
+        "empty",
+        "too-long",
+        "no-answer",
+        "chunk",
+        "temperature",
+        "top-p",
+        "mask",
+        "float-ids",
+        "list",
+        "above",
+        "below",
+        "half-a-token",
+        "text",
+        "huge",
+        "temperature-text",
+        "half-a-chunk",
+        "tokenizer",
+        "name",
+        "other-cache",
+    ],
 )
 def test_generate_refuses(call: dict[str, Any], error: type[Exception], says: str) -> None:
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, COVERING)
-    given: dict[str, Any] = {"input_ids": ids(), "max_new_tokens": 5, **call}
+    given: dict[str, Any] = {"tokenizer": None, "input_ids": ids(), "cache": cache, "max_new_tokens": 5, **call}
     with pytest.raises(error, match=says):
-        engine.generate(model, None, given.pop("input_ids"), cache, **given)
+        engine.generate(model, **given)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([0, 3])),
+        lambda cache: cache.reorder_cache(torch.tensor([], dtype=torch.int64)),
+        lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
+        lambda cache: cache.batch_select_indices(torch.tensor([True])),
+        lambda cache: cache.batch_repeat_interleave(0),
+    ],
+    ids=["beyond", "none", "no-flag", "one-flag", "repeat-0"],
+)
+def test_sequences_that_there_are_not(change: Any) -> None:
+    model, prompt = tiny("llama"), ids(40, 2)
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    engine.prefill(model, prompt, cache)
+    with pytest.raises(errors.ParameterError, match=r"order of sequences: expected one or more|indices: expected 2 flags, got 1"):
+        change(cache)
+    assert torch.equal(cache.tokens.ids(), prompt)  # type: ignore[arg-type]
+    still_right(model, cache, torch.cat([prompt, prompt[:, :5]], 1))
 
 
 def test_wrong_things_where_a_model_or_method_belongs() -> None:

@@ -110,7 +110,7 @@ def test_what_goes_on_is_not_read_again_nor_told(model: Any) -> None:
         new = generate(model, cache, whole[:, 64:], attention_mask=torch.ones_like(whole))
     assert torch.equal(new[:, -5:], fresh(model, whole)[:, -5:]) and sum(fed) == 1 + 4 + 21 + 4
     assert torch.equal(fork.tokens.ids(), cache.tokens.ids())  # type: ignore[arg-type]
-    with pytest.raises(errors.ShapeError, match="attention_mask: expected 9 columns, .* or 98, with the 89 tokens"):
+    with pytest.raises(errors.ShapeError, match=r"attention_mask: expected 9 columns, .* or 98, with the 89 tokens"):
         generate(model, fork, ids(9), attention_mask=torch.ones(1, 50, dtype=torch.int64))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -117,11 +118,11 @@ def asked(
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raises ParameterError for impossible settings of an answer."""
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
+    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):  # also refuses NaN
+    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):  # also refuses NaN
         raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+    if not isinstance(top_p, Real) or not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
 
 

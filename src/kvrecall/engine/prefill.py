@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | 
         raise ParameterError("input_ids", "a tensor of int64 token ids", str(got), remedy)
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         raise ShapeError("input_ids", "a non-empty [batch, tokens] tensor", list(input_ids.shape), "Tokenise the prompt first.")
-    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+    if chunk_tokens is not None and (not isinstance(chunk_tokens, Integral) or chunk_tokens < 1):
         raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ShapeError("attention_mask", str(list(input_ids.shape)), list(attention_mask.shape), "Pass the tokenizer's mask.")

@@ -372,6 +372,8 @@ class RetrievalCache(Cache):
 
     @operation("batch_select_indices")
     def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool and self.sequences not in (0, len(indices)):
+            raise ParameterError("indices", f"{self.sequences} flags", len(indices), "Give one for each sequence.")
         with self._rearranged((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist()):
             super().batch_select_indices(indices)
 
