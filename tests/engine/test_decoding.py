@@ -16,7 +16,7 @@ from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, prompt, ragged
 from tests.engine.users import METHODS as SPARSE
 from tests.engine.users import in_threads
-from tests.tiny import word_tokenizer
+from tests.tiny import byte_tokenizer
 
 HONOURED: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -109,14 +109,14 @@ def test_what_transformers_refuses_fails_that_request() -> None:
 
 def test_stop_strings_and_cache_names_of_the_generation_config() -> None:
     """The tokenizer is there for the strings, and the cache is the one that is given."""
-    model, tokenizer, ids = tiny("llama"), word_tokenizer(320), prompt(1, 40)["input_ids"]
+    model, tokenizer, ids = tiny("llama", vocab_size=256), byte_tokenizer(), prompt(1, 40)["input_ids"] % 256
     whole = engine.generate(model, tokenizer, ids, METHODS["full"], max_new_tokens=8).new_tokens[0]
-    stop = f"w{whole[3]}"
+    stop = tokenizer.convert_tokens_to_string([tokenizer.convert_ids_to_tokens(whole[3])])
     model.generation_config.update(stop_strings=[stop], cache_implementation="static", pad_token_id=0)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, tokenizer=tokenizer, cache_implementation="dynamic")
     made = engine.generate(model, tokenizer, ids, METHODS["full"], max_new_tokens=8)
     assert torch.equal(made.sequences, expected) and len(made.new_tokens[0]) < 8
-    answer = ask(model, tokenizer, "w7 w8 " * 30, "w9", method=METHODS["full"], max_new_tokens=8)
+    answer = ask(model, tokenizer, "the red boat " * 9, "red?", method=METHODS["full"], max_new_tokens=8)
     assert 1 <= len(answer[0].tokens) <= 8
 
 
