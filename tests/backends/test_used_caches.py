@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Iterator
@@ -160,6 +161,15 @@ def test_a_window_that_has_slid_on_cannot_be_cut(model: Any) -> None:
     assert {layer.get_seq_length() for layer in cache.layers} == {before}
     whole = torch.cat([fresh(other, ids(60)), ids(9)], 1)
     assert torch.equal(generate(other, cache, whole), fresh(other, whole))
+
+
+def test_a_cache_of_other_weights_is_not_cut(model: Any) -> None:
+    cache, other = used(model, ids(60)), copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.k_proj.weight.neg_()
+    with pytest.raises(errors.CacheWriterError):
+        generate(other, cache, OTHERS["same first tokens, longer"]())
+    assert cache.get_seq_length() == 64
 
 
 def right_padded() -> tuple[Tensor, Tensor]:
