@@ -22,11 +22,12 @@ from kvrecall.backends.transformers.session.info import SessionInfo, info_of
 from kvrecall.backends.transformers.session.match import check_heads, check_readable, registered_name
 from kvrecall.backends.transformers.session.new_session import NewSession
 from kvrecall.backends.transformers.session.state import SavedState
-from kvrecall.cache.session_files import sync_folder, write
+from kvrecall.cache.session_files import write
 from kvrecall.cache.session_folder import DATA, clean, locked
 from kvrecall.cache.session_index import checksum_of, write_index
 from kvrecall.core.archive import Notes, Writer
 from kvrecall.core.errors import ParameterError, SessionError
+from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.whole_files import written_to
 from kvrecall.layer.saved import archive_layer
@@ -58,18 +59,21 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
     about = about if about is not None else {} if known is None else known.about
     fingerprint = _fingerprint(cache)
     notes = _archived(cache, states)
-    with written_to(folder), locked(Path(folder)) as path:
-        before = known if known is not None and known.folder == str(path) and known.checksum == checksum_of(path) else None
+    with written_to(folder), locked(folder) as opened:
+        path = opened.path
+        before = known if known is not None and known.folder == str(path) and known.checksum == checksum_of(opened) else None
         new = NewSession(cache, states[0].store.pool.block_size, rows, before)
         try:
             for part, noted in notes.items():
                 new.add(part, noted)
-            write(path / DATA, new.files)
+            with PrivateFolder(DATA, within=opened, make=True) as data:
+                data.close_to_others()
+                write(data, new.files)
             session = new.index(method, fingerprint, str(states[0].shape.dtype).removeprefix("torch."), about)
-            checksum = write_index(path, session)
-            sync_folder(path)
+            checksum = write_index(opened, session)
+            opened.sync()
         finally:
-            clean(path)
+            clean(opened)
     sizes = {file.name: file.nbytes for file in session.files}
     cache._session = SavedState(str(path), checksum, fingerprint, sizes, new.memories, about=about)
     if known is not None:
