@@ -136,6 +136,10 @@ def of_index(change: Any) -> Any:
     return text
 
 
+def refreshing(told: dict[str, Any]) -> None:
+    told["layers"]["0"]["values"]["static.0.refresh?"] = True
+
+
 def first_tensor(told: dict[str, Any]) -> dict[str, Any]:
     return next(iter(told["cache"]["tensors"].values()))
 
@@ -153,6 +157,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a name with a NUL": (renamed("00000000-0-0123456789abcdef.bin\0"), "a name that `save` gives"),
     "a name of another session": (renamed("00000009-0-0123456789abcdef.bin"), "a file of the session"),
     "empty and huge": (of_index(lambda told: first_tensor(told).update(shape=[0, 2**47, 2**47])), "expected"),
+    "a static set that has none": (of_index(refreshing), "refresh.: expected false without an index and a static set"),
     "another dtype": (of_index(lambda told: first_tensor(told).update(dtype="bool")), "expected"),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.cache.session_files import Place
 from kvrecall.core.archive import MOST
 from kvrecall.core.errors import SessionError
@@ -25,6 +26,8 @@ VERSION = 1
 NAME = "session.json"
 _HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{64})", ')
 _MOST_BYTES = 1 << 30
+_PARSED = 32
+"""Bytes of memory that a byte of an index may take when it is parsed."""
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Crc = Annotated[int, Field(ge=0, lt=2**32)]
@@ -217,10 +220,11 @@ def index_of(folder: PrivateFolder) -> tuple[SavedSession, str]:
             head = _HEAD.match(file.read(128))
             if head is None:
                 raise SessionError(path, "the index of a saved session", "another file")
-            if (size := os.fstat(file.fileno()).st_size) > _MOST_BYTES:
-                raise SessionError(path, f"an index of at most {_MOST_BYTES:,} bytes", f"{size:,}")
+            most = min(_MOST_BYTES, available_host_bytes() // _PARSED)
+            if (size := os.fstat(file.fileno()).st_size) > most:
+                raise SessionError(path, f"an index of at most {most:,} bytes, by free memory", f"{size:,}", "Free memory.")
             file.seek(head.end())
-            body, checksum = file.read(_MOST_BYTES), head[1].decode()
+            body, checksum = file.read(most), head[1].decode()
     except OSError as error:
         raise _no_session(path, error) from None
     if hashlib.sha256(body).hexdigest() != checksum:

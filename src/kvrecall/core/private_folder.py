@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvrecall.core.errors import SessionError
+from kvrecall.core.errors import ParameterError, SessionError
 
 _SAFE = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _SAFE
@@ -33,6 +33,8 @@ class PrivateFolder:
 
         Raises SessionError for another thing than a folder in `within`, and OSError.
         """
+        if not isinstance(path, str | Path) or "\0" in str(path):
+            raise ParameterError("folder", "a path", path, "Give a text or a pathlib.Path.")
         parent = None if within is None else within._descriptor
         self.path = Path(os.path.realpath(path)) if within is None else within.path / path
         name = self.path if within is None else path

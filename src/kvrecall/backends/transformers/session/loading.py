@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvrecall.backends.transformers.families import Heads
+from kvrecall.backends.transformers.families import Heads, check_config, transformers_model
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.session import parts
@@ -35,6 +35,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.layer.saved import archive_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.settings import UNFORESEEN
+from kvrecall.models.dtypes import as_device
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
@@ -48,6 +49,9 @@ def load(
     device: torch.device | str | None, verify: bool, options: dict[str, Any],
 ) -> RetrievalCache:  # fmt: skip
     """See `RetrievalCache.load`."""
+    check_config(config)
+    model = None if model is None else transformers_model(model)
+    given = None if device is None else as_device(device)
     with opened_files(folder) as (session, checksum, files), lasting_tensors(), torch.no_grad():
         path = files.folder.path.parent
         check_model(session, config, model)
@@ -55,8 +59,8 @@ def load(
         try:
             own = {"observe_queries": session.observe_queries, "host_rows": session.host_rows}
             cache = kind(config, method, **own | options)
-            device = device or (None if model is None or model.device.type == "meta" else model.device)
-            where = cache._device() if device is None else torch.device(device)
+            given = given or (None if model is None or model.device.type == "meta" else model.device)
+            where = cache._device() if given is None else given
             return _Load(cache, path, session, checksum, files, where, verify).run(model)
         except UNFORESEEN as error:
             if isinstance(error, KVRecallError):

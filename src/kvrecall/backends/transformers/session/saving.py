@@ -25,7 +25,7 @@ from kvrecall.backends.transformers.session.state import SavedState
 from kvrecall.cache.session_files import write
 from kvrecall.cache.session_folder import DATA, clean, locked
 from kvrecall.cache.session_index import checksum_of, write_index
-from kvrecall.core.archive import Notes, Writer
+from kvrecall.core.archive import MOST, Notes, Writer
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.structs import lasting_tensors
@@ -54,7 +54,7 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
         raise SessionError("cache", "one that holds tokens", "an empty one", "Read a prompt first.")
     method = registered_name(cache.method)
     check_heads(cache._config, states)
-    _check_about(about or {})
+    _check_about({} if about is None else about)
     known = cache._session
     about = about if about is not None else {} if known is None else known.about
     fingerprint = _fingerprint(cache)
@@ -111,7 +111,9 @@ def _archived(cache: RetrievalCache, states: list[LayerState]) -> dict[str, Note
 
 
 def _check_about(about: dict[str, Any]) -> None:
+    if not isinstance(about, dict):
+        raise ParameterError("about", "a dict", about, "Give texts, counts and lists of texts by name.")
     for name, value in about.items():
-        texts = value if isinstance(value, list) else [name] if isinstance(value, int) and value >= 0 else [name, value]
+        texts = value if isinstance(value, list) else [name] if isinstance(value, int) and 0 <= value <= MOST else [name, value]
         if not all(isinstance(text, str) for text in texts):
             raise ParameterError(f"about[{name!r}]", "a text, a count or a list of texts", value, "Say it in text.")
