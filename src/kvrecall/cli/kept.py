@@ -98,6 +98,8 @@ class Kept:
                 stack.enter_context(folder.locked(use))
                 if is_folder(place):
                     os.utime(place)
+                    with PrivateFolder(name, within=folder) as held:
+                        held.close_to_others()
             yield place
 
     def put(self, name: str, save: Callable[[Path], object], *, replace: bool = False) -> Put:
