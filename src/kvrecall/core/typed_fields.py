@@ -1,30 +1,57 @@
-"""Records whose values are checked against the types of their fields, before anything computes with them."""
+"""Records whose values have the types of their fields before anything computes with them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
+from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.errors import KVRecallError, ParameterError
 
 _NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
 
 
+UNFORESEEN = (TypeError, AttributeError, ArithmeticError, LookupError, ValueError)
+"""Exceptions of a record's own checks for a value of an unexpected type, such as a list instead of a number."""
+
+
 class TypedFields:
-    """Base of dataclasses that users make. Raises ParameterError for a value of another type than its field's, NaN included.
+    """Base of dataclasses that users make. Raises ParameterError for a value of another type than its field's, NaN included,
+    that the record's own checks let through or stumble over.
 
     An integer is a number, but True and False are neither. A list is as good as a tuple.
     """
 
-    def __new__(cls, *values: Any, **named: Any) -> Any:
-        hints = _hints(cls)
-        given = dict(zip((field.name for field in fields(cls)), values, strict=False)) | named  # type: ignore[arg-type]
-        for name, value in given.items():
-            if name in hints and not _fits(value, hints[name]):
-                raise ParameterError(name, _named(hints[name]), value, f"It is a parameter of {cls.__name__}.")
-        return super().__new__(cls)
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "__post_init__" in vars(cls):
+            cls.__post_init__ = _with_types(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def _with_types(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(own)
+    def checked(self: Any) -> None:
+        try:
+            own(self)
+        except UNFORESEEN as error:
+            if not isinstance(error, KVRecallError):
+                _check(self)
+            raise
+        _check(self)
+
+    return checked
+
+
+def _check(record: Any) -> None:
+    hints = _hints(type(record))
+    for name in (field.name for field in fields(record)):
+        if name in hints and not _fits(value := getattr(record, name), hints[name]):
+            raise ParameterError(name, _named(hints[name]), value, f"It is a parameter of {type(record).__name__}.")
 
 
 @cache

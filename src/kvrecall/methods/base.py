@@ -71,10 +71,10 @@ class Method(TypedFields):
         for role in parts.ROLES:
             object.__setattr__(self, role, parts.get(role, getattr(self, role)))
         self.zone_sizes()
-        if self.top_k is not None and self.top_k < self.least_top_k:
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < self.least_top_k):
             expected = "an integer > 0" if self.least_top_k == 1 else f"an integer >= {self.least_top_k}"
             raise ParameterError("top_k", expected, self.top_k, "It is the number of tokens fetched per KV head.")
-        if self.full_attention_threshold < 0:
+        if not isinstance(self.full_attention_threshold, int) or self.full_attention_threshold < 0:
             raise ParameterError(
                 "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
             )

@@ -108,9 +108,9 @@ class ObservationWindow(StaticChoice):
             raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
         for name in ("window_tokens", "interval", "page_tokens"):
             value = getattr(self, name)
-            if (name, value) != ("interval", None) and value < 1:
+            if (name, value) != ("interval", None) and (not isinstance(value, int) or value < 1):
                 raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
-        if self.pool_radius < 0:
+        if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
             raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
         check_lead("lead_tokens", self.lead_tokens, self.interval)
 
@@ -169,7 +169,7 @@ class StaticSet:
 
 def check_lead(name: str, lead: int | None, interval: int | None) -> None:
     """Raises ParameterError if the lead is negative or reaches back to the previous choice."""
-    if lead is not None and lead < 0:
+    if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
         raise ParameterError(name, "an integer >= 0, or None", lead, "0 is the paper's rule.")
     if lead is not None and interval is not None and lead >= interval:
         below = f"less than the {interval} steps between two choices"

@@ -73,7 +73,7 @@ class FixedStride(Part):
     steps: int = 16
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if not isinstance(self.steps, int) or self.steps < 1:
             raise ParameterError("steps", "an integer >= 1", self.steps, "1 searches at every step.")
 
     def build(self, sequences: int, layer: int = 0) -> Trigger:
@@ -106,7 +106,7 @@ class SemanticBoundary(Part):
             raise ParameterError("threshold", expected, self.threshold, "`kvrecall calibrate` finds one.")
         if self.compare not in ("previous", "retrieval"):
             raise UnknownNameError("reference query", str(self.compare), ("previous", "retrieval"))
-        if self.max_stride is not None and self.max_stride < 1:
+        if self.max_stride is not None and (not isinstance(self.max_stride, int) or self.max_stride < 1):
             raise ParameterError("max_stride", "an integer >= 1 or None", self.max_stride, "It counts decode steps.")
 
     def at(self, layer: int) -> float:

@@ -30,7 +30,7 @@ class Speculative(Part):
     threshold: float = 0.8
 
     def __post_init__(self) -> None:
-        if not -1 <= self.threshold <= 1:
+        if not isinstance(self.threshold, int | float) or not -1 <= self.threshold <= 1:
             raise ParameterError("threshold", "a cosine in [-1, 1]", self.threshold, "FreeKV uses 0.8 and 0.9.")
 
     def build(self, sequences: int, layer: int = 0) -> SpeculativeTrigger:

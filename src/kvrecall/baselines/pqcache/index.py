@@ -32,7 +32,7 @@ class ProductConfig(IndexConfig):
         super().__post_init__()
         for name, most in (("subspaces", 256), ("bits", 8), ("iterations", 10_000)):
             value = getattr(self, name)
-            if not 1 <= value <= most:
+            if not isinstance(value, int) or not 1 <= value <= most:
                 raise ParameterError(name, f"an integer in 1 .. {most}", value, "PQCache uses 2 subspaces of 6 bits.")
 
     def build(self, shape: LayerShape) -> ProductIndex:

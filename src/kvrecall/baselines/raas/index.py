@@ -37,7 +37,7 @@ class MilestoneConfig(PageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.stamp_ratio <= 1:
+        if not isinstance(self.stamp_ratio, int | float) or not 0 < self.stamp_ratio <= 1:
             raise ParameterError("stamp_ratio", "a share in (0, 1]", self.stamp_ratio, "RaaS uses 0.5.")
 
     def build(self, shape: LayerShape) -> MilestoneIndex:

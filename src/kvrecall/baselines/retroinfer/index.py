@@ -38,7 +38,7 @@ class EstimatingConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.estimated_ratio <= 1:
+        if not isinstance(self.estimated_ratio, int | float) or not 0 <= self.estimated_ratio <= 1:
             raise ParameterError("estimated_ratio", "a share in [0, 1]", self.estimated_ratio, "RetroInfer uses 0.232.")
 
     @property

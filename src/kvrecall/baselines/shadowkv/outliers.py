@@ -29,7 +29,7 @@ class OutlierPages(StaticChoice):
     def __post_init__(self) -> None:
         for name in ("pages", "page_tokens"):
             value = getattr(self, name)
-            if value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ParameterError(name, "an integer >= 1", value, "ShadowKV uses 48 pages of 8 tokens.")
 
     @property

@@ -30,9 +30,9 @@ class TopP(Pruning):
     bits: int = 4
 
     def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
+        if not isinstance(self.p, int | float) or not 0 < self.p <= 1:
             raise ParameterError("p", "a share in (0, 1]", self.p, "Twilight uses 0.85 for Llama 3.1.")
-        if not 2 <= self.bits <= 8:
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ParameterError("bits", "an integer in 2 .. 8", self.bits, "Twilight uses 4.")
 
     def build(self, index: Index, shape: LayerShape, gqa: str) -> PrunedIndex:

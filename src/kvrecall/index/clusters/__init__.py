@@ -49,7 +49,7 @@ class ClusterConfig(IndexConfig):
         super().__post_init__()
         for name in ("cluster_tokens", "stretch_tokens", "iterations", "max_segment_tokens"):
             value = getattr(self, name)
-            if value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ParameterError(name, "an integer >= 1", value, "The paper's clusters have 16 tokens in the mean.")
         if self.stretch_tokens < self.cluster_tokens:
             least = f"at least cluster_tokens = {self.cluster_tokens}"

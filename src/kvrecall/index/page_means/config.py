@@ -26,7 +26,7 @@ class PageMeans(Part):
     page_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if self.page_tokens < 2:
+        if not isinstance(self.page_tokens, int) or self.page_tokens < 2:
             raise ParameterError("page_tokens", "an integer >= 2", self.page_tokens, "The default is 64.")
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:

@@ -45,7 +45,7 @@ class PageConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.page_tokens < 1:
+        if not isinstance(self.page_tokens, int) or self.page_tokens < 1:
             raise ParameterError("page_tokens", "an integer >= 1", self.page_tokens, "The papers use 16 and 32.")
         if self.bounds not in _BOUNDS:
             raise UnknownNameError("bounds", str(self.bounds), _BOUNDS)

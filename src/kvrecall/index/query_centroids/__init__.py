@@ -56,7 +56,7 @@ class CentroidConfig(IndexConfig):
         super().__post_init__()
         for name in ("max_centroids", "tokens_per_centroid", "list_tokens", "recalled_centroids", "pool_tokens"):
             value, least = getattr(self, name), 0 if name == "pool_tokens" else 1
-            if value < least:
+            if not isinstance(value, int) or value < least:
                 raise ParameterError(name, f"an integer >= {least}", value, "See kvrecall.parts.CentroidConfig.")
         if self.rerank not in ("host", "device"):
             raise UnknownNameError("place of the rerank", str(self.rerank), ("host", "device"))

@@ -31,10 +31,10 @@ from kvrecall.core.archive import Notes, Reader
 from kvrecall.core.errors import HostMemoryError, KVRecallError, SessionError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.typed_fields import UNFORESEEN
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.saved import archive_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.methods.settings import UNFORESEEN
 from kvrecall.models.dtypes import as_device
 
 if TYPE_CHECKING:
