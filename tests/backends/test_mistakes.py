@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import multiprocessing.reduction
 import os
+import pickle
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 import kvrecall
 from kvrecall import engine, errors, methods
@@ -61,6 +66,114 @@ def test_parameters(name: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         methods.get(name, **given)
     assert isinstance(caught.value, errors.KVRecallError)
+
+
+@pytest.fixture(scope="module")
+def cache() -> Any:
+    """Two sequences of a model with two layers; nobody changes it."""
+    model = tiny("llama")
+    held = kvrecall.RetrievalCache(model.config, COVERING)
+    with torch.no_grad(), kvrecall.attach(model):
+        model(ids(40, 2), **cache_argument(held))
+    return held
+
+
+def test_pickle_points_to_saving_and_forks(cache: Any) -> None:
+    """Also for what holds a cache; copies are forks."""
+    held = engine.GenerateResult(ids(), [[1]], None, 0.0, 0.0, cache)
+    for given in (cache, [cache], cache.layers[0], held, kvrecall.RetrievalCache(tiny("llama").config, COVERING)):
+        uses = (pickle.dumps, lambda it: torch.save(it, io.BytesIO()), multiprocessing.reduction.ForkingPickler.dumps)
+        for use in uses:
+            with pytest.raises(errors.ParameterError, match=r"got 'pickle'. Save it by cache.save\(folder\).*cache.fork\(\)"):
+                use(given)
+    for copied in (copy.copy(cache), copy.deepcopy(cache), copy.deepcopy([cache])[0]):
+        assert copied is not cache and copied.tables is not cache.tables and copied.get_seq_length() == 40
+    assert [pickle.loads(pickle.dumps(each)) for each in (COVERING, cache.tokens.ids()[0, 0])] == [
+        COVERING,
+        cache.tokens.ids()[0, 0],
+    ]
+
+
+def test_a_copy_and_its_original_go_on_by_themselves() -> None:
+    model, prompt = tiny("llama"), ids()
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    engine.prefill(model, prompt[:, :-1], cache)
+    copied = copy.copy(cache)
+    for each in (cache, copied):
+        still_right(model, each, prompt)
+
+
+def test_a_layer_whose_cache_is_gone_says_so() -> None:
+    layer = kvrecall.RetrievalCache(tiny("llama").config, COVERING).layers[0]
+    with pytest.raises(errors.ParameterError, match="layer: expected one whose cache is there"):
+        _ = layer.cache
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.crop(-3.7), "crop: expected an integer, got -3.7"),
+        (lambda c: c.crop(True), "crop: expected an integer, got True"),
+        (lambda c: c.crop(None), "crop: expected an integer"),
+        (lambda c: c.crop(-41), "crop: expected at most 40"),
+        (lambda c: c.reorder_cache(torch.tensor([0, 2])), "sequences: expected one or more of the cache's sequences, 0 to 1"),
+        (lambda c: c.reorder_cache(torch.tensor([-1, 0])), "sequences: expected one or more"),
+        (lambda c: c.reorder_cache(torch.tensor([], dtype=torch.long)), "sequences: expected one or more"),
+        (lambda c: c.reorder_cache([0, 1]), "beam_idx: expected integers"),
+        (lambda c: c.reorder_cache(torch.tensor([[0, 1]])), "beam_idx: expected integers"),
+        (lambda c: c.reorder_cache(torch.tensor([0.0, 1.0])), "beam_idx: expected integers"),
+        (lambda c: c.batch_select_indices(torch.tensor([False, False])), "sequences: expected one or more"),
+        (lambda c: c.batch_select_indices(torch.tensor([True, True, False])), "indices: expected integers .*mask of all"),
+        (lambda c: c.batch_select_indices(torch.tensor([5])), "sequences: expected one or more"),
+        (lambda c: c.batch_select_indices(None), "indices: expected integers"),
+        (lambda c: c.batch_repeat_interleave(0), "repeats: expected an integer >= 1, got 0"),
+        (lambda c: c.batch_repeat_interleave(1.5), "repeats: expected an integer >= 1, got 1.5"),
+        (lambda c: c.reserve("x"), "tokens: expected an integer >= 0"),
+        (lambda c: c.reserve(100, 0), "sequences: expected an integer >= 1"),
+        (lambda c: c.fork("full"), "method: expected a kvrecall method, got 'full'"),
+        (lambda c: c.fork(kvrecall.Full), "method: expected a kvrecall method"),
+        (lambda c: c.fork(rows_on_device=True), "rows_on_device: expected None or False"),
+        (lambda c: c.save(None), "folder: expected a path, got None"),
+        (lambda c: c.save("a\0b"), "folder: expected a path"),
+        (lambda c: c.save("unused", about=[]), "about: expected a dict"),
+        (lambda c: c.save("unused", about={"a": 2**60}), "about.'a'.: expected a text, a count"),
+        (lambda c: c.save("unused", about={"a": None}), "about.'a'.: expected a text, a count"),
+    ],
+)  # fmt: skip
+def test_operations_with_values_that_they_cannot_take(cache: Any, call: Any, says: str) -> None:
+    tables = [list(table.blocks) for table in cache.tables]
+    with pytest.raises(errors.ParameterError, match=says):
+        call(cache)
+    assert [list(table.blocks) for table in cache.tables] == tables and cache.get_seq_length() == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model": "x"}, "model: expected a transformers PreTrainedModel"),
+        ({"device": "cuda:77"}, "device: expected cpu or a device that torch sees"),
+        ({"device": "sofa"}, "device: expected cpu or a device that torch sees"),
+        ({"device": 3.5}, "device: expected cpu or a device that torch sees"),
+        ({"device": "meta"}, "device: expected cpu or a device that torch sees"),
+        ({"host_rows": "int4"}, 'host_rows: expected "plain" or "fp8"'),
+        ({"config": None}, "config: expected a transformers config"),
+        ({"config": PretrainedConfig()}, "a config that does not tell the number of layers"),
+        ({"folder": 3}, "folder: expected a path"),
+    ],
+)
+def test_sessions_are_loaded_with_what_fits(cache: Any, tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    given = {"folder": tmp_path / "s", "config": tiny("llama").config} | options
+    cache.save(tmp_path / "s")
+    with pytest.raises(errors.KVRecallError, match=says):
+        kvrecall.RetrievalCache.load(**given)
+
+
+@pytest.mark.parametrize(
+    "options", [{"observe_queries": value} for value in (-1, 1.5, "x", True)] + [{"rows_on_device": True}, {"host_rows": None}]
+)
+def test_options_of_a_cache(options: dict[str, Any]) -> None:
+    with pytest.raises(errors.ParameterError, match=f"{next(iter(options))}: expected"):
+        kvrecall.RetrievalCache(tiny("llama").config, COVERING, **options)
 
 
 def test_schedule_must_ascend_and_end_open() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.cli import options
-from kvrecall.cli.kept import Kept, kept_folder, key_of
+from kvrecall.cli.kept import Kept, is_folder, kept_folder, key_of
 from kvrecall.cli.report import size
 from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.textfile import read_text
@@ -132,7 +132,7 @@ def _kept(texts: list[str], document: Any, kept: Kept, choices: Choices, stack: 
     name = key_of(texts, document)
     place = stack.enter_context(kept.used(name))
     damaged = False
-    if place.is_dir():
+    if is_folder(place):
         try:
             with status("loading the session", choices.quiet):
                 held = document.resume(place)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class Archive(ABC):
         """As `tensor`, or None."""
         return self.tensor(name, value, shape, dtype, **more) if self.has(name, value) else None
 
-    def refuse(self, name: str, expected: str, got: object) -> None:
+    def refuse(self, name: str, expected: str, got: object) -> NoReturn:
         """Raises SessionError."""
         said = repr(got)
         raise SessionError(self._prefix + name, expected, said if len(said) < 80 else said[:77] + "...")

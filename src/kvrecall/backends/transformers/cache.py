@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
@@ -35,6 +35,7 @@ from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.counts import integer
 from kvrecall.core.errors import (
     CacheInUseError,
     CacheWriterError,
@@ -79,12 +80,10 @@ class RetrievalCache(Cache):
         """
         check_process()
         check_host_rows(host_rows)
-        if rows_on_device not in (None, False):
-            remedy = "Leave it out: rows lie on a GPU while it has room for them."
-            raise ParameterError("rows_on_device", "None or False", rows_on_device, remedy)
-        if not isinstance(method, Method):
-            raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
+        _check_rows_on_device(rows_on_device)
+        _check_method(method)
         check_config(config)
+        observe_queries = integer("observe_queries", observe_queries, "2,048 are enough for all methods.", least=0)
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
         self.rows_on_device, self.host_rows = rows_on_device, host_rows
         self.signature = ModelSignature.of(config)
@@ -209,10 +208,12 @@ class RetrievalCache(Cache):
         of a model that is not known yet; this cache is unchanged. rows_on_device: as in the class; by default as in this
         cache, unless the method changes.
         """
+        _check_rows_on_device(rows_on_device)
         if rows_on_device is None and method in (None, self.method):
             rows_on_device = self.rows_on_device
-        method = method or self.method
-        fork = copy(self)
+        method = self.method if method is None else _check_method(method)
+        fork = object.__new__(type(self))
+        vars(fork).update(vars(self))
         fork.rows_on_device = rows_on_device
         if method.zone_sizes() != self.method.zone_sizes():
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
@@ -285,8 +286,16 @@ class RetrievalCache(Cache):
             finally:
                 self.prefilling = before
 
+    def __copy__(self) -> RetrievalCache:
+        return self.fork()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
         return self.fork()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raises ParameterError: pickle, torch.save and multiprocessing cannot hold a cache."""
+        remedy = "Save it by cache.save(folder) and load it by RetrievalCache.load; in this process, copy it by cache.fork()."
+        raise ParameterError("cache", "another way than pickle to copy or send it", "pickle", remedy)
 
     @operation("reserve")
     def reserve(self, tokens: int, sequences: int = 1) -> None:
@@ -294,6 +303,8 @@ class RetrievalCache(Cache):
 
         Raises HostMemoryError or DeviceMemoryError, with the bytes, if it does not fit; the cache is unchanged.
         """
+        tokens = integer("tokens", tokens, "Give the number of tokens of prompt and answer together.", least=0)
+        sequences = integer("sequences", sequences, "Give the number of sequences.", least=1)
         present = self.get_seq_length()
         self._check_host(max(0, tokens - present), sequences, None)
         check_device([layer.state for layer in self.retrieval_layers if layer.state is not None], tokens)
@@ -327,7 +338,7 @@ class RetrievalCache(Cache):
 
         Raises ParameterError, and changes nothing, for more tokens than there are, and after a sliding window has moved on.
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
+        tokens_to_remove = integer("crop", tokens_to_remove, _UNCHANGED)  # transformers 5.17 passes a tensor of one number
         if tokens_to_remove:  # `generate` also calls with 0, even while steps are captured
             self._check_not_captured("crop")
         length = self.get_seq_length()
@@ -362,29 +373,37 @@ class RetrievalCache(Cache):
 
     @operation("reorder_cache")
     def reorder_cache(self, beam_idx: Any) -> None:
+        beam_idx = self._numbers("beam_idx", beam_idx)
         with self._rearranged(beam_idx.tolist()):
-            super().reorder_cache(beam_idx.long())
+            super().reorder_cache(beam_idx)
 
     @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:
+        repeats = integer("repeats", repeats, _UNCHANGED, least=1)
         with self._rearranged([b for b in range(self.sequences) for _ in range(repeats)]):
             super().batch_repeat_interleave(repeats)
 
     @operation("batch_select_indices")
     def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool and self.sequences not in (0, len(indices)):
-            raise ParameterError("indices", f"{self.sequences} flags", len(indices), "Give one for each sequence.")
-        with self._rearranged((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist()):
+        indices = self._numbers("indices", indices)
+        with self._rearranged(indices.tolist()):
             super().batch_select_indices(indices)
+
+    def _numbers(self, name: str, given: object) -> Tensor:
+        """Numbers of sequences, int64 `[n]`; a mask stands for the numbers where it is true. Raises ParameterError."""
+        integers = isinstance(given, Tensor) and given.ndim == 1 and not (given.is_floating_point() or given.is_complex())
+        if not isinstance(given, Tensor) or not integers or (given.dtype == torch.bool and len(given) != self.sequences):
+            raise ParameterError(name, "integers [n], or a mask of all sequences", given, _UNCHANGED)
+        return given.nonzero().squeeze(1) if given.dtype == torch.bool else given.long()
 
     @contextmanager
     def _rearranged(self, sequences: list[int]) -> Iterator[None]:
         """Context for reordering: all layers take the new order, in which sequence i is the old `sequences[i]`, or none
-        does. Raises ParameterError for an order of other sequences."""
-        before = self.tables
-        if before is not None and (not sequences or not all(0 <= b < len(before) for b in sequences)):
-            expected = f"one or more of the sequences 0 to {len(before) - 1}"
-            raise ParameterError("order of sequences", expected, sequences, "The cache is unchanged.")
+        does. Raises ParameterError for sequences that the cache does not hold, and for none."""
+        before, count = self.tables, self.sequences
+        if before is not None and not (sequences and all(0 <= b < count for b in sequences)):
+            expected = f"one or more of the cache's sequences, 0 to {count - 1}"
+            raise ParameterError("sequences", expected, sequences, _UNCHANGED)
         with deferred_interrupt(), as_before(self.layers):
             try:
                 if before is not None and sequences != list(range(len(before))):
@@ -526,6 +545,21 @@ class RetrievalCache(Cache):
         if known or model is not None:
             return known[0] if known else model.device  # type: ignore[union-attr]
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+_UNCHANGED = "The cache is unchanged."
+
+
+def _check_method(method: object) -> Method:
+    if not isinstance(method, Method):
+        raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
+    return method
+
+
+def _check_rows_on_device(given: object) -> None:
+    if given not in (None, False):
+        remedy = "Leave it out: rows lie on a GPU while it has room for them."
+        raise ParameterError("rows_on_device", "None or False", given, remedy)
 
 
 def _keeps_running_state(layer: Any) -> bool:
