@@ -1,5 +1,5 @@
-"""`model.generate` inside `attach`: one request over a RetrievalCache, which goes on behind the common beginning of its prompt and
-what the cache holds. On a GPU its steps are captured if possible."""
+"""`model.generate` inside `attach`: one request over a RetrievalCache, which goes on behind the common beginning of its prompt
+and what the cache holds. On a GPU its steps are captured if possible."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.owner import Claim
-from kvrecall.core.errors import ShapeError, UnsupportedModelError
+from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
