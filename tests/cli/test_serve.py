@@ -117,7 +117,18 @@ def test_a_running_server_has_no_json(cli: Cli) -> None:
 
 
 def test_a_server_on_transformers_is_told(cli: Cli) -> None:
-    asked = ("serve", "smollm2-135m", *TRANSFORMERS, "--set", "top_k=64", "--port", 9000, "--session", "report=a/b", "--dry-run")
+    asked = (
+        "serve",
+        "smollm2-135m",
+        *TRANSFORMERS,
+        "--set",
+        "top_k=64",
+        "--port",
+        9000,
+        "--session",
+        "report=a/b",
+        "--dry-run",
+    )
     told = cli.json(*asked)
     assert told["method"] == "pariskv-balanced" and told["port"] == 9000 and told["sessions"] == {"report": "a/b"}
     result = cli(*asked)

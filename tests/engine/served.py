@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from kvrecall import engine
-from tests.tiny import word_tokenizer
 
 CHAT = (
     "{% for m in messages %}w3 {{ m['role'] == 'user' and 'w4' or 'w5' }} {{ m['content'] }} w6 {% endfor %}"
@@ -24,8 +23,16 @@ CHAT = (
 
 
 def served_tokenizer() -> Any:
-    """320 words, and a chat template."""
-    tokenizer = word_tokenizer(320)
+    """320 words, the first three of them special tokens, and a chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<unk>", "<eos>", "<pad>", *(f"w{number}" for number in range(3, 320))]
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
     tokenizer.chat_template = CHAT
     return tokenizer
 
@@ -110,7 +117,9 @@ def serving(service: Any) -> Iterator[Client]:
 
 def alone(model: Any, tokenizer: Any, method: Any, messages: Sequence[dict[str, str]], tokens: int = 12) -> str:
     """The answer of `engine.generate` without a server, to the ids of the chat template."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
     return engine.generate(model, tokenizer, ids, method, max_new_tokens=tokens).texts[0]  # type: ignore[index]
 
 
@@ -126,5 +135,3 @@ def tokens_read(model: Any) -> Iterator[list[int]]:
         yield seen
     finally:
         hook.remove()
-
-

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -37,6 +38,8 @@ _GRACE_SECONDS = 3
 """How long a stopped server waits for the end of a step."""
 _CLIENT_GONE = 499
 """Status of a response that nobody reads, as nginx has it."""
+_EXIT_INTERRUPTED = 130
+"""Exit code of a process that does not wait for the end of a step."""
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -106,9 +109,10 @@ class Server(uvicorn.Server):
         self._service.close()
         await super().shutdown(sockets)
         until = time.monotonic() + _GRACE_SECONDS
+        # The process does not wait for a chunk of a prompt, which may take minutes; nothing is left to be saved.
         while not all(request.done for request in list(self._service.requests)):
-            if time.monotonic() > until:  # a chunk of a prompt may take minutes, and nothing is left to be saved
-                os._exit(130)
+            if time.monotonic() > until and threading.current_thread() is threading.main_thread():
+                os._exit(_EXIT_INTERRUPTED)
             await asyncio.sleep(0.02)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrecall.core.errors import ParameterError
 
@@ -20,6 +20,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],), "tool_calls": ([],), "include_obfuscation": (False,),
 }  # fmt: skip
 """Values of unsupported fields that change nothing."""
+
+
+def _encodable(text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ParameterError("text", "characters", "half of a surrogate pair", "Send text in UTF-8.")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+"""A text that a tokenizer takes."""
 
 
 class _Fields(BaseModel):
@@ -44,7 +54,7 @@ class Message(_Fields):
     """A message of a conversation. content: its text; of parts, all of them texts, what they are together."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: Text
 
     @field_validator("content", mode="before")
     @classmethod
@@ -112,7 +122,7 @@ class Asking(_Fields):
 class CompletionRequest(Asking):
     """Of /v1/completions. prompt: a text, whose special tokens count as such, or token ids."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+    prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
     kind = part_kind = "text_completion"
     usual_tokens = 16
 

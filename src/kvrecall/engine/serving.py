@@ -95,12 +95,13 @@ class Service:
         known = self._vocabulary
         if strange := [token for token in ids if not 0 <= token < known]:
             raise ParameterError("prompt", f"token ids from 0 to {known - 1:,}", strange[0], "Use this model's tokenizer.")
-        room = None if self.limit is None else self.limit - len(ids)
-        if self.limit is not None and len(ids) >= self.limit:
-            raise ContextLengthError("prompt", self.limit - 1, len(ids))
-        tokens = body.answer_tokens or min(body.usual_tokens, room or body.usual_tokens)
-        if self.limit is not None and len(ids) + tokens > self.limit:
-            raise ContextLengthError("prompt and answer", self.limit, len(ids) + tokens)
+        tokens = body.answer_tokens or body.usual_tokens
+        if self.limit is not None:
+            if len(ids) >= self.limit:
+                raise ContextLengthError("prompt", self.limit - 1, len(ids))
+            tokens = body.answer_tokens or min(tokens, self.limit - len(ids))
+            if len(ids) + tokens > self.limit:
+                raise ContextLengthError("prompt and answer", self.limit, len(ids) + tokens)
         return torch.tensor([ids]), tokens
 
     def _behind(self, document: Document, messages: list[tuple[str, str]]) -> list[int]:
@@ -112,7 +113,8 @@ class Service:
 
     async def _start(self, body: Asking, ids: Tensor, tokens: int) -> Answering:
         cache, known = await self._known(ids)
-        cache = cache or RetrievalCache(self.model.config, self.method, host_rows=self.host_rows)
+        if cache is None:
+            cache = RetrievalCache(self.model.config, self.method, host_rows=self.host_rows)
         if ids.shape[1] - known >= LEAST_TOKENS:
             done = asyncio.get_running_loop().create_future()
             self._reading.append((ids, done))
