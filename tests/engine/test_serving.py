@@ -346,8 +346,11 @@ def test_an_error_inside_ends_only_its_request(
     assert client.text("w9") == alone(made.model, made.tokenizer, PARIS, said("w9"))
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("state", ["reading", "waiting", "decoding"])
+@pytest.mark.parametrize(
+    ("state", "stream"),
+    [("reading", False), ("reading", True), ("waiting", True), ("decoding", False), ("decoding", True)],
+    ids=lambda value: value if isinstance(value, str) else "streamed" if value else "whole",
+)
 def test_a_client_that_leaves_ends_its_request(made: Service, client: Client, state: str, stream: bool) -> None:
     loop = loop_of(made.model)
     held: dict[str, Callable[[], bool]] = {
@@ -357,13 +360,13 @@ def test_a_client_that_leaves_ends_its_request(made: Service, client: Client, st
     }
     if state == "waiting":
         Engine.of(made.model).max_sequences = 1
-        first = in_background(partial(client.text, words(30, 2), max_tokens=60))
+        first = in_background(partial(client.text, words(30, 2), max_tokens=30))
         until(held["decoding"])
     more = {"messages": said(words(3000 if state == "reading" else 30, 8)), "max_tokens": 900, "stream": stream}
     client.left(held[state], **more)
     if state == "waiting":
         until(lambda: not loop._waiting)
-        assert first() == alone(made.model, made.tokenizer, PARIS, said(words(30, 2)), 60)
+        assert first() == alone(made.model, made.tokenizer, PARIS, said(words(30, 2)), 30)
     until(lambda: not loop._active and not loop._waiting, 10)
     assert client.text("w9") == alone(made.model, made.tokenizer, PARIS, said("w9"))
 
@@ -434,7 +437,7 @@ def test_ctrl_c_ends_the_command_while_requests_run(tmp_path: Path) -> None:
         until(lambda: client.send("/health")[0] == 200)
         client.left(lambda: True, model=str(folder), messages=said("the red boat"))
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(30) in (130, -signal.SIGINT)  # by itself, or while a step still runs
         assert b"Traceback" not in log.read_bytes(), log.read_text()
         running()
     finally:

@@ -84,12 +84,13 @@ def serve(
         return told
     _without_json(as_json)
 
+    rows: Any = host_rows.value
+
     from kvrecall.cache.host_memory import available_host_bytes
     from kvrecall.engine.document import Document
     from kvrecall.engine.http_server import Server, listening
     from kvrecall.engine.serving import Service
 
-    rows: Any = host_rows.value
     with listening(host, port) as bound:
         loaded = open_session(model, dtype, device)
         read = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
+import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
+from types import FrameType
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -38,8 +38,6 @@ _GRACE_SECONDS = 3
 """How long a stopped server waits for the end of a step."""
 _CLIENT_GONE = 499
 """Status of a response that nobody reads, as nginx has it."""
-_EXIT_INTERRUPTED = 130
-"""Exit code of a process that does not wait for the end of a step."""
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -101,19 +99,25 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._signal: int | None = None
         super().__init__(
             uvicorn.Config(application(service), log_level="warning", lifespan="off", timeout_graceful_shutdown=_GRACE_SECONDS)
         )
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signal = sig
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.close()
-        await super().shutdown(sockets)
         until = time.monotonic() + _GRACE_SECONDS
-        # The process does not wait for a chunk of a prompt, which may take minutes; nothing is left to be saved.
         while not all(request.done for request in list(self._service.requests)):
-            if time.monotonic() > until and threading.current_thread() is threading.main_thread():
-                os._exit(_EXIT_INTERRUPTED)
+            if self._signal is not None and time.monotonic() > until:
+                # A chunk of a prompt may take minutes, and nothing is left to be saved: the signal ends the process.
+                signal.signal(self._signal, signal.SIG_DFL)
+                signal.raise_signal(self._signal)
             await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
 
 
 async def _whole(body: Asking, answering: Answering) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Service:
 
         Raises ParameterError if the model's generation config asks for what is not supported.
         """
-        self.model, self.tokenizer, self.name, self.method, self.host_rows = model, tokenizer, name, method, host_rows
+        self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, method
+        self.host_rows: Literal["plain", "fp8"] = host_rows
         self.sessions = dict(sessions or {})
         self.limit = min((tokens for tokens in (context, context_limit(model)) if tokens), default=None)
         ends = generation_config(model, tokenizer, 1, 0.0, 1.0, None).eos_token_id
