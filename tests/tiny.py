@@ -46,6 +46,19 @@ def word_tokenizer(count: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="w0", eos_token="w1", pad_token="w2")
 
 
+def byte_tokenizer(*special: str) -> Any:
+    """Every byte is a token, and so is each special text; no chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel as Bytes
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(BPE({letter: number for number, letter in enumerate(sorted(Bytes.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = Bytes(add_prefix_space=False), ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=list(special))
+
+
 def save_tiny_model(folder: Path, *, max_tokens: int = 16384, chat_template: str | None = CHAT) -> Path:
     """Writes model and tokenizer as `save_pretrained` does; one layer, 2 query heads and 1 KV head of 64."""
     from transformers import LlamaConfig, LlamaForCausalLM

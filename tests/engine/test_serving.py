@@ -32,7 +32,7 @@ from kvrecall.engine.serving import Service, _TextDecoder
 from tests.backends.models import tiny
 from tests.engine.served import Client, alone, said, served_tokenizer, serving, tokens_read, until, words
 from tests.engine.users import METHODS, idle, in_threads, rows_per_call
-from tests.tiny import save_tiny_model
+from tests.tiny import byte_tokenizer, save_tiny_model
 
 PARIS = METHODS["pariskv"]
 DOCUMENT = words(700, 1)
@@ -396,13 +396,7 @@ def test_a_server_that_stops_says_so_to_running_requests(made: Service) -> None:
 
 
 def test_texts_are_whole_characters_and_blanks() -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(sorted(letters))}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = byte_tokenizer()
     text = "naïve 🛶, 一 boat"
     ids = tokenizer(text).input_ids
     for count in range(1, len(ids) + 1):
