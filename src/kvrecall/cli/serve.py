@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
