@@ -89,11 +89,11 @@ class Client:
             until(when)
 
 
-def until(when: Callable[[], bool], seconds: float = 60) -> None:
-    """Waits until `when()` is true."""
+def until(when: Callable[[], bool], seconds: float = 60, told: Callable[[], str] = lambda: "it never became true") -> None:
+    """Waits until `when()` is true. told: what to say if it is not in time."""
     end = time.monotonic() + seconds
     while not when():
-        assert time.monotonic() < end, "it never became true"
+        assert time.monotonic() < end, told()
         time.sleep(0.01)
 
 

@@ -424,7 +424,7 @@ def test_ctrl_c_ends_the_command_while_requests_run(tmp_path: Path) -> None:
             return False
 
     try:
-        until(answers, 240)
+        until(answers, 400, log.read_text)
         assert "take up to" in log.read_text().replace("\n", " ")
         ask = partial(client.chat, "the red boat", model=str(folder), max_tokens=16_000, stream=True)
         running = in_background(ask)
