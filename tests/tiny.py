@@ -46,17 +46,17 @@ def word_tokenizer(count: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="w0", eos_token="w1", pad_token="w2")
 
 
-def byte_tokenizer() -> Any:
-    """Every byte is a token; no special tokens and no chat template."""
+def byte_tokenizer(*special: str) -> Any:
+    """Every byte is a token, and so is each special text; no chat template."""
     from tokenizers import Tokenizer
-    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.decoders import ByteLevel
     from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.pre_tokenizers import ByteLevel as Bytes
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(BPE({byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), Decoder()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    backend = Tokenizer(BPE({letter: number for number, letter in enumerate(sorted(Bytes.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = Bytes(add_prefix_space=False), ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=list(special))
 
 
 def save_tiny_model(folder: Path, *, max_tokens: int = 16384, chat_template: str | None = CHAT) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvrecall.cli import serve
 from kvrecall.core import extras
 from tests.cli.conftest import Cli
 
-BOTH = {"vllm", "fastapi", "uvicorn", "openai", "transformers"}
+BOTH = {"vllm", "fastapi", "uvicorn", "transformers"}
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +97,12 @@ TRANSFORMERS = ("--engine", "transformers")
         (["org/model", "another", *VLLM], "options behind `--`"),
         (["smollm2-135m", *VLLM], "--engine transformers"),
         (["org/model", *TRANSFORMERS, "--method", "parisk"], "Did you mean"),
-        (["org/model", *TRANSFORMERS, "--", "--continuous-batching"], "it has a cache of its own"),
-        (["org/model", *TRANSFORMERS, "--", "--cb-block-size=16"], "--cb-block-size: expected other options"),
-        (["org/model", *TRANSFORMERS, "--", "--compile"], "not compiled"),
-        (["org/model", *TRANSFORMERS, "--", "--dtype", "float16"], "before `--`"),
+        (["org/model", *VLLM, "--session", "report=folder"], "none with --engine vllm"),
+        (["org/model", *VLLM, "--prefix-memory", "4g"], "none with --engine vllm"),
+        (["org/model", *TRANSFORMERS, "--session", "folder"], "NAME=FOLDER"),
+        (["org/model", *TRANSFORMERS, "--session", "org/model=folder"], "another name than the model's"),
+        (["org/model", *TRANSFORMERS, "--prefix-memory", "much"], "--prefix-memory"),
+        (["org/model", *TRANSFORMERS, "--", "--compile"], "They are vLLM's"),
     ],
 )
 def test_mistakes(cli: Cli, args: list[str], said: str) -> None:
@@ -113,10 +116,26 @@ def test_a_running_server_has_no_json(cli: Cli) -> None:
     assert "--dry-run with it" in cli.json("serve", "org/model", *VLLM, exit_code=2)["error"]["message"]
 
 
-def test_transformers_server_and_its_options(cli: Cli) -> None:
-    asked = ("serve", "smollm2-135m", *TRANSFORMERS, "--set", "top_k=64", "--port", 9000, "--dry-run")
+def test_a_server_on_transformers_is_told(cli: Cli) -> None:
+    asked = (
+        "serve",
+        "smollm2-135m",
+        *TRANSFORMERS,
+        "--set",
+        "top_k=64",
+        "--port",
+        9000,
+        "--session",
+        "report=a/b",
+        "--dry-run",
+    )
     told = cli.json(*asked)
-    assert told["command"] == ["transformers", "serve", "smollm2-135m", "--host", "127.0.0.1", "--port", "9000"]
-    assert told["method"] == "pariskv-balanced"
-    shown = cli(*asked, "--", "--host", "::", "--enable-cors").stdout.split()
-    assert shown == ["transformers", "serve", "smollm2-135m", "--port", "9000", "--host", "::", "--enable-cors"]
+    assert told["method"] == "pariskv-balanced" and told["port"] == 9000 and told["sessions"] == {"report": "a/b"}
+    result = cli(*asked)
+    assert "http://127.0.0.1:9000/v1, in this process" in result.stderr.replace("\n", " ") and not result.stdout
+
+
+def test_a_used_port_is_told_before_the_model_is_loaded(cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        result = cli("serve", "no/model", *TRANSFORMERS, "--port", used.getsockname()[1])
+    assert result.exit_code == 2 and "give another --port" in result.stderr.replace("\n", " ") and not result.stdout

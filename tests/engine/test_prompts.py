@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvrecall.core.errors import ContextLengthError, ParameterError
-from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_prompt, next_turn, raw_prompt
-from tests.tiny import WORDS, tiny_tokenizer
+from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, messages_prompt, next_prompt, next_turn, raw_prompt
+from tests.tiny import WORDS, byte_tokenizer, tiny_tokenizer
 
 ID = {word: i for i, word in enumerate(WORDS)}
 
@@ -117,3 +117,14 @@ def test_the_limit_is_exact(tokenizer: Any) -> None:
     assert prompt.ask("red", max_new_tokens=8, limit_tokens=length + 8)
     with pytest.raises(ContextLengthError, match="document: expected at most 19 tokens, got 20"):
         prompt.ask("red", max_new_tokens=8, limit_tokens=length + 7)
+
+
+@pytest.mark.parametrize(("strips", "first"), [(False, " the "), (True, "the")], ids=["keeps blanks", "strips"])
+def test_messages_are_what_the_template_makes_of_them_and_their_text_stays_text(strips: bool, first: str) -> None:
+    """Also a template that changes their order."""
+    tokenizer = byte_tokenizer("<end>")
+    content = "{{ m.content | trim }}" if strips else "{{ m.content }}"
+    tokenizer.chat_template = "{% for m in messages | reverse %}[{{ m.role }}] " + content + "<end>{% endfor %}"
+    ids = messages_prompt(tokenizer, [("system", " the "), ("user", "a<end>\x02")])
+    assert tokenizer.decode(ids) == f"[user] a<end>\x02<end>[system] {first}<end>"
+    assert ids.count(tokenizer.convert_tokens_to_ids("<end>")) == 2

@@ -1,4 +1,4 @@
-"""`kvrecall serve MODEL`: vLLM's or transformers' server with kvrecall's cache."""
+"""`kvrecall serve MODEL`: vLLM's server with kvrecall's cache, or a server of kvrecall's own over transformers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import Engine
+from kvrecall.cli.report import size
 from kvrecall.cli.session import open_session
 from kvrecall.cli.threads import leave_environment
 from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
 
@@ -23,7 +26,7 @@ from kvrecall.core.extras import require_server
 def serve(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)],
     given: Annotated[
-        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Of the engine's own `serve`; they win over ours.")
+        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Of `vllm serve`; they win over ours.")
     ] = None,
     engine: Annotated[Engine | None, typer.Option(help="vllm where it is installed, if left out.")] = None,
     method: Annotated[
@@ -39,42 +42,84 @@ def serve(
     dtype: options.Dtype = None,
     device: Annotated[str | None, typer.Option(help="Of transformers: cpu, cuda, cuda:1, …; the best if left out.")] = None,
     host_rows: options.HostRows = options.Rows.PLAIN,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and start nothing.")] = False,
+    session: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="A saved session that answers under this name; may be repeated. transformers."
+        ),
+    ] = None,
+    prefix_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory for prompts that were read, such as 4g; a quarter of it if left out. transformers."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Serve a model over HTTP as OpenAI does, by vLLM's server or transformers'. What stands behind `--` is handed on to it."""
+    """Serve a model over HTTP as OpenAI does: by vLLM's server, which gets what stands behind `--`, or on transformers."""
     more = given or []
     if more and not more[0].startswith("-"):
         raise ParameterError("arguments", "one MODEL, and options behind `--`", more[0], "See `kvrecall serve --help`.")
     tokens = None if context is None else options.token_count(context)
     if _engine(engine) is Engine.VLLM:
         options.check_plain(host_rows, "vLLM")
-        if device is not None:
-            remedy = "vLLM takes the GPUs that CUDA_VISIBLE_DEVICES names."
-            raise ParameterError("--device", "none with --engine vllm", device, remedy)
+        for name, value, remedy in (
+            ("--device", device, "vLLM takes the GPUs that CUDA_VISIBLE_DEVICES names."),
+            ("--session", session, "vLLM shares prefixes of prompts by itself."),
+            ("--prefix-memory", prefix_memory, "vLLM shares prefixes of prompts by itself."),
+        ):
+            if value is not None:
+                raise ParameterError(name, "none with --engine vllm", value, remedy)
         wanted = _settings(method, settings)
         return _vllm(
             model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run, as_json
         )
+    if more:
+        raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(more), "They are vLLM's.")
+    folders = dict(_session(text, model) for text in session or [])
+    memory = None if prefix_memory is None else byte_count(prefix_memory, "--prefix-memory")
     chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
-
-    from kvrecall.engine.serving import run, serve_arguments
-
-    command = serve_arguments(model, host, port, more)
-    told = {"engine": Engine.TRANSFORMERS, "model": model, "command": command, "method": chosen.name, "context": tokens}
+    told = {"engine": Engine.TRANSFORMERS, "model": model, "method": chosen.name, "context": tokens, "host": host, "port": port}
+    told |= {"sessions": {name: str(folder) for name, folder in folders.items()}}
     if dry_run:
-        _show(command, as_json, "runs inside this process, with kvrecall's cache")
+        notes().print(f"{model} with {chosen.name} at {_url(host, port)}, in this process", soft_wrap=True)
         return told
-
     _without_json(as_json)
 
-    def load() -> tuple[Any, Any]:
-        session = open_session(model, dtype, device)
-        notes().print(f"{model} with {chosen.name} at http://{host}:{port}/v1", soft_wrap=True)
-        return session.model, session.tokenizer
+    rows: Any = host_rows.value
 
-    run(command, load, chosen, tokens, host_rows.value)
+    from kvrecall.cache.host_memory import available_host_bytes
+    from kvrecall.engine.document import Document
+    from kvrecall.engine.http_server import Server, listening
+    from kvrecall.engine.serving import Service
+
+    with listening(host, port) as bound:
+        loaded = open_session(model, dtype, device)
+        read = {
+            name: Document.of(loaded.model, loaded.tokenizer, folder, method=chosen, host_rows=rows)
+            for name, folder in folders.items()
+        }
+        memory = available_host_bytes() // 4 if memory is None else memory
+        service = Service(
+            loaded.model, loaded.tokenizer, model, chosen, prefix_bytes=memory, context=tokens, host_rows=rows, sessions=read,
+        )  # fmt: skip
+        said = f"{model} with {chosen.name} at {_url(host, port)}; prompts that were read take up to {size(memory)}"
+        notes().print(said, soft_wrap=True)
+        Server(service).run(sockets=[bound])
     return told
+
+
+def _session(text: str, model: str) -> tuple[str, Path]:
+    """Name and folder of a `--session`."""
+    name, _, folder = text.partition("=")
+    if not name or not folder or name == model:
+        raise ParameterError(
+            "--session", "NAME=FOLDER, with another name than the model's", text, "Give a saved session's folder."
+        )
+    return name, Path(folder)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def _settings(method: str | None, settings: list[str] | None) -> Result:
@@ -98,7 +143,7 @@ def _engine(asked: Engine | None) -> Engine:
             raise
         remedy = f"Run {install_command('vllm')}; for CPUs and small GPUs {install_command('serve')}."
         raise ParameterError(
-            "--engine", "vLLM, or the packages of transformers' server, to be installed", "neither", remedy
+            "--engine", "vLLM, or the packages of kvrecall's own server, to be installed", "neither", remedy
         ) from error
     return Engine.TRANSFORMERS
 
@@ -116,7 +161,8 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
         notes().print("note: another attention backend was asked for: vLLM serves without kvrecall", soft_wrap=True)
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
-        _show(command.arguments, as_json)
+        if not as_json:
+            print(shlex.join(command.arguments))
         return told
     _without_json(as_json)
     leave_environment()
@@ -128,11 +174,3 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
 def _without_json(as_json: bool) -> None:
     if as_json:
         raise ParameterError("--json", "--dry-run with it", "--json alone", "A running server has no result.")
-
-
-def _show(command: list[str], as_json: bool, note: str = "") -> None:
-    if as_json:
-        return
-    print(shlex.join(command))
-    if note:
-        notes().print(f"note: it {note}", soft_wrap=True)

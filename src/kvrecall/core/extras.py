@@ -11,8 +11,8 @@ from kvrecall.core.errors import MissingPackageError
 TRANSFORMERS = ((5, 16, 1), (5, 25))
 """The oldest supported release of transformers, and the first untested one; as in pyproject.toml."""
 
-SERVER = ("fastapi", "uvicorn", "openai")
-"""Packages that transformers' server needs; installed by the extra `serve`."""
+SERVER = ("fastapi", "uvicorn")
+"""Packages that the server on transformers needs; installed by the extra `serve`."""
 
 
 def require_transformers() -> None:
@@ -27,11 +27,11 @@ def require_transformers() -> None:
 
 
 def require_server() -> None:
-    """Raises MissingPackageError if transformers, or a package that its server needs, is missing."""
+    """Raises MissingPackageError if transformers, or a package that the server needs, is missing."""
     require_transformers()
     for name in SERVER:
         if find_spec(name) is None:
-            raise MissingPackageError("transformers' server", "serve", name)
+            raise MissingPackageError("kvrecall's server", "serve", name)
 
 
 def require_math_verify() -> None:

@@ -7,6 +7,7 @@ template's own markers become special tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,13 @@ class DocumentPrompt:
             self._check(len(asked), max_new_tokens, limit_tokens)
         return self.middle + asked + self.tail
 
+    def conversation(self, turns: Sequence[str]) -> list[int]:
+        """Ids of the whole prompt for questions and answers in turn, the last one a question."""
+        ids = self.ask(turns[0])
+        for answer, question in zip(turns[1::2], turns[2::2], strict=True):
+            ids = next_prompt(self.tokenizer, ids + plain_ids(self.tokenizer, answer), question)
+        return ids
+
     def _check(self, question_tokens: int, max_new_tokens: int, limit_tokens: int) -> None:
         frame = len(self.prefix) - self.document_tokens + len(self.middle) + len(self.tail)
         room = limit_tokens - max_new_tokens - frame
@@ -97,6 +105,34 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
         return raw_prompt(tokenizer, text)
     head, tail = split.split(_QUESTION)
     return _marked_ids(tokenizer, head) + plain_ids(tokenizer, text) + _marked_ids(tokenizer, tail)
+
+
+def messages_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> list[int]:
+    """Ids of messages, (role, text) each, and of the beginning of the next answer, in the tokenizer's chat template.
+
+    Raises ParameterError if there is no template, or if it refuses the messages or leaves one out.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ParameterError("messages", "a model with a chat template", "one without", "Ask for a completion of a prompt.")
+    # The template gets a mark for each text, between blanks that show whether it strips texts.
+    marks = [{"role": role, "content": f"\x1f\x02{number}\x02\x1f"} for number, (role, _) in enumerate(messages)]
+    try:
+        rendered = tokenizer.apply_chat_template(marks, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of any class: templates are programs
+        remedy = "Many templates want the user and the assistant in turn, and some no system message."
+        raise ParameterError("messages", "what the model's chat template accepts", str(error), remedy) from error
+    head, *rest = re.split("(\x1f?)\x02(\\d+)\x02(\x1f?)", rendered)
+    ids, seen = _marked_ids(tokenizer, head), set[int]()
+    for before, number, after, text in zip(*[iter(rest)] * 4, strict=True):
+        seen.add(int(number))
+        content = messages[int(number)][1]
+        content = content if before else content.lstrip()
+        ids += plain_ids(tokenizer, content if after else content.rstrip()) + _marked_ids(tokenizer, text)
+    for number, (role, _) in enumerate(messages):
+        if number not in seen:
+            expected, remedy = "messages that the model's chat template shows", "Put its text into another message."
+            raise ParameterError(f"messages[{number}]", expected, f"one of {role!r}, which it leaves out", remedy)
+    return ids
 
 
 def next_turn(tokenizer: Any, question: str) -> list[int]:
@@ -168,6 +204,11 @@ def _marked_ids(tokenizer: Any, text: str) -> list[int]:
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a user's text: nothing in it becomes a special token."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []
+
+
+def marked_prompt(tokenizer: Any, text: str) -> list[int]:
+    """As `raw_prompt`, but special tokens in the text count as such."""
+    return _start_ids(tokenizer) + _marked_ids(tokenizer, text)
 
 
 def _start_ids(tokenizer: Any) -> list[int]:

@@ -1,172 +1,248 @@
-"""transformers' server (`transformers serve`) with retrieval.
+"""One model's answers to the requests of OpenAI's API, over `engine.Engine`.
 
-1. `retrieving(model, method)` gives every call of `model.generate` a new RetrievalCache.
-2. `run` starts the server with one loaded model (`OneModel`). Refused requests are answered with the reason.
+1. A request is checked and tokenised before anything is computed; what is not supported is refused with the reason.
+2. Its longest known beginning comes from a fork of a saved session, or of a prompt that was read before.
+3. The rest of a long prompt is read and kept for later requests, before anything is decoded: what a cache concludes from an
+   answer never reaches another request.
+4. A fork decodes the answer, together with the other requests. It ends when the client leaves.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cli.serving import model_manager, server
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvrecall.backends.transformers import RetrievalCache, attach
-from kvrecall.backends.transformers.cache_name import given_cache, with_cache
-from kvrecall.core.errors import ContextLengthError, KVRecallError, ParameterError
-from kvrecall.core.extras import require_server
-from kvrecall.engine.prefill import chunk_size, context_limit
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import ContextLengthError, ParameterError, RequestCancelledError, UnknownNameError
+from kvrecall.engine.decoding import generation_config
+from kvrecall.engine.document import Document
+from kvrecall.engine.openai_requests import Asking, ChatRequest, CompletionRequest
+from kvrecall.engine.prefill import context_limit
+from kvrecall.engine.prefix_store import LEAST_TOKENS, PrefixStore
+from kvrecall.engine.prompts import marked_prompt, messages_prompt
+from kvrecall.engine.request import Engine, Request
 from kvrecall.methods.base import Method
 
-_OWN = "give it before `--`"
-_REFUSED = {
-    "--continuous-batching": "it has a cache of its own",
-    "--cb-": "continuous batching has a cache of its own",
-    "--compile": "a RetrievalCache is not compiled",
-    "--attn-implementation": "kvrecall attends in its place",
-    "--quantization": "the model is loaded by kvrecall",
-    "--trust-remote-code": "a repository's own code is never run",
-    "--model-timeout": "the model stays loaded",
-    "--non-blocking": "it is for tests",
-    "--dtype": _OWN,
-    "--device": _OWN,
-}
-"""Refused options of `transformers serve`, by their beginning, and the reason."""
+T = TypeVar("T")
 
 
-@contextmanager
-def retrieving(
-    model: PreTrainedModel, method: Method, context: int | None = None, host_rows: Literal["plain", "fp8"] = "plain"
-) -> Iterator[None]:
-    """Inside, `model.generate` makes a RetrievalCache for every call without a cache; the model is restored on exit.
+class Service:
+    """Answers of one model. One thread at a time tokenises and forks; the engine's loop computes."""
 
-    context: most tokens of prompt and answer; at most, and by default, the model's own limit. Answers end there; a prompt
-    without room for an answer raises ContextLengthError. host_rows: as in `RetrievalCache`.
-    """
-    limits = [context, context_limit(model)]
-    limit = min((tokens for tokens in limits if tokens), default=None)
-    with attach(model):
-        served: Any = model
-        generate, attached = served.generate, vars(model).get("generate")
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, method: Method, *, prefix_bytes: int,
+        context: int | None = None, host_rows: Literal["plain", "fp8"] = "plain",
+        sessions: Mapping[str, Document] | None = None,
+    ) -> None:  # fmt: skip
+        """name: the model's for clients. prefix_bytes: host memory for prompts that were read. context: tokens of prompt and
+        answer at most; at most, and by default, the model's own limit. sessions: saved documents, by names that clients give as
+        the model's.
 
-        @wraps(generate)
-        def generate_retrieving(*args: Any, **kwargs: Any) -> Any:
-            ids, told = kwargs.get("input_ids"), kwargs.get("generation_config")
-            if isinstance(told, GenerationConfig) and ids is not None:  # this request's own config
-                if told.use_cache is False:
-                    raise ParameterError("use_cache", "True", False, "Leave it out: every request has a cache.")
-                if limit is not None and ids.shape[-1] >= limit:
-                    raise ContextLengthError("prompt", limit - 1, ids.shape[-1])
-                if limit is not None:  # so that the server reports finish_reason "length" for answers that end here
-                    told.max_new_tokens = min(told.max_new_tokens or limit, limit - ids.shape[-1])
-                told.prefill_chunk_size = told.prefill_chunk_size or chunk_size(model, None, ids.shape[0])
-            if given_cache(kwargs) is None:
-                kwargs = with_cache(kwargs, RetrievalCache(model.config, method, host_rows=host_rows))
-            return generate(*args, **kwargs)
+        Raises ParameterError if the model's generation config asks for what is not supported.
+        """
+        self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, method
+        self.host_rows: Literal["plain", "fp8"] = host_rows
+        self.sessions = dict(sessions or {})
+        self.limit = min((tokens for tokens in (context, context_limit(model)) if tokens), default=None)
+        ends = generation_config(model, tokenizer, 1, 0.0, 1.0, None).eos_token_id
+        self.ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        embeddings: Any = model.get_input_embeddings()
+        self._vocabulary: int = embeddings.weight.shape[0]
+        self.prefixes = PrefixStore(prefix_bytes, [document.cache for document in self.sessions.values()])
+        self.created, self.closing = int(time.time()), False
+        self.requests = WeakSet[Request]()
+        self._reading: list[tuple[Tensor, asyncio.Future[None]]] = []
+        """Prompts that are read now, and what to wait for."""
+        self._worker = ThreadPoolExecutor(1, "kvrecall-serve")
 
-        served.generate = generate_retrieving
+    async def start(self, body: Asking) -> Answering:
+        """Reads the prompt and computes the first token. Raises what refuses the request."""
+        ids, tokens = await self._aside(lambda: self._prompt(body))
         try:
-            yield
-        finally:
-            del served.generate
-            if attached is not None:
-                served.generate = attached
-
-
-class OneModel(model_manager.ModelManager):
-    """The server's models: one, already loaded."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, **options: Any) -> None:
-        """options: of the base class."""
-        self._one, self._asked = (model, tokenizer), None
-        super().__init__(**options)
-
-    def load_model_and_processor(
-        self, model_id_and_revision: str, progress_callback: Callable[[dict[str, Any]], None] | None = None, **more: Any
-    ) -> tuple[Any, Any]:
-        """The model, for the server's own name; raises ParameterError for any other."""
-        self._asked = self._asked or model_id_and_revision
-        if model_id_and_revision != self._asked:
-            raise ParameterError("model", repr(self.force_model), model_id_and_revision, "This server has one model.")
-        if progress_callback is not None:
-            progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
-        return self._one
-
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The entries of `/v1/models`."""
-        return [{"owned_by": "kvrecall", "id": self.force_model, "object": "model", "created": int(time.time())}]
-
-
-def serve_arguments(name: str, host: str, port: int, given: Sequence[str]) -> list[str]:
-    """The arguments of `transformers serve`. given: the user's options, which override host and port.
-
-    Raises ParameterError for options that do not work with a RetrievalCache."""
-    named = [text.split("=", 1)[0] for text in given]
-    for text in named:
-        for begin, reason in _REFUSED.items():
-            if text == begin or (begin.endswith("-") and text.startswith(begin)):
-                raise ParameterError(text, f"other options behind `--`: {reason}", text, "Leave it out.")
-    ours = [text for key, value in (("--host", host), ("--port", str(port))) if key not in named for text in (key, value)]
-    return ["transformers", "serve", name, *ours, *given]
-
-
-def run(
-    arguments: Sequence[str], load: Callable[[], tuple[Any, Any]], method: Method, context: int | None,
-    host_rows: Literal["plain", "fp8"] = "plain",
-) -> None:  # fmt: skip
-    """Serves until it is stopped. arguments: from `serve_arguments`. load: makes model and tokenizer after the arguments are
-    parsed. method, context, host_rows: as in `retrieving`.
-
-    Raises ParameterError for arguments that transformers does not know, and MissingPackageError."""
-    require_server()
-    import typer
-    from transformers.cli.serve import Serve
-    from typer.main import get_command
-
-    build = server.build_server
-    app = typer.Typer()
-    app.command()(Serve)
-    with ExitStack() as stack:
-
-        def loaded(**options: Any) -> OneModel:
-            model, tokenizer = load()
-            stack.enter_context(retrieving(model, method, context, host_rows))
-            return OneModel(model, tokenizer, **options)
-
-        stack.enter_context(_replaced(model_manager, "ModelManager", loaded))
-        stack.enter_context(_replaced(server, "build_server", partial(_built, build)))
-        command = get_command(app)
-        try:
-            command.main(list(arguments[2:]), prog_name="transformers serve", standalone_mode=False)
-        except Exception as error:
-            said = getattr(error, "format_message", None)  # typer's own errors
-            if said is None:
+            return await self._start(body, ids, tokens)
+        except (MemoryError, torch.OutOfMemoryError):
+            if not await self._aside(self.prefixes.clear):
                 raise
-            raise ParameterError("options behind `--`", "those of `transformers serve`", said(), "See its --help.") from error
+        return await self._start(body, ids, tokens)
+
+    def close(self) -> None:
+        """Cancels all requests, and refuses new ones."""
+        self.closing = True
+        for request in list(self.requests):
+            request.cancel()
+
+    def _prompt(self, body: Asking) -> tuple[Tensor, int]:
+        """(ids `[1, T]` of the prompt, tokens of the answer at most). Raises ParameterError, UnknownNameError or
+        ContextLengthError."""
+        document = self.sessions.get(body.model)
+        if document is None and body.model != self.name:
+            raise UnknownNameError("model", body.model, [self.name, *self.sessions])
+        if isinstance(body, CompletionRequest):
+            if document is not None:
+                raise ParameterError("model", repr(self.name), body.model, "A session answers /v1/chat/completions.")
+            ids = body.prompt if isinstance(body.prompt, list) else marked_prompt(self.tokenizer, body.prompt)
+        else:
+            assert isinstance(body, ChatRequest)
+            messages = [(message.role, message.content) for message in body.messages]
+            ids = self._behind(document, messages) if document else messages_prompt(self.tokenizer, messages)
+        known = self._vocabulary
+        if strange := [token for token in ids if not 0 <= token < known]:
+            raise ParameterError("prompt", f"token ids from 0 to {known - 1:,}", strange[0], "Use this model's tokenizer.")
+        tokens = body.answer_tokens or body.usual_tokens
+        if self.limit is not None:
+            if len(ids) >= self.limit:
+                raise ContextLengthError("prompt", self.limit - 1, len(ids))
+            tokens = body.answer_tokens or min(tokens, self.limit - len(ids))
+            if len(ids) + tokens > self.limit:
+                raise ContextLengthError("prompt and answer", self.limit, len(ids) + tokens)
+        return torch.tensor([ids]), tokens
+
+    def _behind(self, document: Document, messages: list[tuple[str, str]]) -> list[int]:
+        roles = [role for role, _ in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+            remedy = "The session holds what comes before the first question."
+            raise ParameterError("messages", "the user's and the assistant's in turn for a session", roles, remedy)
+        return document.prompt.conversation([text for _, text in messages])
+
+    async def _start(self, body: Asking, ids: Tensor, tokens: int) -> Answering:
+        cache, known = await self._known(ids)
+        if cache is None:
+            cache = RetrievalCache(self.model.config, self.method, host_rows=self.host_rows)
+        if ids.shape[1] - known >= LEAST_TOKENS:
+            done = asyncio.get_running_loop().create_future()
+            self._reading.append((ids, done))
+            try:
+                cache = await self._read(ids, cache)
+            finally:
+                self._reading = [each for each in self._reading if each[1] is not done]
+                done.set_result(None)
+        top_p = 1.0 if body.top_p is None else body.top_p
+        request = self._submit(ids, cache, tokens, temperature=body.temperature or 0.0, top_p=top_p, seed=body.seed)
+        answering = Answering(self, body, request, ids.shape[1], known, tokens)
+        await answering.begin()
+        return answering
+
+    async def _known(self, ids: Tensor) -> tuple[RetrievalCache | None, int]:
+        """As `PrefixStore.fork`, after prompts have been read that have much more in common with this one."""
+        while True:
+            cache, known = await self._aside(lambda: self.prefixes.fork(ids))
+            longer = [done for other, done in self._reading if _common(other, ids) >= known + LEAST_TOKENS]
+            if not longer:
+                return cache, known
+            await asyncio.wait(longer, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _read(self, ids: Tensor, cache: RetrievalCache) -> RetrievalCache:
+        """Reads a prompt but for two tokens, which the request itself reads, and keeps it; returns a fork."""
+        await self._submit(ids[:, :-2], cache, 1)  # the first token is not fed
+
+        def kept() -> RetrievalCache:
+            self.prefixes.keep(cache)
+            return cache.fork()
+
+        return await self._aside(kept)
+
+    def _submit(self, ids: Tensor, cache: RetrievalCache, tokens: int, **sampling: Any) -> Request:
+        if self.closing:
+            raise RequestCancelledError
+        request = Engine.of(self.model).submit(None, ids.to(self.model.device), cache, max_new_tokens=tokens, **sampling)
+        self.requests.add(request)
+        return request
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
 
-def _built(build: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The server's app, with kvrecall's errors as responses."""
-    from fastapi.responses import JSONResponse  # pyright: ignore[reportMissingImports]
+class Answering:
+    """A request whose answer is decoded."""
 
-    def refused(_: Any, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": {"type": type(error).__name__, "message": str(error)}}, status_code=400)
+    def __init__(
+        self, service: Service, body: Asking, request: Request, prompt_tokens: int, cached_tokens: int, most: int
+    ) -> None:
+        """most: tokens of the answer at most."""
+        self._service, self._body, self._request, self._most = service, body, request, most
+        self._prompt_tokens, self._cached_tokens, self._tokens = prompt_tokens, cached_tokens, 0
+        self._steps = aiter(request)
+        self._first: list[int] | None = None
+        self.reason: Literal["stop", "length"] = "length"
+        """Why the answer has ended."""
 
-    app = build(*args, **options)
-    app.add_exception_handler(KVRecallError, refused)
-    return app
+    async def begin(self) -> None:
+        """Computes the first token."""
+        self._first = await anext(self._steps)
+
+    async def texts(self) -> AsyncIterator[str]:
+        """Pieces of the answer's text, which ends before the first stop string."""
+        decoder, stops, held = _TextDecoder(self._service.tokenizer), self._body.stops, ""
+        try:
+            async for token in self._ids():
+                self._tokens += 1
+                ended = token in self._service.ends
+                self.reason = "stop" if ended else "length"
+                held += decoder.add(token, last=ended or self._tokens == self._most)
+                places = [place for stop in stops if (place := held.find(stop)) >= 0]
+                if places:
+                    self.reason = "stop"
+                    yield held[: min(places)]
+                    return
+                ready = len(held) - _begun(held, stops)
+                yield held[:ready]
+                held = held[ready:]
+            yield held
+        finally:
+            self._request.cancel()
+
+    async def _ids(self) -> AsyncIterator[int]:
+        assert self._first is not None
+        yield self._first[0]
+        async for (token,) in self._steps:
+            yield token
+
+    def usage(self) -> dict[str, Any]:
+        """The counts of tokens until now."""
+        return {
+            "prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens,
+            "total_tokens": self._prompt_tokens + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }  # fmt: skip
 
 
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, replaces an attribute of a module."""
-    own = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
+class _TextDecoder:
+    """Token ids to text, piece by piece. A piece is decoded behind the last one with a text, which decides about blanks."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._ids, self._before, self._read = tokenizer, list[int](), 0, 0
+
+    def add(self, token: int, last: bool) -> str:
+        """The text that a token completes; characters may take several tokens. last: no token follows."""
+        self._ids.append(token)
+        text = self._decoded(len(self._ids))
+        if text.endswith("\ufffd") and not last:
+            return ""
+        new = text[len(self._decoded(self._read)) :]
+        if new:
+            self._before, self._read = self._read, len(self._ids)
+        return new
+
+    def _decoded(self, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[self._before : end], skip_special_tokens=True))
+
+
+def _common(a: Tensor, b: Tensor) -> int:
+    """How many first ids `[1, ·]` are the same."""
+    width = min(a.shape[1], b.shape[1])
+    differs = (a[0, :width] != b[0, :width]).nonzero()
+    return int(differs[0]) if differs.numel() else width
+
+
+def _begun(text: str, stops: list[str]) -> int:
+    """How many last characters may be the beginning of a stop string."""
+    most = max(map(len, stops), default=1) - 1
+    return next((n for n in range(min(most, len(text)), 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

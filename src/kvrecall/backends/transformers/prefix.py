@@ -45,3 +45,21 @@ def keep_prefix(
     elif common < held:
         cache.crop(common - held)
     return common
+
+
+def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False) -> int:
+    """How many first tokens of a prompt `[1, T]` a fork of the cache can stand for, cut to them, without changing the answer.
+
+    cache: one sequence; it has read a prompt and decoded nothing. whole: all of its tokens, or none. At least two tokens are
+    left to be read, because a single one would be a decode step. A cache that remembers the prompt's last queries is cut only
+    if it remembers as many as a new one would.
+    """
+    held, total = cache.get_seq_length(), input_ids.shape[1]
+    common = min(cache.tokens.common_prefix(input_ids), total - 2)
+    if common == held:
+        return held
+    states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
+    watched = any(state.index is not None and state.index.watches for state in states)
+    if whole or watched or any(state.log is not None and held > max(total, state.log.window) for state in states):
+        return 0
+    return common
