@@ -58,6 +58,7 @@ def demo(
     prompts = [prompt.ask(q.question, max_new_tokens=max_new_tokens, limit_tokens=limit) for q in questions]
 
     cache = RetrievalCache(session.model.config, chosen)
+    cache.tokenizer = session.tokenizer
     start = time.perf_counter()
     with token_bar(f"{session.name} reads the harbour log", quiet=as_json) as on_progress:
         engine.prefill(session.model, session.tensor(prompt.prefix), cache, chunk_tokens=chunk_tokens, on_progress=on_progress)

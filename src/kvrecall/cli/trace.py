@@ -59,7 +59,7 @@ def trace(
     with token_bar("tracing", as_json) as on_progress:
         captured = capture(
             session.model, session.tensor(ids), layers=chosen, steps=steps, forced=forced, observe_queries=observe,
-            chunk_tokens=chunk_tokens, name=session.name, text=names, on_progress=on_progress,
+            chunk_tokens=chunk_tokens, name=session.name, text=names, tokenizer=session.tokenizer, on_progress=on_progress,
         )  # fmt: skip
     captured.save(out)
     told = {"file": str(out), "prompt_tokens": len(ids), "steps": steps, "layers": list(captured.info.layers)}

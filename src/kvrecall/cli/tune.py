@@ -59,6 +59,7 @@ def tune(
     with token_bar("reading", as_json) as on_progress:
         trace = capture(
             session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=chunk_tokens, name=session.name,
+            tokenizer=session.tokenizer,
             on_progress=on_progress,
         )  # fmt: skip
     with token_bar("trying budgets, by layer", as_json) as on_progress:

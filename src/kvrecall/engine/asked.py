@@ -97,6 +97,7 @@ def asked(
     made, inner = isinstance(cache, Method), transformers_model(model)
     if isinstance(cache, Method):
         cache = RetrievalCache(model.config, cache)
+    cache.tokenizer = tokenizer if cache.tokenizer is None else cache.tokenizer
     cache.meet(inner)
     if compiled and capture is False:
         raise ParameterError("compiled", "False with capture=False", compiled, "Only captured steps run compiled modules.")

@@ -80,6 +80,7 @@ class Document:
     ) -> None:
         """Use `Document.of`."""
         self.model, self.tokenizer, self.cache, self.prompt = model, tokenizer, cache, prompt
+        cache.tokenizer = tokenizer
         self.read_seconds = 0.0
         """Seconds for reading, or for loading a session."""
         self.about: dict[str, Any] = {}

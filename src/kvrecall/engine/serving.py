@@ -116,6 +116,7 @@ class Service:
         cache, known = await self._known(ids)
         if cache is None:
             cache = RetrievalCache(self.model.config, self.method, host_rows=self.host_rows)
+            cache.tokenizer = self.tokenizer
         if ids.shape[1] - known >= LEAST_TOKENS:
             done = asyncio.get_running_loop().create_future()
             self._reading.append((ids, done))

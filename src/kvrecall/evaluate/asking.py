@@ -68,6 +68,7 @@ class Asker:
         method = Full(sink_tokens=0, local_tokens=max(1, expect_tokens), update_interval=1)
         observed = ready if watched else _OBSERVED
         cache = RetrievalCache(self.model.config, method, observe_queries=observed, host_rows=self.host_rows)
+        cache.tokenizer = self.tokenizer
         engine.prefill(
             self.model, ids[:, :ready], cache, chunk_tokens=self.chunk_tokens,
             attention_mask=None if mask is None else mask[:, :ready], expect_tokens=expect_tokens,

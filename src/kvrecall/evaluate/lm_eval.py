@@ -76,6 +76,7 @@ class KVRecallLM(HFLM):
         if not options["do_sample"] and not options.get("temperature"):
             options.pop("temperature", None)
         cache = RetrievalCache(self.model.config, self.method)
+        cache.tokenizer = self.tokenizer
         tokens = context.shape[1]
         # The last chunk is left to `generate`, which needs at least one token to start from.
         ready = tokens - min(self.chunk_tokens, tokens)

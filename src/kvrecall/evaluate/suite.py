@@ -332,6 +332,7 @@ class Suite:
 
         def solve(condition: Condition) -> list[Record]:
             cache = RetrievalCache(self.asker.model.config, condition.method, host_rows=self.asker.host_rows)
+            cache.tokenizer = self.asker.tokenizer
             result = engine.generate(
                 self.asker.model, self.asker.tokenizer, self.asker.tensor(ids), cache, max_new_tokens=self.plan.max_new_tokens,
                 chunk_tokens=self.asker.chunk_tokens, temperature=self.plan.temperature, top_p=self.plan.top_p, seed=seed,

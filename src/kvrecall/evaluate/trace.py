@@ -167,12 +167,13 @@ def capture(
     chunk_tokens: int = 1024,
     name: str = "",
     text: str = "",
+    tokenizer: Any = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
     """Runs a prompt `[1, T]` and `steps` greedy tokens under full attention and records the chosen layers.
 
     forced: tokens to decode instead of the greedy ones (a second turn, a given answer); fewer than `steps` are allowed.
-    observe_queries: how many of the prompt's last queries to keep.
+    observe_queries: how many of the prompt's last queries to keep. tokenizer: as in `attach`.
     """
     steps = steps if forced is None else len(forced) + 1
     cache = RetrievalCache(model.config, Full())
@@ -195,7 +196,7 @@ def capture(
             before = prompt.get(number, seen[0, :, :0].cpu())
             prompt[number] = torch.cat([before, seen[0].cpu()], 1)[:, -observe_queries:].clone()
 
-    known = statistics_of(model)
+    known = statistics_of(model, tokenizer)
     cache.on_queries = remember
     prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
     statistics = frozen({n: known.layers[n] for n in chosen if n in known.layers}, input_ids.shape[1] - 1 + steps)

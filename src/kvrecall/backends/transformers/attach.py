@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +28,7 @@ from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, c
 from kvrecall.backends.transformers.generating import GenerateHook
 from kvrecall.backends.transformers.joint import JointCache
 from kvrecall.backends.transformers.passes import Inputs, OpenCall
-from kvrecall.backends.transformers.switch import decoder_configs, switched
+from kvrecall.backends.transformers.switch import decoder_configs, registered, switched
 from kvrecall.core.errors import (
     CacheInUseError,
     CacheModelError,
@@ -103,6 +103,7 @@ class Attachment:
         self._tokenizer: Any = None
         self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._handles: list[Any] = []
+        self._registered = ExitStack()
         self._running: list[OpenCall] = []
         self.config: PretrainedConfig = model.config
         self.configs = decoder_configs(model)
@@ -114,6 +115,7 @@ class Attachment:
         """Counts one more context."""
         self._tokenizer = self._tokenizer if tokenizer is None else tokenizer
         if not self._handles:
+            self._registered.enter_context(registered(retrieval_attention, retrieval_mask))
             for part in self._parts:
                 self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
                 self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
@@ -147,6 +149,7 @@ class Attachment:
         with _lock:
             self._running = [running for running in self._running if running.open]
             if self.idle:
+                self._registered.close()
                 while self._handles:
                     self._handles.pop().remove()
 

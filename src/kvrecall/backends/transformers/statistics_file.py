@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.core.errors import StatisticsError
+from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors, written_to
 from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, flaw
 from kvrecall.models.store import models_dir
@@ -100,8 +101,8 @@ def write(path: Path, held: StatisticsFile) -> None:
         for number, statistics in held.statistics.items()
         for name in KEPT_TENSORS
     }
-    with written_to(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with written_to(path), PrivateFolder(path.parent, make=True):
+        pass
     write_tensors(path, tensors, {_KEY: json.dumps(told)})
 
 

@@ -27,36 +27,54 @@ class _Switched:
 
 
 _lock = threading.RLock()
+_users = 0
+"""Contexts of `registered`."""
 _switched: dict[int, _Switched] = {}
 """By id of the config, which is kept alive. Models may share a config, and threads a model."""
 
 
 @contextmanager
-def switched(configs: list[PretrainedConfig], attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the configs name our attention and mask functions. The last pass over a config restores its name."""
+def registered(attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Inside, transformers knows our functions by name; the last exit takes the name away.
+
+    A plain call in another thread may read the name just before a pass ends, so an attached model keeps it between passes.
+    """
+    global _users
     with _lock:
-        if not _switched:
-            AttentionInterface.register(NAME, attention)
-            AttentionMaskInterface.register(NAME, mask)
-        for config in configs:
-            entry = _switched.setdefault(id(config), _Switched(config, config._attn_implementation or "sdpa"))
-            entry.passes += 1
-            config._attn_implementation_internal = NAME
+        _users += 1
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, mask)
     try:
         yield
     finally:
         with _lock:
-            for config in configs:
-                entry = _switched[id(config)]
-                entry.passes -= 1
-                if entry.passes:
-                    continue
-                if config._attn_implementation == NAME:  # otherwise the caller has set another one meanwhile
-                    config._attn_implementation_internal = entry.previous
-                del _switched[id(config)]
-            if not _switched:
+            _users -= 1
+            if not _users:
                 AttentionInterface._global_mapping.pop(NAME, None)
                 AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+@contextmanager
+def switched(configs: list[PretrainedConfig], attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the configs name our attention and mask functions. The last pass over a config restores its name."""
+    with registered(attention, mask):
+        with _lock:
+            for config in configs:
+                entry = _switched.setdefault(id(config), _Switched(config, config._attn_implementation or "sdpa"))
+                entry.passes += 1
+                config._attn_implementation_internal = NAME
+        try:
+            yield
+        finally:
+            with _lock:
+                for config in configs:
+                    entry = _switched[id(config)]
+                    entry.passes -= 1
+                    if entry.passes:
+                        continue
+                    if config._attn_implementation == NAME:  # otherwise the caller has set another one meanwhile
+                        config._attn_implementation_internal = entry.previous
+                    del _switched[id(config)]
 
 
 def own_attention(module: nn.Module) -> Callable[..., Any]:
