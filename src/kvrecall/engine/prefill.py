@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -66,12 +67,15 @@ def read_chunk(
 ) -> None:
     """Feeds the next part of a prompt `[B, T]` into the cache, inside `attach`. After an exception layers may have different
     lengths until `align`."""
-    positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+    given = {}
+    if "position_ids" in inspect.signature(type(model.base_model).forward).parameters:  # some count from 0 in every call
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        given["position_ids"] = (seen.cumsum(1) - 1).clamp_min(0)[:, chunk]
     with cache.reading_prompt():
         model.base_model(
             input_ids=input_ids[:, chunk],
             attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
-            position_ids=None if positions is None else positions[:, chunk],
+            **given,
             **cache_argument(cache),
             use_cache=True,
         )

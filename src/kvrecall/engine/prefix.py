@@ -10,7 +10,8 @@ from kvrecall.core.errors import ParameterError, ShapeError
 
 
 def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int) -> int:
-    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens; returns the length.
+    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
+    only go back to those before the last forward pass; returns the length.
 
     attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. Synchronises once.
 
@@ -34,6 +35,4 @@ def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor
     common = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width, most)
     if not common:
         cache.reset()
-    elif common < held:
-        cache.crop(common - held)
-    return common
+    return cache.rewind(common)

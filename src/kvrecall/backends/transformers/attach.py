@@ -118,7 +118,7 @@ class Attachment:
         if not self._capturing:
             self._generate.remove()
         for dead in [running for running in self._running if not running.alive()]:
-            dead.finish(failed=bool(dead.missing()))
+            dead.abandon()
         self._clean()
 
     @property

@@ -12,13 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)  # fmt: skip
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
@@ -26,6 +20,7 @@ from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.families import check_config, template
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.signature import ModelSignature
@@ -36,6 +31,7 @@ from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import CacheWriterError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
 from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
+from kvrecall.core.structs import lasting_tensors
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 
@@ -102,15 +98,16 @@ class RetrievalCache(Cache):
         self.tokenizer: Any = None
         """For the text that key statistics come from; None: found by the model's `name_or_path`."""
         self._model: ref[PreTrainedModel] | None = None
-        self._torn = False
         self.tables: list[BlockTable] | None = None
         """Block tables of the sequences, for all layers; None while the cache is empty."""
         layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
         """The layers that store keys: retrieval layers and transformers' own."""
-        self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
-        """Sliding layers before the current forward pass, because a crop cannot restore tokens that left a window."""
+        self.runs_states = any(keeps_running_state(layer) for layer in self.layers)
+        """Whether layers keep a running state: Mamba, convolutions, linear attention."""
+        self._before: LayersBefore | None = None
+        """transformers' layers before the last forward pass: a crop cannot restore what left a window or ran into a state."""
 
     @classmethod
     def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
@@ -196,7 +193,7 @@ class RetrievalCache(Cache):
         fork.rows_on_device = rows_on_device
         if method.zone_sizes() != self.method.zone_sizes():
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
-        fork.method, fork._windows, fork.on_queries = method, [], None
+        fork.method, fork._before, fork.on_queries = method, None, None
         fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
         if fork.statistics is None and model is not None and fork.wants_statistics:
@@ -292,6 +289,16 @@ class RetrievalCache(Cache):
             self._begin_pass(key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in transformers. The states outlive the call, whose mode may be another than that of the next one."""
+        with lasting_tensors():
+            return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `update_conv_state`."""
+        with lasting_tensors():
+            return super().update_recurrent_state(*args, **kwargs)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Logical length in tokens; by default the length that all layers have, also after an interrupted forward pass."""
         if layer_idx:
@@ -301,7 +308,8 @@ class RetrievalCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes tokens from the end; a negative count, as transformers has it.
 
-        Raises ParameterError, and changes nothing, for more tokens than there are, and after a sliding window has moved on.
+        Raises ParameterError, and changes nothing, for more tokens than there are, after a sliding window has moved on, and for
+        layers with a running state.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
         if tokens_to_remove:  # `generate` also calls with 0, even while steps are captured
@@ -309,15 +317,12 @@ class RetrievalCache(Cache):
         length = self.get_seq_length()
         if -tokens_to_remove > length:
             raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
-        windows: list[Any] = [x for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
-        if tokens_to_remove and any(x.get_seq_length() >= x.sliding_window and not x.record_past for x in windows):
+        if tokens_to_remove and length and (fixed := self._fixed_layers()):
+            running = keeps_running_state(self.layers[fixed[0]])
+            why = f"layer {fixed[0]} keeps a running state" if running else "the sliding windows have moved on"
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
-            raise ParameterError("crop", "0 tokens, because the sliding windows have moved on", -tokens_to_remove, remedy)
+            raise ParameterError("crop", f"0 tokens, because {why}", -tokens_to_remove, remedy)
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
-        fixed = [i for i, layer in enumerate(self.layers) if _holds_tokens(layer) and not getattr(layer, "is_croppable", True)]
-        if tokens_to_remove and length and fixed:
-            remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
-            raise ParameterError("crop", f"0 tokens, because layer {fixed[0]} keeps a running state", -tokens_to_remove, remedy)
         for layer in self.layers:
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
@@ -326,14 +331,28 @@ class RetrievalCache(Cache):
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 
+    def rewind(self, tokens: int) -> int:
+        """Goes back to `tokens` tokens; where layers cannot remove tokens, to those before the last forward pass, if these are
+        fewer. Returns how many it holds then. Raises as `crop`, with the cache unchanged."""
+        before = self._before
+        if before is not None and 0 < before.tokens <= tokens < self.get_seq_length() and self._fixed_layers():
+            self._check_idle("crop")
+            self.undo(before.tokens)
+        elif tokens < self.get_seq_length():
+            self.crop(tokens - self.get_seq_length())
+        return self.get_seq_length()
+
+    def _fixed_layers(self) -> list[int]:
+        """Layers that cannot remove tokens."""
+        return [number for number, layer in enumerate(self.layers) if not can_crop(layer)]
+
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
-        self._windows, self._torn, self.tokens, self.statistics = [], False, TokenLog(), None
+        self._before, self.tokens, self.statistics = None, TokenLog(), None
         self.tables = self._session = self._writer = None
-        for layer in self.layers:
-            if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
-                layer.keys, layer.values, layer.is_initialized = None, None, False
+        self.layers = [x if isinstance(x, RetrievalLayer) else new for x, new in zip(self.layers, template(self._config))]
+        for layer in self.retrieval_layers:
             layer.reset()
 
     def reorder_cache(self, beam_idx: Any) -> None:
@@ -341,12 +360,10 @@ class RetrievalCache(Cache):
             super().reorder_cache(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        with self._rearranged([b for b in range(self.sequences) for _ in range(repeats)]):
-            super().batch_repeat_interleave(repeats)
+        self.reorder_cache(torch.arange(self.sequences).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        with self._rearranged((indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices).tolist()):
-            super().batch_select_indices(indices)
+        self.reorder_cache(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
 
     @contextmanager
     def _rearranged(self, sequences: list[int]) -> Iterator[None]:
@@ -359,6 +376,7 @@ class RetrievalCache(Cache):
                     self.tables = [before[b].fork() for b in sequences]
                 yield
                 self.tokens.select(sequences)
+                self._before = None
             except BaseException:
                 self.tables = before
                 raise
@@ -367,47 +385,37 @@ class RetrievalCache(Cache):
         """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
         torn = [layer.mend() for layer in self.retrieval_layers]
         if self.running is not None and not self.running.alive():
-            self.running.finish(failed=any(torn) or bool(self.running.missing()))
+            self.running.abandon(any(torn))
         self.undo(self.get_seq_length())
 
     def undo(self, tokens: int) -> None:
         """Cuts every layer to `tokens` tokens, after a forward pass that was not accepted."""
         for layer in self.retrieval_layers:
             layer.mend()
-        for layer, before in self._windows:
-            if layer.get_seq_length() > tokens:
-                vars(layer).update(before)
-        self._windows = []
+        if self._before is not None and self._before.tokens == tokens:
+            self._before.restore()
         for number in self._attention_numbers:
             layer: Any = self.layers[number]
             if layer.get_seq_length() > tokens:
                 layer.crop(tokens - layer.get_seq_length())
         self.tokens.truncate(tokens)
-        running = [layer for layer in self.layers if not isinstance(layer, RetrievalLayer) and _keeps_running_state(layer)]
-        if running and not tokens:
-            for state in running:
-                state.reset()
-        elif running:  # it is unknown which of them have seen the removed tokens
-            self._torn = True
 
     def open_pass(self, inputs: Inputs) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
         not match the stored tokens; nothing is stored then."""
         self.settle()
         passes.check_inputs(self, inputs)
+        self._before = LayersBefore.of(self.layers, self.get_seq_length())
         return ForwardPass(self, inputs)
 
     def settle(self) -> None:
         """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case."""
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
-            torn = torn or bool(stale.missing())
-            stale.finish(failed=torn)
+            torn = stale.abandon(torn)
         if torn or len(set(map(self._length, self._attention_numbers))) > 1:
             self.align()
-            raise InterruptedPassError(self.get_seq_length(), self._torn)
-        if self._torn:
-            raise InterruptedPassError(self.get_seq_length(), True)
+            raise InterruptedPassError(self.get_seq_length())
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""
@@ -432,7 +440,6 @@ class RetrievalCache(Cache):
     def _begin_pass(self, keys: Tensor) -> None:
         if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores
             self._check_host(keys.shape[2], keys.shape[0], keys)
-        self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
 
     def _check_host(self, tokens: int, sequences: int, keys: Tensor | None, method: Method | None = None) -> None:
         """Raises HostMemoryError if the host has no room for `tokens` more tokens. method: for new layers, by default the
@@ -473,12 +480,3 @@ class RetrievalCache(Cache):
         if known or model is not None:
             return known[0] if known else model.device  # type: ignore[union-attr]
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _keeps_running_state(layer: Any) -> bool:
-    """Whether a layer keeps a running state, from which tokens cannot be removed."""
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
-def _holds_tokens(layer: Any) -> bool:
-    return isinstance(layer, CacheLayerMixin) or _keeps_running_state(layer)

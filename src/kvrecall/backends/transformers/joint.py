@@ -55,6 +55,7 @@ class JointCache(Cache):
         self.failed: dict[int, Exception] = {}
         """By number of the member: why it did not take part in the last step. Such a member is unchanged."""
         self.running: JointPass | None = None
+        self.runs_states = False
         super().__init__(layers=[JointLayer(self, number) for number in range(len(members[0].layers))])
 
     @property

@@ -64,10 +64,10 @@ def archive_cache(
     sequences = cache.sequences if sequences is None else sequences
     cache.tokens.archive(archive.under("tokens"), sequences, tokens)
     valid = archive.optional("valid", cache.valid, (sequences, tokens), torch.bool)
-    torn = archive.flag("torn", cache._torn)
+    if archive.flag("torn", False):
+        archive.refuse("torn", "the state of a whole forward pass", "that of an interrupted one")
     rotaries = _archive_statistics(cache, archive.under("calibration"))
     if not archive.saving:
-        cache._torn = torn
         for layer in cache.retrieval_layers:
             layer._logical, layer._valid = tokens, None if valid is None else valid.cpu()
     for number, layer in enumerate(cache.layers):
