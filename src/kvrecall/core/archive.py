@@ -42,6 +42,10 @@ class Archive(ABC):
     def _tensor(self, name: str, value: Tensor | None) -> Tensor: ...
 
     @abstractmethod
+    def knows(self, name: str) -> bool:
+        """Whether it has a value of that name, which files of older releases may lack."""
+
+    @abstractmethod
     def under(self, name: str) -> Archive:
         """The same archive with the prefix `name`."""
 
@@ -141,6 +145,9 @@ class Writer(Archive):
         super().__init__(device, prefix)
         self.notes = notes or Notes()
 
+    def knows(self, name: str) -> bool:
+        return True
+
     def under(self, name: str) -> Writer:
         return Writer(self.device, self.notes, f"{self._prefix}{name}.")
 
@@ -166,6 +173,9 @@ class Reader(Archive):
     def __init__(self, device: torch.device, notes: Notes, prefix: str = "") -> None:
         super().__init__(device, prefix)
         self.notes = notes
+
+    def knows(self, name: str) -> bool:
+        return self._prefix + name in self.notes.values
 
     def under(self, name: str) -> Reader:
         return Reader(self.device, self.notes, f"{self._prefix}{name}.")

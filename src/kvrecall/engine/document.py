@@ -151,7 +151,8 @@ class Document:
         questions = _texts("questions", questions)
         check_sampling(max_new_tokens, temperature, top_p)
         behind = self.check(questions, max_new_tokens)
-        self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill)
+        longest = self.tokens + max(map(len, behind), default=0) + max_new_tokens
+        self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill, expect_tokens=longest)
         most = Engine.of(self.model).max_sequences
         waiting = deque(enumerate(behind))
         running: dict[int, tuple[Request, RetrievalCache, Iterator[list[int]]]] = {}

@@ -60,7 +60,9 @@ class Job:
         """Before admission: removes tokens from the cache that do not belong to this prompt."""
         if self._held is None:
             asked = self.asked
-            self._held = keep_prefix(asked.cache, asked.input_ids, asked.attention_mask, most=asked.prompt_tokens - 1)
+            self._held = keep_prefix(
+                asked.cache, asked.input_ids, asked.attention_mask, asked.prompt_tokens - 1, asked.total_tokens
+            )
 
     def admit(self) -> None:
         """Announces the length to the cache, which may raise HostMemoryError or DeviceMemoryError."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers import RetrievalCache, attach, families
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
@@ -45,8 +45,9 @@ def prefill(
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     cache.meet(transformers_model(model))
     total = input_ids.shape[1]
-    done = keep_prefix(cache, input_ids, attention_mask, most=total)
-    cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
+    final = max(total, expect_tokens or 0)
+    done = keep_prefix(cache, input_ids, attention_mask, most=total, final_tokens=final)
+    cache.reserve(final, input_ids.shape[0])
     try:
         with attach(model, capture=False):
             while done < total:
@@ -67,11 +68,11 @@ def read_chunk(
 ) -> None:
     """Feeds the next part of a prompt `[B, T]` into the cache, inside `attach`. After an exception layers may have different
     lengths until `align`."""
-    given = {}
+    given, longest = {}, input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
     if "position_ids" in inspect.signature(type(model.base_model).forward).parameters:  # some count from 0 in every call
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         given["position_ids"] = (seen.cumsum(1) - 1).clamp_min(0)[:, chunk]
-    with cache.reading_prompt():
+    with cache.reading_prompt(longest):
         model.base_model(
             input_ids=input_ids[:, chunk],
             attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
@@ -89,8 +90,8 @@ def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int)
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """The model's context in tokens, prompt and answer together; None if its config does not say."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """As in `families`, of a model."""
+    return families.context_limit(model.config)
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:

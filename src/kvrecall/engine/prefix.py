@@ -9,11 +9,14 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError, ShapeError
 
 
-def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int) -> int:
+def keep_prefix(
+    cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, final_tokens: int
+) -> int:
     """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
     only go back to those before the last forward pass; returns the length.
 
-    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. Synchronises once.
+    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; nothing is kept of keys
+    whose rotary embedding is for shorter texts. Synchronises once.
 
     Raises ShapeError for another number of sequences, and ParameterError if the cache has tokens without ids (embeddings,
     images) or cannot remove tokens; the cache is unchanged then.
@@ -33,6 +36,6 @@ def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor
         padding[:, :width] = ~cache.valid[:, :width].to(padding.device)
     moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding on one side only
     common = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width, most)
-    if not common:
+    if not common or cache.grows_too_long(final_tokens):
         cache.reset()
     return cache.rewind(common)

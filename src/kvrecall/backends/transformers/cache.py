@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes
-from kvrecall.backends.transformers.families import check_config, template
+from kvrecall.backends.transformers.families import check_config, factor_switch, template
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
@@ -87,6 +87,12 @@ class RetrievalCache(Cache):
         self.reserved_tokens = 0
         self.prefilling = False
         """Whether new tokens belong to a prompt, even if few; see `reading_prompt`."""
+        self.prompt_length = 0
+        """Inside `reading_prompt`: positions of the whole prompt."""
+        self.factor_switch = factor_switch(config)
+        """As in `families`."""
+        self.long_factors: bool | None = None
+        """Under longrope: whether the keys have the long factors; None while that is open."""
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         self.tokens = TokenLog()
@@ -251,14 +257,17 @@ class RetrievalCache(Cache):
         return self.tables
 
     @contextmanager
-    def reading_prompt(self) -> Iterator[None]:
+    def reading_prompt(self, prompt_length: int = 0) -> Iterator[None]:
         """Inside, the model's tokens are a chunk of a prompt, even if few: they attend to everything and settle the zones.
-        Outside, up to 8 tokens in one call after others are decode queries that retrieve."""
-        before, self.prefilling = self.prefilling, True
+        Outside, up to 8 tokens in one call after others are decode queries that retrieve.
+
+        prompt_length: positions of the whole prompt, for rotary embeddings that change with the length."""
+        before = self.prefilling, self.prompt_length
+        self.prefilling, self.prompt_length = True, prompt_length
         try:
             yield
         finally:
-            self.prefilling = before
+            self.prefilling, self.prompt_length = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
         return self.fork()
@@ -349,8 +358,8 @@ class RetrievalCache(Cache):
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
         self._check_idle("reset")
-        self._before, self.tokens, self.statistics = None, TokenLog(), None
-        self.tables = self._session = self._writer = None
+        self._before, self.tokens, self.statistics, self.long_factors = None, TokenLog(), None, None
+        self.tables, self._session, self._writer, self.reserved_tokens = None, None, None, 0
         self.layers = [x if isinstance(x, RetrievalLayer) else new for x, new in zip(self.layers, template(self._config))]
         for layer in self.retrieval_layers:
             layer.reset()
@@ -399,6 +408,15 @@ class RetrievalCache(Cache):
             if layer.get_seq_length() > tokens:
                 layer.crop(tokens - layer.get_seq_length())
         self.tokens.truncate(tokens)
+
+    def restore_layer(self, layer: Any) -> None:
+        """Puts one of transformers' layers back to its state before the current pass."""
+        assert self._before is not None
+        self._before.restore(layer)
+
+    def grows_too_long(self, tokens: int) -> bool:
+        """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
+        return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
 
     def open_pass(self, inputs: Inputs) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do

@@ -31,11 +31,12 @@ class LayersBefore:
         with lasting_tensors(), torch.no_grad():
             return LayersBefore(tokens, [(layer, _copied(vars(layer))) for layer in layers if _has_state(layer)])
 
-    def restore(self) -> None:
-        """Puts every layer back; may be repeated."""
+    def restore(self, only: Any = None) -> None:
+        """Puts every layer back, or only one; may be repeated."""
         with lasting_tensors(), torch.no_grad():
             for layer, attributes in self.layers:
-                vars(layer).update(_copied(attributes))
+                if only in (None, layer):
+                    vars(layer).update(_copied(attributes))
 
 
 def keeps_running_state(layer: Any) -> bool:

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers import codes
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.families import Heads, template
+from kvrecall.backends.transformers.families import Heads, context_limit, template
 from kvrecall.backends.transformers.rotary_module import ModelRotary, Question, state_of
 from kvrecall.index.statistics import NoRotary, Rotary
 
@@ -170,8 +170,7 @@ class _Asking:
         self._known: dict[Any, Question] = {}
         draw = torch.Generator().manual_seed(0)
         self._positions = torch.randint(1, FAR, (codes.TOKENS,), generator=draw)
-        text = model.config.get_text_config(decoder=True)
-        limit = getattr(text, "max_position_embeddings", None)
+        limit = context_limit(model.config)
         self._moved = self._positions % max(1, min(FAR, limit or FAR) - 4) + 1
         table: Any = self._decoder.get_input_embeddings()
         offloaded = table.weight.device.type == "meta"  # accelerate moves weights and arguments to the device
