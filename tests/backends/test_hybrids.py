@@ -62,7 +62,9 @@ def read(model: Any, tokens: int, chunk_tokens: int = 16) -> kvrecall.RetrievalC
 
 
 def continued(model: Any, cache: kvrecall.RetrievalCache, ids: Tensor | None = None) -> list[int]:
-    return engine.generate(model, None, prompt() if ids is None else ids, cache, max_new_tokens=NEW, chunk_tokens=16).new_tokens[0]
+    return engine.generate(
+        model, None, prompt() if ids is None else ids, cache, max_new_tokens=NEW, chunk_tokens=16
+    ).new_tokens[0]
 
 
 def in_chunks(model: Any, folder: Path) -> list[int]:
