@@ -9,9 +9,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError, ShapeError
 
 
-def keep_prefix(
-    cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, final_tokens: int
-) -> int:
+def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, final_tokens: int) -> int:
     """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
     only go back to those before the last forward pass; returns the length.
 

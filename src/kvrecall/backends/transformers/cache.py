@@ -360,7 +360,9 @@ class RetrievalCache(Cache):
         self._check_idle("reset")
         self._before, self.tokens, self.statistics, self.long_factors = None, TokenLog(), None, None
         self.tables, self._session, self._writer, self.reserved_tokens = None, None, None, 0
-        self.layers = [x if isinstance(x, RetrievalLayer) else new for x, new in zip(self.layers, template(self._config), strict=True)]
+        self.layers = [
+            x if isinstance(x, RetrievalLayer) else new for x, new in zip(self.layers, template(self._config), strict=True)
+        ]
         for layer in self.retrieval_layers:
             layer.reset()
 
