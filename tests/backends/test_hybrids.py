@@ -168,7 +168,7 @@ def test_tokens_cannot_be_removed_from_a_running_state(name: str) -> None:
     model = model_of(name)
     cache = read(model, 40)
     for change in (lambda: cache.crop(-3), lambda: cache.rewind(20)):
-        with pytest.raises(errors.ParameterError, match="layer 0 keeps a running state.*reset\\(\\).*fork\\(\\)"):
+        with pytest.raises(errors.ParameterError, match=r"layer 0 keeps a running state.*reset\(\).*fork\(\)"):
             change()
     assert continued(model, cache) == plain(name)
 

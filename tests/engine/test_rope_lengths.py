@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with the length: chunks are the prompt read at once, and the context limit is the scaled one."""
+"""Rotary embeddings that change with the length: chunks are as the prompt read at once; context limits are scaled."""
 
 from __future__ import annotations
 

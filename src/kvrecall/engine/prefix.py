@@ -13,8 +13,8 @@ def keep_prefix(cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor
     """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
     only go back to those before the last forward pass; returns the length.
 
-    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; nothing is kept of keys
-    whose rotary embedding is for shorter texts. Synchronises once.
+    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; keys whose rotary
+    embedding is for shorter texts are not kept. Synchronises once.
 
     Raises ShapeError for another number of sequences, and ParameterError if the cache has tokens without ids (embeddings,
     images) or cannot remove tokens; the cache is unchanged then.
