@@ -268,7 +268,7 @@ def _read(
         if restored is None and target.device.type == "cpu":
             files.read(place, target, verify)
             return
-        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda)
+        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda, device="cpu")
         files.read(place, near, verify)
         made = near.view(target.dtype).view(target.shape) if restored is None else restored(near)
         target.copy_(made)

@@ -45,7 +45,7 @@ class Session:
         """Token ids as a batch of one on the model's device."""
         import torch
 
-        return torch.tensor([ids], device=self.model.device)
+        return torch.tensor([ids], device=self.model.device, dtype=torch.int64)
 
 
 def open_session(name: str, dtype: str | None, device: str | None, quiet: bool = False) -> Session:

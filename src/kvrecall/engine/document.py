@@ -215,7 +215,7 @@ class Document:
         return len(held)
 
     def _ids(self, behind: list[int]) -> Tensor:
-        return torch.tensor([self.prompt.prefix + behind], device=self.model.device)
+        return torch.tensor([self.prompt.prefix + behind], device=self.model.device, dtype=torch.int64)
 
 
 def ask(

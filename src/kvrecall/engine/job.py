@@ -210,7 +210,7 @@ class _Streamer(TextStreamer):
 
     def put_ids(self, ids: list[int]) -> None:
         """Adds the ids of a step, of one sequence."""
-        self.put(torch.tensor(ids))
+        self.put(torch.tensor(ids, dtype=torch.int64, device="cpu"))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

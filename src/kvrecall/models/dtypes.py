@@ -31,7 +31,7 @@ def as_device(value: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(value)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ParameterError(
             "device", "cpu or a device that torch sees", str(value), "Leave it out for the best one."

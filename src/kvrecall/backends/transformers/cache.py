@@ -371,7 +371,7 @@ class RetrievalCache(Cache):
             super().reorder_cache(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(self.sequences).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.sequences, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)

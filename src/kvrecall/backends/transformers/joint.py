@@ -49,7 +49,7 @@ class JointCache(Cache):
                 remedy = "Decode in turn, one call per request."
                 raise ParameterError("members", "caches that hold tokens, in retrieval layers only", repr(member), remedy)
         self.members = list(members)
-        ends = torch.tensor([member.sequences for member in members]).cumsum(0).tolist()
+        ends = torch.tensor([member.sequences for member in members], dtype=torch.int64, device="cpu").cumsum(0).tolist()
         self.rows = [slice(end - member.sequences, end) for end, member in zip(ends, members, strict=True)]
         """The batch rows of each member."""
         self.failed: dict[int, Exception] = {}

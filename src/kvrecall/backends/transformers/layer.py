@@ -317,7 +317,7 @@ class RetrievalLayer(CacheLayerMixin):
     def _advance(self, valid: Tensor | None, new: int) -> None:
         if valid is not None or self._valid is not None:
             b = self._ready().shape.sequences
-            past = torch.ones(b, self._logical, dtype=torch.bool) if self._valid is None else self._valid
-            fresh = torch.ones(b, new, dtype=torch.bool) if valid is None else valid
+            past = torch.ones(b, self._logical, dtype=torch.bool, device="cpu") if self._valid is None else self._valid
+            fresh = torch.ones(b, new, dtype=torch.bool, device="cpu") if valid is None else valid
             self._valid = torch.cat([past, fresh], 1)
         self._logical += new

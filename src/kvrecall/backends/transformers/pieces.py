@@ -27,6 +27,7 @@ from kvrecall.backends.transformers.families import CHANGING_ROTARY
 from kvrecall.backends.transformers.passes import ForwardPass
 from kvrecall.core.errors import ParameterError, UnsupportedModelError
 
+_PREPARE = "prepare_inputs_for_generation"
 _BEGIN_ANEW = ("JambaMambaMixer",)
 """Classes of layers that ignore their running state in a call of several tokens."""
 
@@ -41,7 +42,7 @@ def hooks_for_pieces(model: PreTrainedModel) -> list[Any]:
             rotary = _WholeLength()
             made.append(module.register_forward_pre_hook(rotary.before, with_kwargs=True))
             made.append(module.register_forward_hook(rotary.after))
-    if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+    if getattr(type(model), _PREPARE, None) not in (None, vars(GenerationMixin)[_PREPARE]):
         made.append(_KeepsCache(model))
     return made
 
@@ -55,7 +56,7 @@ def _pass_of_one_cache() -> ForwardPass | None:
 def _one_by_one(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """The output `[B, T, hidden]` of a layer that was given its T tokens one after the other."""
     running = _pass_of_one_cache()
-    hidden: Tensor = kwargs.get("hidden_states", args[0] if args else None)
+    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if running is None or hidden.shape[1] == 1 or not running.before:
         return None
     layer: Any = running.cache.layers[module.layer_idx]
@@ -145,18 +146,18 @@ class _KeepsCache:
     """Replaces a model's `prepare_inputs_for_generation`: a model that drops the cache there prepares as others do."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._replaced = ref(model), vars(model).get("prepare_inputs_for_generation")
-        self._own: Any = model.prepare_inputs_for_generation
+        self._model, self._replaced = ref(model), vars(model).get(_PREPARE)
+        self._own: Any = getattr(model, _PREPARE)
         update_wrapper(self, self._own)
-        model.prepare_inputs_for_generation = self  # type: ignore[method-assign]
+        setattr(model, _PREPARE, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache, model = given_cache(kwargs), self._model()
         made = self._own(*args, **kwargs)
         if model is None or not isinstance(cache, RetrievalCache) or given_cache(made) is cache:
             return made
-        owner = next(kind for kind in type(model).__mro__ if "prepare_inputs_for_generation" in vars(kind))
-        made = super(owner, model).prepare_inputs_for_generation(*args, **kwargs)
+        owner = next(kind for kind in type(model).__mro__ if _PREPARE in vars(kind))
+        made = getattr(super(owner, model), _PREPARE)(*args, **kwargs)
         if given_cache(made) is not cache:
             raise UnsupportedModelError(cache.signature.model_type, "a model that leaves its cache out of a call")
         return made
@@ -164,14 +165,14 @@ class _KeepsCache:
     def remove(self) -> None:
         """Restores the model's own."""
         model: Any = self._model()
-        if model is None or vars(model).get("prepare_inputs_for_generation") is not self:
+        if model is None or vars(model).get(_PREPARE) is not self:
             return
         if self._replaced is None:
-            del model.prepare_inputs_for_generation
+            delattr(model, _PREPARE)
         else:
-            model.prepare_inputs_for_generation = self._replaced
+            setattr(model, _PREPARE, self._replaced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied model gets its own, because it is not attached."""
         copied = memo.get(id(self._model()))
-        return self if copied is None else MethodType(type(copied).prepare_inputs_for_generation, copied)
+        return self if copied is None else MethodType(getattr(type(copied), _PREPARE), copied)

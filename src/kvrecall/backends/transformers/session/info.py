@@ -43,7 +43,7 @@ def read_info(folder: str | Path) -> SessionInfo:
     if (held := session.cache.tensors.get("tokens.ids")) is not None and held.dtype == "int64":
         name = session.files[held.file]
         with OpenFiles.of(path / DATA, {name.name: name.nbytes}) as files:
-            ids = torch.empty(held.shape, dtype=torch.int64)
+            ids = torch.empty(held.shape, dtype=torch.int64, device="cpu")
             files.read(session.place(held), ids, True)
     return info_of(path, session, ids)
 

@@ -130,7 +130,7 @@ class _Load:
     def _reader(self, part: SavedPart) -> Reader:
         notes = Notes(dict(part.values))
         for name, tensor in part.tensors.items():
-            held = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            held = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
             self._files.read(self._session.place(tensor), held, self._verify)
             notes.tensors[name] = held
         return Reader(self._device, notes)
