@@ -49,7 +49,7 @@ def can_crop(layer: Any) -> bool:
     if keeps_running_state(layer):
         return layer.record_past and layer.is_croppable
     window = getattr(layer, "sliding_window", None) if isinstance(layer, DynamicLayer) else None
-    return window is None or layer.record_past or layer.get_seq_length() < window
+    return window is None or getattr(layer, "record_past", False) or layer.get_seq_length() < window
 
 
 def _has_state(layer: Any) -> bool:
