@@ -1,6 +1,6 @@
 """Draws the committed rows of the benchmarks: latency against context, for notebook/performance.md.
 
-python -m scripts.bench_plot [gpu_layer gpu_decode gpu_methods]          (needs `pip install "kvrecall[plot]"`)
+python -m scripts.bench_plot [gpu_layer gpu_decode gpu_methods]          (needs `pip install ".[plot]"`)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws the picture of the README from committed rows: device memory and time per token against context, light and dark.
 
-python -m scripts.readme_picture          (needs `pip install "kvrecall[plot]"`)
+python -m scripts.readme_picture          (needs `pip install ".[plot]"`)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python -m scripts.results_tables [--drop RUN …] [--add PACKED.jsonl.gz …] [-
 
 --drop: runs whose answers are forgotten before others are added, such as those of an older plan.
 --add: files of `scripts/results.py pack`; their answers join benchmarks/results/evaluation_*.
---write: the page and its figures; without it the page is printed as it would be.   (figures: `pip install "kvrecall[plot]"`)
+--write: the page and its figures; without it the page is printed as it would be.   (figures: `pip install ".[plot]"`)
 """
 
 from __future__ import annotations

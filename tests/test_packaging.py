@@ -63,6 +63,21 @@ def test_extras_name_extras_that_exist() -> None:
                 assert set(each[len("kvrecall[") : each.index("]")].split(",")) <= set(extras), each
 
 
+def test_no_command_installs_from_an_index_that_has_no_kvrecall() -> None:
+    """Its only source is a clone."""
+    pages = [
+        path
+        for folder in ("docs", "examples", "notebook", "scripts", "benchmarks", "src")
+        for path in (ROOT / folder).rglob("*")
+    ]
+    texts = {path: path.read_text(encoding="utf-8") for path in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+             if path.suffix in (".md", ".py", ".ipynb", ".sh")}  # fmt: skip
+    assert (
+        len(texts) > 100
+        and [str(path) for path, text in texts.items() if re.search(r"kvrecall\[\w|install kvrecall", text)] == []
+    )
+
+
 def test_the_table_of_environment_variables_is_what_the_sources_read() -> None:
     read: set[str] = set()
     for path in SOURCES:

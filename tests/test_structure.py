@@ -54,6 +54,7 @@ THIRD_PARTY = {
     "_attn_implementation", "_attn_implementation_internal", "_can_set_attn_implementation", "_device_mesh", "_global_mapping",
     "_cdata", "_ensure_registered",
     "_current_frames", "_getframe", "_replace", "_update_model_kwargs_for_generation", "_optimize_model_for_decode",
+    "_mask_length",
 }  # fmt: skip
 """Names of torch, transformers, vLLM and Python that have no public form."""
 FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]
@@ -198,7 +199,7 @@ for use in {uses!r}:
         print(use, error)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    told = 'transformers: expected it to be installed, got none. Run `pip install "kvrecall[transformers]"`.'
+    told = 'transformers: expected it to be installed, got none. Run `pip install ".[transformers]"` in a clone of kvrecall.'
     assert run.stdout.splitlines() == [f"{use} {told}" for use in uses]
 
 
@@ -297,6 +298,25 @@ for name in kvrecall.__all__:
 assert (set(m.AttentionInterface._global_mapping), set(k.AttentionMaskInterface._global_mapping)) == before
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_completion_lists_the_public_names_without_importing_them() -> None:
+    program = """
+import sys
+import kvrecall
+shown = [name for name in dir(kvrecall) if not name.startswith("__")]
+assert shown == sorted({*kvrecall.__all__, "engine", "errors", "methods", "models", "parts"} - {"__version__"}), shown
+assert "__version__" in dir(kvrecall) and "torch" not in sys.modules
+assert all(getattr(kvrecall, name) is not None for name in dir(kvrecall) if name != "__cached__")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_the_package_runs_as_a_program() -> None:
+    run = subprocess.run([sys.executable, "-m", "kvrecall", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("kvrecall ")
+    run = subprocess.run([sys.executable, "-m", "kvrecall", "models", "--help"], capture_output=True, text=True, check=True)
+    assert ".gguf" in run.stdout and "OWNER/NAME" in run.stdout
 
 
 def test_composition_page_is_what_the_code_says() -> None:

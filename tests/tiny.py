@@ -46,6 +46,19 @@ def word_tokenizer(count: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="w0", eos_token="w1", pad_token="w2")
 
 
+def byte_tokenizer() -> Any:
+    """Every byte is a token; no special tokens and no chat template."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(BPE({byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), Decoder()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def save_tiny_model(folder: Path, *, max_tokens: int = 16384, chat_template: str | None = CHAT) -> Path:
     """Writes model and tokenizer as `save_pretrained` does; one layer, 2 query heads and 1 KV head of 64."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -52,6 +52,7 @@ _HOMES = {
 }
 _MODULES = {
     "methods": "kvrecall.methods",
+    "models": "kvrecall.models",
     "engine": "kvrecall.engine",
     "parts": "kvrecall.parts",
     "errors": "kvrecall.core.errors",
@@ -66,3 +67,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvrecall' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not, for completion."""
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.typed_fields import TypedFields
 
 _PARTS: dict[str, dict[str, tuple[str, str]]] = {
     "index": {
@@ -47,7 +48,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
 ROLES = tuple(_PARTS)
 
 
-class Part:
+class Part(TypedFields):
     """Base of all part records: a frozen dataclass whose fields are its hyper-parameters."""
 
     role: ClassVar[str]

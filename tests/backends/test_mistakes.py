@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import multiprocessing.reduction
 import os
+import pickle
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 import kvrecall
 from kvrecall import engine, errors, methods
@@ -61,6 +66,114 @@ def test_parameters(name: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         methods.get(name, **given)
     assert isinstance(caught.value, errors.KVRecallError)
+
+
+@pytest.fixture(scope="module")
+def cache() -> Any:
+    """Two sequences of a model with two layers; nobody changes it."""
+    model = tiny("llama")
+    held = kvrecall.RetrievalCache(model.config, COVERING)
+    with torch.no_grad(), kvrecall.attach(model):
+        model(ids(40, 2), **cache_argument(held))
+    return held
+
+
+def test_pickle_points_to_saving_and_forks(cache: Any) -> None:
+    """Also for what holds a cache; copies are forks."""
+    held = engine.GenerateResult(ids(), [[1]], None, 0.0, 0.0, cache)
+    for given in (cache, [cache], cache.layers[0], held, kvrecall.RetrievalCache(tiny("llama").config, COVERING)):
+        uses = (pickle.dumps, lambda it: torch.save(it, io.BytesIO()), multiprocessing.reduction.ForkingPickler.dumps)
+        for use in uses:
+            with pytest.raises(errors.ParameterError, match=r"got 'pickle'. Save it by cache.save\(folder\).*cache.fork\(\)"):
+                use(given)
+    for copied in (copy.copy(cache), copy.deepcopy(cache), copy.deepcopy([cache])[0]):
+        assert copied is not cache and copied.tables is not cache.tables and copied.get_seq_length() == 40
+    assert [pickle.loads(pickle.dumps(each)) for each in (COVERING, cache.tokens.ids()[0, 0])] == [
+        COVERING,
+        cache.tokens.ids()[0, 0],
+    ]
+
+
+def test_a_copy_and_its_original_go_on_by_themselves() -> None:
+    model, prompt = tiny("llama"), ids()
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    engine.prefill(model, prompt[:, :-1], cache)
+    copied = copy.copy(cache)
+    for each in (cache, copied):
+        still_right(model, each, prompt)
+
+
+def test_a_layer_whose_cache_is_gone_says_so() -> None:
+    layer = kvrecall.RetrievalCache(tiny("llama").config, COVERING).layers[0]
+    with pytest.raises(errors.ParameterError, match="layer: expected one whose cache is there"):
+        _ = layer.cache
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.crop(-3.7), "crop: expected an integer, got -3.7"),
+        (lambda c: c.crop(True), "crop: expected an integer, got True"),
+        (lambda c: c.crop(None), "crop: expected an integer"),
+        (lambda c: c.crop(-41), "crop: expected at most 40"),
+        (lambda c: c.reorder_cache(torch.tensor([0, 2])), "sequences: expected one or more of the cache's sequences, 0 to 1"),
+        (lambda c: c.reorder_cache(torch.tensor([-1, 0])), "sequences: expected one or more"),
+        (lambda c: c.reorder_cache(torch.tensor([], dtype=torch.long)), "sequences: expected one or more"),
+        (lambda c: c.reorder_cache([0, 1]), "beam_idx: expected integers"),
+        (lambda c: c.reorder_cache(torch.tensor([[0, 1]])), "beam_idx: expected integers"),
+        (lambda c: c.reorder_cache(torch.tensor([0.0, 1.0])), "beam_idx: expected integers"),
+        (lambda c: c.batch_select_indices(torch.tensor([False, False])), "sequences: expected one or more"),
+        (lambda c: c.batch_select_indices(torch.tensor([True, True, False])), "indices: expected integers .*mask of all"),
+        (lambda c: c.batch_select_indices(torch.tensor([5])), "sequences: expected one or more"),
+        (lambda c: c.batch_select_indices(None), "indices: expected integers"),
+        (lambda c: c.batch_repeat_interleave(0), "repeats: expected an integer >= 1, got 0"),
+        (lambda c: c.batch_repeat_interleave(1.5), "repeats: expected an integer >= 1, got 1.5"),
+        (lambda c: c.reserve("x"), "tokens: expected an integer >= 0"),
+        (lambda c: c.reserve(100, 0), "sequences: expected an integer >= 1"),
+        (lambda c: c.fork("full"), "method: expected a kvrecall method, got 'full'"),
+        (lambda c: c.fork(kvrecall.Full), "method: expected a kvrecall method"),
+        (lambda c: c.fork(rows_on_device=True), "rows_on_device: expected None or False"),
+        (lambda c: c.save(None), "folder: expected a path, got None"),
+        (lambda c: c.save("a\0b"), "folder: expected a path"),
+        (lambda c: c.save("unused", about=[]), "about: expected a dict"),
+        (lambda c: c.save("unused", about={"a": 2**60}), "about.'a'.: expected a text, a count"),
+        (lambda c: c.save("unused", about={"a": None}), "about.'a'.: expected a text, a count"),
+    ],
+)  # fmt: skip
+def test_operations_with_values_that_they_cannot_take(cache: Any, call: Any, says: str) -> None:
+    tables = [list(table.blocks) for table in cache.tables]
+    with pytest.raises(errors.ParameterError, match=says):
+        call(cache)
+    assert [list(table.blocks) for table in cache.tables] == tables and cache.get_seq_length() == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model": "x"}, "model: expected a transformers PreTrainedModel"),
+        ({"device": "cuda:77"}, "device: expected cpu or a device that torch sees"),
+        ({"device": "sofa"}, "device: expected cpu or a device that torch sees"),
+        ({"device": 3.5}, "device: expected cpu or a device that torch sees"),
+        ({"device": "meta"}, "device: expected cpu or a device that torch sees"),
+        ({"host_rows": "int4"}, 'host_rows: expected "plain" or "fp8"'),
+        ({"config": None}, "config: expected a transformers config"),
+        ({"config": PretrainedConfig()}, "a config that does not tell the number of layers"),
+        ({"folder": 3}, "folder: expected a path"),
+    ],
+)
+def test_sessions_are_loaded_with_what_fits(cache: Any, tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    given = {"folder": tmp_path / "s", "config": tiny("llama").config} | options
+    cache.save(tmp_path / "s")
+    with pytest.raises(errors.KVRecallError, match=says):
+        kvrecall.RetrievalCache.load(**given)
+
+
+@pytest.mark.parametrize(
+    "options", [{"observe_queries": value} for value in (-1, 1.5, "x", True)] + [{"rows_on_device": True}, {"host_rows": None}]
+)
+def test_options_of_a_cache(options: dict[str, Any]) -> None:
+    with pytest.raises(errors.ParameterError, match=f"{next(iter(options))}: expected"):
+        kvrecall.RetrievalCache(tiny("llama").config, COVERING, **options)
 
 
 def test_schedule_must_ascend_and_end_open() -> None:
@@ -252,16 +365,73 @@ def test_ctrl_c_without_the_engine_is_mended_at_the_next_call() -> None:
         ({"temperature": -1.0}, errors.ParameterError, "temperature"),
         ({"top_p": 0.0}, errors.ParameterError, "top_p"),
         ({"attention_mask": torch.ones(1, 3)}, errors.ShapeError, "attention_mask"),
+        (
+            {"input_ids": ids().float()},
+            errors.ParameterError,
+            r"a tensor of int64 token ids, got 'torch\.float32'.*tokenizer\(",
+        ),
+        ({"input_ids": [1, 2]}, errors.ParameterError, "a tensor of int64 token ids, got 'list'"),
+        ({"input_ids": ids() + 300}, errors.ParameterError, "ids from 0 to below 320, got 6"),
+        ({"input_ids": ids() - 400}, errors.ParameterError, "ids from 0 to below 320, got -"),
+        ({"max_new_tokens": 1.5}, errors.ParameterError, "max_new_tokens: expected an integer >= 1, got 1.5"),
+        ({"max_new_tokens": "3"}, errors.ParameterError, "max_new_tokens"),
+        ({"max_new_tokens": 1 << 40}, errors.ContextLengthError, "prompt and answer"),
+        ({"temperature": "1"}, errors.ParameterError, "temperature"),
+        ({"chunk_tokens": 1.5}, errors.ParameterError, "chunk_tokens"),
+        ({"tokenizer": 3}, errors.ParameterError, "tokenizer: expected the model's tokenizer, got 'int'"),
+        ({"cache": "pariskv"}, errors.ParameterError, "cache: expected a RetrievalCache or a kvrecall method, got 'str'"),
+        ({"cache": DynamicCache()}, errors.ParameterError, "got 'DynamicCache'"),
     ],
-    ids=["empty", "too-long", "no-answer", "chunk", "temperature", "top-p", "mask"],
+    ids=[
+        "empty",
+        "too-long",
+        "no-answer",
+        "chunk",
+        "temperature",
+        "top-p",
+        "mask",
+        "float-ids",
+        "list",
+        "above",
+        "below",
+        "half-a-token",
+        "text",
+        "huge",
+        "temperature-text",
+        "half-a-chunk",
+        "tokenizer",
+        "name",
+        "other-cache",
+    ],
 )
 def test_generate_refuses(call: dict[str, Any], error: type[Exception], says: str) -> None:
     model = tiny("llama")
     cache = kvrecall.RetrievalCache(model.config, COVERING)
-    given: dict[str, Any] = {"input_ids": ids(), "max_new_tokens": 5, **call}
+    given: dict[str, Any] = {"tokenizer": None, "input_ids": ids(), "cache": cache, "max_new_tokens": 5, **call}
     with pytest.raises(error, match=says):
-        engine.generate(model, None, given.pop("input_ids"), cache, **given)
+        engine.generate(model, **given)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([0, 3])),
+        lambda cache: cache.reorder_cache(torch.tensor([], dtype=torch.int64)),
+        lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
+        lambda cache: cache.batch_select_indices(torch.tensor([True])),
+        lambda cache: cache.batch_repeat_interleave(0),
+    ],
+    ids=["beyond", "none", "no-flag", "one-flag", "repeat-0"],
+)
+def test_sequences_that_there_are_not(change: Any) -> None:
+    model, prompt = tiny("llama"), ids(40, 2)
+    cache = kvrecall.RetrievalCache(model.config, COVERING)
+    engine.prefill(model, prompt, cache)
+    with pytest.raises(errors.ParameterError, match=r"(sequences|indices|beam_idx): expected "):
+        change(cache)
+    assert torch.equal(cache.tokens.ids(), prompt)  # type: ignore[arg-type]
+    still_right(model, cache, torch.cat([prompt, prompt[:, :5]], 1))
 
 
 def test_wrong_things_where_a_model_or_method_belongs() -> None:

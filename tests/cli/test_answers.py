@@ -68,6 +68,36 @@ def test_model_without_chat_template(cli: Cli, tmp_path: Path, document: Path) -
     assert cli.json("ask", document, "what", "-m", model, "--max-new-tokens", 2)["answers"][0]["new_tokens"] >= 1
 
 
+def test_several_files_are_one_document_and_each_is_named(cli: Cli, tiny: Path, document: Path, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("harbour text", encoding="utf-8")
+    common = ("-m", tiny, "--max-new-tokens", 4)
+    told = cli.json("ask", document, other, "what", "the boat", *common)
+    assert told["files"] == [str(document), str(other)] and [row["question"] for row in told["answers"]] == ["what", "the boat"]
+    joined = tmp_path / "joined.txt"
+    joined.write_text(f"File: {document}\n\n{document.read_text()}\n\nFile: {other}\n\nharbour text", encoding="utf-8")
+    alone = cli.json("ask", joined, "what", "the boat", *common)
+    assert alone["files"] == [str(joined)] and alone["document_tokens"] == told["document_tokens"]
+    assert [row["answer"] for row in alone["answers"]] == [row["answer"] for row in told["answers"]]
+    piped = cli("ask", other, "-", "what", *common, stdin="the red boat")
+    assert piped.exit_code == 0, piped.output
+
+
+def test_files_and_folders_are_no_questions(cli: Cli, tiny: Path, document: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    behind = cli.error("ask", document, "what", document)
+    assert (
+        "question: expected a text, got" in behind and "the name of a file" in behind and "before the first question" in behind
+    )
+    assert "the name of a folder" in cli.error("ask", document, folder, "what")
+    assert "what looks like a file's name" in cli.error("ask", document, tmp_path / "misspelt.txt", "what")
+    assert "question: expected one or several behind the files" in cli.error("ask", document)
+    assert "got" in (refused := cli.error("ask", folder, "what")) and str(folder) in refused
+    assert "text files, or one session alone" in cli.error("ask", folder, document, "what")
+    assert not (tmp_path / "models").exists()
+
+
 def test_missing_file(cli: Cli, tmp_path: Path) -> None:
     assert cli.error("ask", tmp_path / "none.txt", "what").startswith("InputFileError") and not (tmp_path / "models").exists()
     assert "Is a directory" in cli.error("generate", "--prompt-file", tmp_path)

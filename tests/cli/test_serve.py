@@ -68,10 +68,10 @@ def test_another_attention_backend_is_said_to_be_without_kvrecall(cli: Cli) -> N
 @pytest.mark.parametrize(
     ("missing", "args", "said"),
     [
-        ({"vllm", "fastapi"}, [], ['"kvrecall[vllm]"', '"kvrecall[serve]"', "got 'neither'"]),
-        ({"vllm"}, ["--engine", "vllm"], ['"kvrecall[vllm]"']),
-        ({"uvicorn"}, ["--engine", "transformers"], ['"kvrecall[serve]"', "no module 'uvicorn'"]),
-        ({"transformers", "vllm"}, ["--engine", "transformers"], ['"kvrecall[transformers]"']),
+        ({"vllm", "fastapi"}, [], ['".[vllm]"', '".[serve]"', "got 'neither'"]),
+        ({"vllm"}, ["--engine", "vllm"], ['".[vllm]"']),
+        ({"uvicorn"}, ["--engine", "transformers"], ['".[serve]"', "no module 'uvicorn'"]),
+        ({"transformers", "vllm"}, ["--engine", "transformers"], ['".[transformers]"']),
     ],
 )
 def test_what_is_not_installed_is_named_with_its_remedy(

@@ -13,8 +13,9 @@ import pytest
 from kvrecall.cli import chat as chat_verb
 from kvrecall.cli import read as read_verb
 from kvrecall.cli.kept import Kept
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.errors import ParameterError, SessionError
 from tests.cli.conftest import Cli
+from tests.core.test_private_folder import ODD, modes, others, untouched
 
 SHORT = ("--max-new-tokens", 4)
 METHOD = ("--method", "pariskv", "--set", "top_k=50")
@@ -84,7 +85,8 @@ def test_info_and_plan_say_what_a_session_takes(cli: Cli, tiny: Path, session: P
     shown = cli("info", session).stdout
     for words in ("tokens", "on disk", "method", "top_k=50", "first words", "log.txt"):
         assert words in shown
-    planned = cli.json("plan", "-m", tiny, "--context", told["tokens"])["session_bytes"]
+    dtype = ("--dtype", told["dtype"])  # the fastest one here
+    planned = cli.json("plan", "-m", tiny, "--context", told["tokens"], *dtype)["session_bytes"]
     assert 0.75 < told["bytes"] / planned < 1.25
     assert "disk" in cli("plan", "-m", tiny).stdout
 
@@ -149,7 +151,7 @@ def test_another_document_or_method_is_not_read_into_a_session(cli: Cli, tiny: P
     full = tmp_path / "full"
     full.mkdir()
     (full / "notes.txt").write_text("mine")
-    assert "holds other files than a session" in cli.error("read", other, "--out", full, "-m", tiny)
+    assert "expected an empty folder or a saved session" in cli.error("read", other, "--out", full, "-m", tiny)
     assert cli.json("info", session) == before and (full / "notes.txt").read_text() == "mine"
 
 
@@ -323,6 +325,49 @@ def test_what_is_not_kept_or_in_use_is_not_removed(cli: Cli, kept: Path) -> None
         assert result.exit_code == 0 and "1 in use" in result.stderr and there(kept) == {"b"}
     assert cli.json("sessions", "rm", "b", "b")["sessions"] == [{"name": "b", "bytes": 10 * UNIT}]
     assert there(kept) == set()
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_what_is_kept_is_its_owners_alone(cli: Cli, tiny: Path, text: Path, kept: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = Path(cli.json("ask", text, "boat", "--keep", "-m", tiny, *METHOD, *SHORT)["session"]["folder"])
+        cli.json("sessions", "list")
+    finally:
+        os.umask(before)
+    found = modes(kept)
+    assert {name for name, mode in found.items() if mode == 0o700} == {".", folder.name, f"{folder.name}/data"}
+    assert set(found.values()) == {0o700, 0o600}
+    folder.chmod(0o755)
+    with Kept(kept).used(folder.name):
+        assert modes(folder)["."] == 0o700
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_session_is_neither_followed_nor_removed(cli: Cli, kept: Path, tmp_path: Path, kind: str) -> None:
+    """In the place of a session, of its folder, its index, a lock; each verb ends at once."""
+    theirs, held = others(tmp_path / "theirs"), Kept(kept)
+    for name in ("index", "folder"):
+        put(held, name, 1)
+    ODD[kind](kept / "index" / "session.json", theirs)
+    ODD[kind](kept / "odd", theirs)
+    shutil.rmtree(kept / "folder")
+    ODD[kind](kept / "folder", theirs)
+    (row,) = cli.json("sessions", "list")["sessions"]
+    assert row["name"] == "index" and row["state"] == "damaged" and "expected a plain file" in row["problem"]
+    assert "expected a plain file, got a" in cli.error("info", kept / "index")
+    with held.used("folder") as place:
+        assert os.path.lexists(place)  # is not marked as used
+    assert put(held, "folder", 1) and (kept / "folder" / "rows").is_file()  # takes the place
+    assert {row["name"] for row in cli.json("sessions", "rm", "--all")["sessions"]} == {"index", "folder"}
+    assert os.path.lexists(kept / "odd") and untouched(theirs)
+    (kept / ".lock").unlink()
+    ODD[kind](kept / ".lock", theirs)
+    for call in (("list",), ("rm", "--all")):
+        assert "expected a plain file, got a" in cli.error("sessions", *call)
+    with pytest.raises(SessionError), held.used("a"):
+        pass
+    assert untouched(theirs)
 
 
 def test_a_process_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:

@@ -190,10 +190,10 @@ def test_exhausted_device_memory_is_one_line(cli: Cli, tiny: Path, monkeypatch: 
 
 def test_brackets_in_messages_are_not_markup(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
-        raise ModelFilesError("m", "needs gguf", 'Run `pip install "kvrecall[demo]"`.')
+        raise ModelFilesError("m", "needs gguf", 'Run `pip install ".[demo]"`.')
 
     monkeypatch.setattr(models, "load_config", fails)
-    assert "kvrecall[demo]" in cli.error("plan")
+    assert ".[demo]" in cli.error("plan")
 
 
 def test_script_without_typer_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_script_without_typer_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as caught:
         package.main()
-    assert caught.value.code == 2 and 'pip install "kvrecall[cli]"' in capsys.readouterr().err
+    assert caught.value.code == 2 and 'pip install ".[cli]"' in capsys.readouterr().err
 
 
 def test_script_runs_as_a_process() -> None:

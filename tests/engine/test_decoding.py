@@ -9,13 +9,14 @@ import torch
 from transformers import GenerationConfig
 
 import kvrecall
-from kvrecall import engine
+from kvrecall import ask, engine
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import ParameterError
 from tests.backends.models import tiny
 from tests.backends.test_transformers import METHODS, prompt, ragged
 from tests.engine.users import METHODS as SPARSE
 from tests.engine.users import in_threads
+from tests.tiny import byte_tokenizer
 
 HONOURED: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -104,6 +105,19 @@ def test_what_transformers_refuses_fails_that_request() -> None:
         engine.generate(model, None, ids, cache, max_new_tokens=5)
     model.generation_config.stop_strings = None
     assert len(engine.generate(model, None, ids, cache, max_new_tokens=5).new_tokens[0]) == 5
+
+
+def test_stop_strings_and_cache_names_of_the_generation_config() -> None:
+    """The tokenizer is there for the strings, and the cache is the one that is given."""
+    model, tokenizer, ids = tiny("llama", vocab_size=256), byte_tokenizer(), prompt(1, 40)["input_ids"] % 256
+    whole = engine.generate(model, tokenizer, ids, METHODS["full"], max_new_tokens=8).new_tokens[0]
+    stop = tokenizer.convert_tokens_to_string([tokenizer.convert_ids_to_tokens(whole[3])])
+    model.generation_config.update(stop_strings=[stop], cache_implementation="static", pad_token_id=0)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, tokenizer=tokenizer, cache_implementation="dynamic")
+    made = engine.generate(model, tokenizer, ids, METHODS["full"], max_new_tokens=8)
+    assert torch.equal(made.sequences, expected) and len(made.new_tokens[0]) < 8
+    answer = ask(model, tokenizer, "the red boat " * 9, "red?", method=METHODS["full"], max_new_tokens=8)
+    assert 1 <= len(answer[0].tokens) <= 8
 
 
 def test_a_time_limit_holds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.core.errors import ContextLengthError, ParameterError, UnknownNameError
-from kvrecall.engine.prompts import DocumentPrompt
+from kvrecall.core.errors import ContextLengthError, InputFileError, ParameterError, UnknownNameError
+from kvrecall.engine.chat import Chat
+from kvrecall.engine.document import Document
+from kvrecall.engine.prompts import DocumentPrompt, next_prompt
 from tests.backends.models import tiny
+from tests.engine.users import in_threads
 from tests.tiny import WORDS, tiny_tokenizer
 
 TEXT = "the red boat . harbour text " * 25
@@ -118,6 +122,18 @@ class Uncalled(torch.nn.Module):
     ({"document": " \n"}, "document: expected some text"),
     ({"document": []}, "document: expected at least one text, got 'none'"),
     ({"document": b"boat"}, "document: expected a text or a list of texts, got 'bytes'"),
+    ({"document": "log.sesion"}, r"document: expected a text, got .what looks like a file's name.*pathlib\.Path"),
+    ({"document": "/data/sessions/log.session"}, "what looks like a file's name"),
+    ({"document": [TEXT, "notes/b.md"]}, "what looks like a file's name"),
+    ({"document": "file.txt"}, "the name of a file, 'file.txt'"),
+    ({"document": [TEXT, "folder"]}, "the name of a folder, 'folder'"),
+    ({"document": Path("none.txt")}, "none.txt: cannot be read"),
+    ({"document": [Path("folder")]}, "folder: cannot be read"),
+    ({"questions": ["boat", "file.txt"]}, r"questions\[1\]: expected a text, got .the name of a file"),
+    ({"tokenizer": None}, "tokenizer: expected the model's tokenizer, got 'NoneType'"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer >= 1, got 2.5"),
+    ({"max_new_tokens": True}, "max_new_tokens: expected an integer >= 1, got True"),
+    ({"temperature": "0"}, "temperature: expected a finite number"),
     ({"questions": []}, "questions: expected at least one text"),
     ({"questions": "  "}, "question: expected some text"),
     ({"questions": ["boat", ""]}, r"questions\[1\]: expected some text"),
@@ -131,14 +147,50 @@ class Uncalled(torch.nn.Module):
     ({"document": "boat " * 3000}, "document: expected at most"),
     ({"questions": ["boat", "boat " * 3000]}, "question: expected at most"),
 ])  # fmt: skip
-def test_mistakes_are_told_before_anything_is_computed(model: Any, wrong: dict[str, Any], message: str) -> None:
-    given = {"document": TEXT, "questions": QUESTIONS, **wrong}
+def test_mistakes_are_told_before_anything_is_computed(
+    model: Any, wrong: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").write_text(TEXT, encoding="utf-8")
+    Path("folder").mkdir()
+    given = {"tokenizer": tiny_tokenizer(), "document": TEXT, "questions": QUESTIONS, **wrong}
     remove = model.model.register_forward_pre_hook(Uncalled())
     try:
-        with pytest.raises((ParameterError, ContextLengthError, UnknownNameError), match=message):
-            kvrecall.ask(model, tiny_tokenizer(), given.pop("document"), given.pop("questions"), **given)
+        with pytest.raises((ParameterError, ContextLengthError, UnknownNameError, InputFileError), match=message):
+            kvrecall.ask(model, **given)
     finally:
         remove.remove()
+
+
+def test_a_path_is_read(model: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text(TEXT, encoding="utf-8")
+    second.write_text("harbour", encoding="utf-8")
+    for given, texts in ((first, TEXT), ([first, second], [TEXT, "harbour"]), ([TEXT, second], [TEXT, "harbour"])):
+        read, told = (engine.Document.of(model, tiny_tokenizer(), each, method=METHOD) for each in (given, texts))
+        assert read.prompt.prefix == told.prompt.prefix and read.about == told.about
+    for text in ("boat", "report.txt is red", "log.sesion\n", "the red boat/harbour", "Why?"):
+        assert engine.Document.of(model, tiny_tokenizer(), text, method=METHOD).tokens > 2
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["session", "cache"])
+def test_a_document_with_questions_and_answers_in_it_is_no_conversation(
+    model: Any, tokenizer: Any, saved: bool, tmp_path: Path
+) -> None:
+    document = engine.Document.of(model, tokenizer, "Question: boat\nAnswer: the red boat . " * 20, method=METHOD)
+    answer = document.ask("boat", **SAMPLED)[0]
+    document.save(tmp_path / "faq")
+    again = kvrecall.ask(model, tokenizer, tmp_path / "faq" if saved else document.cache, "boat", **SAMPLED)[0]
+    assert (again.prompt_tokens, again.tokens) == (answer.prompt_tokens, answer.tokens)
+    talk = engine.Chat(document)
+    talk.say("boat", max_new_tokens=3)
+    talk.save(tmp_path / "talk")
+    held = talk.cache if saved is False else tmp_path / "talk"
+    ids = engine.Document.of(model, tokenizer, held).prompt.ask("red")  # type: ignore[arg-type]
+    assert ids == next_prompt(tokenizer, talk._said, "red")  # type: ignore[arg-type]
+    if talk.cache is not None:  # back at the document
+        talk.cache.crop(document.tokens - talk.cache.get_seq_length())
+        assert engine.Document.of(model, tokenizer, talk.cache).prompt.ask("red") == document.prompt.ask("red")
 
 
 def test_a_cache_that_is_no_document_is_refused(model: Any) -> None:
@@ -175,3 +227,21 @@ def test_a_real_model_answers_several_questions(smollm2: tuple[Any, Any]) -> Non
     text = "The harbour log.\n\nOn Monday the red boat left for Kiel.\n\nOn Tuesday Anna Berg became archivist."
     first, second = kvrecall.ask(*smollm2, text, ["Where did the red boat go?", "Who became archivist?"], max_new_tokens=24)
     assert "Kiel" in first.text and "Anna" in second.text
+
+
+def test_threads_that_ask_an_unread_document_wait_for_the_one_that_reads(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    want = [answer.tokens for answer in kvrecall.ask(model, tokenizer, TEXT, QUESTIONS, method=METHOD, **SAMPLED)]
+    document = Document.of(model, tokenizer, TEXT, method=METHOD)
+    sizes, remove = counted(model)
+    asks = [lambda text=text: document.ask(text, chunk_tokens=32, **SAMPLED)[0].tokens for text in QUESTIONS]
+    assert in_threads(asks) == want
+    remove()
+    assert sum(size for size in sizes if size == 32) <= document.tokens  # read once
+
+
+def test_threads_take_turns_in_one_conversation(model: Any) -> None:
+    chat = Chat(Document.of(model, tiny_tokenizer(), TEXT, method=METHOD))
+    answers = in_threads([lambda text=text: chat.say(text, max_new_tokens=3) for text in QUESTIONS])
+    lengths = sorted(answer.prompt_tokens for answer in answers)
+    assert len(set(lengths)) == 3 and chat.tokens > lengths[-1] > lengths[0] + 3

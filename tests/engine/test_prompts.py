@@ -43,7 +43,17 @@ def test_behind_an_answer_comes_the_next_turn(tokenizer: Any, ended: bool) -> No
     said = [*DocumentPrompt.of(tokenizer, "the red boat").ask("boat"), ID["harbour"]]
     whole = said + next_turn(tokenizer, "red")
     held = [*said, next_turn(tokenizer, "red")[0]] if ended else said
-    assert DocumentPrompt.behind(tokenizer, held).ask("red") == next_prompt(tokenizer, held, "red") == whole
+    asked = DocumentPrompt.behind(tokenizer, held, answered=True).ask("red")
+    assert asked == next_prompt(tokenizer, held, "red") == whole
+
+
+def test_a_document_may_hold_what_a_template_without_markers_writes(tokenizer: Any) -> None:
+    """It is no conversation before the model has answered; special tokens come from templates alone."""
+    prompt = DocumentPrompt.of(tokenizer, "Question: boat\nAnswer: red")
+    assert DocumentPrompt.behind(tokenizer, prompt.prefix).ask("boat") == prompt.ask("boat")
+    said = [*DocumentPrompt.of(tokenizer, "the red boat").ask("boat"), ID["harbour"]]
+    behind = DocumentPrompt.behind(tokenizer, said).ask("red")
+    assert (behind == said + next_turn(tokenizer, "red")) == (tokenizer.chat_template is not None)
 
 
 def _document_part(prompt: DocumentPrompt) -> list[int]:

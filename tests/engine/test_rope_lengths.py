@@ -18,6 +18,7 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import context_limit
 from kvrecall.cache.session_index import read_index, write_index
 from kvrecall.core import errors
+from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.engine.document import Document
 from tests.backends.models import ROPE, SMALL, tiny
 from tests.tiny import word_tokenizer
@@ -93,22 +94,22 @@ def test_chunks_are_the_prompt_read_at_once(name: str, tokens: int, method: str)
 
 @pytest.mark.parametrize("name", ["phi3", "llama"])
 def test_an_answer_that_grows_beyond_the_short_factors(name: str) -> None:
-    """The engine knows the final length before; `model.generate` is refused where the factors would be mixed."""
+    """`generate` knows the final length before; calls of the model are refused where the factors would be mixed."""
     model, ids = model_of(name), prompt(SWITCH - 2)
     cache = kvrecall.RetrievalCache(model.config, kvrecall.Full())
-    expected = f"at most {SWITCH} tokens behind keys whose rotary embedding is for texts up to that length, got {SWITCH + 1}"
-    with kvrecall.attach(model), pytest.raises(errors.ParameterError, match=expected):
-        generated(model, ids, cache)
-    assert cache.get_seq_length() == SWITCH
+    expected = f"at most {SWITCH} tokens behind keys whose rotary embedding is for texts up to that length, got {SWITCH + 7}"
+    with kvrecall.attach(model), torch.no_grad():
+        model(input_ids=ids, **cache_argument(cache))
+        with pytest.raises(errors.ParameterError, match=expected):
+            model(input_ids=prompt(9), **cache_argument(cache))
+    assert cache.get_seq_length() == SWITCH - 2
     answers = {
         chunk: engine.generate(model, None, ids, kvrecall.Full(), max_new_tokens=NEW, chunk_tokens=chunk) for chunk in (9, 99)
     }
     assert answers[9].new_tokens == answers[99].new_tokens and answers[9].cache.long_factors
     assert engine.generate(model, None, ids, cache, max_new_tokens=NEW).new_tokens == answers[9].new_tokens  # read again
-    announced = kvrecall.RetrievalCache(model.config, kvrecall.Full())
-    announced.reserve(SWITCH + NEW)
     with kvrecall.attach(model):
-        assert generated(model, ids, announced) == answers[9].new_tokens[0]
+        assert generated(model, ids, kvrecall.RetrievalCache(model.config, kvrecall.Full())) == answers[9].new_tokens[0]
 
 
 @pytest.mark.parametrize("tokens", [30, 55, 130])
@@ -173,7 +174,8 @@ def test_a_session_of_a_release_without_factors(tokens: int, tmp_path: Path) -> 
     cache.save(tmp_path)
     session, _ = read_index(tmp_path)
     del session.cache.values["long_factors"]
-    write_index(tmp_path, session)
+    with PrivateFolder(tmp_path) as folder:
+        write_index(folder, session)
     if tokens > SWITCH:
         with pytest.raises(errors.SessionError, match="long_factors: expected which factors of the rotary embedding"):
             kvrecall.RetrievalCache.load(tmp_path, model.config, model=model)

@@ -127,7 +127,7 @@ class Server:
 
 
 needs_server = pytest.mark.skipif(
-    any(find_spec(name) is None for name in SERVER), reason='transformers\' server needs: pip install "kvrecall[serve]"'
+    any(find_spec(name) is None for name in SERVER), reason='transformers\' server needs: pip install ".[serve]"'
 )
 
 

@@ -136,4 +136,4 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     program = "import sys; sys.modules['matplotlib'] = None; import kvrecall.evaluate.report.page"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 1 and "MissingPackageError: matplotlib and jinja2: expected it to be installed" in run.stderr
-    assert 'pip install "kvrecall[plot]"' in run.stderr
+    assert 'pip install ".[plot]"' in run.stderr

@@ -15,7 +15,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, PARALLEL, as_bits
+from kvrecall.core.numeric import E4M3, as_bits, parallel_njit
 from kvrecall.core.row_words import (
     QUERIES,
     add_row,
@@ -48,7 +48,7 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     return Partial(out, lse)
 
 
-@njit(cache=True, parallel=PARALLEL, nogil=True)
+@parallel_njit()
 def _attend(queries, kv, kind, lengths, scaling, softcap, scales, out, lse):
     b_n, kv_heads, dim = kv.shape[0], kv.shape[1], queries.shape[2]
     group, width = queries.shape[1] // kv_heads, 2 * dim // numbers_per_word(kind)

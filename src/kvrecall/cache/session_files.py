@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import Region
-from kvrecall.core.errors import SessionError
+from kvrecall.cache.host_memory import Region, available_host_bytes
+from kvrecall.core.errors import HostMemoryError, SessionError
+from kvrecall.core.private_folder import PrivateFolder
 
 FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-z]{1,8}-[0-9a-f]{16}\.bin")
 """Generation, layer, and a random part."""
@@ -32,6 +31,8 @@ _WRITTEN = 64 << 10
 """Bytes that are written at a time, or skipped if all are zero, as after the last token of a block."""
 _VERIFIED = 1 << 20
 """Bytes that are read at a time where only their checksum is wanted."""
+_CHECKED = 16 << 20
+"""Tensors of more bytes than this are compared with free memory."""
 _MOST_THREADS = 16
 
 
@@ -94,9 +95,9 @@ class NewFile:
         return Place(self.name, offset, nbytes, self.crcs[number])
 
 
-def write(folder: Path, files: list[NewFile]) -> None:
+def write(folder: PrivateFolder, files: list[NewFile]) -> None:
     """Writes new files and returns when they are on disk. Raises OSError, and may leave incomplete files then."""
-    opened = [os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _flag("O_CLOEXEC"), 0o644) for file in files]
+    opened = [folder.open(file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) for file in files]
     try:
         with threads() as pool:
             for descriptor, file in zip(opened, files, strict=True):
@@ -111,7 +112,7 @@ def write(folder: Path, files: list[NewFile]) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
-    sync_folder(folder)
+    folder.sync()
 
 
 def _write_part(descriptor: int, file: NewFile, number: int) -> None:
@@ -135,12 +136,12 @@ def as_bytes(tensor: Tensor) -> memoryview:
 class OpenFiles:
     """Open files by name."""
 
-    folder: Path
+    folder: PrivateFolder
     descriptors: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     @contextmanager
-    def of(folder: Path, sizes: dict[str, int]) -> Iterator[OpenFiles]:
+    def of(folder: PrivateFolder, sizes: dict[str, int]) -> Iterator[OpenFiles]:
         """Opens files of expected sizes. Raises SessionError for other sizes, and FileNotFoundError."""
         files = OpenFiles(folder)
         try:
@@ -154,18 +155,23 @@ class OpenFiles:
     def _open(self, name: str, size: int) -> None:
         if not FILE_NAME.fullmatch(name):
             raise SessionError("file", "a name that `save` gives", repr(name[:80]))
-        flags = os.O_RDONLY | _flag("O_CLOEXEC") | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK")
         try:
-            descriptor = os.open(self.folder / name, flags)
+            descriptor = self.folder.open(name)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise SessionError(name, "a file that can be read", error.strerror) from None
         self.descriptors[name] = descriptor
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
-            got = f"{about.st_size:,} bytes" if stat.S_ISREG(about.st_mode) else "no plain file"
-            raise SessionError(name, f"a file of {size:,} bytes", got)
+        if (held := os.fstat(descriptor).st_size) != size:
+            raise SessionError(name, f"a file of {size:,} bytes", f"{held:,} bytes")
+
+    def tensor(self, place: Place, dtype: torch.dtype, shape: list[int], verify: bool) -> Tensor:
+        """A tensor on the CPU. Raises HostMemoryError for one that memory cannot hold, before it is read."""
+        if place.nbytes > _CHECKED and place.nbytes > (available := available_host_bytes()):
+            raise HostMemoryError(place.nbytes, available, place.nbytes // dtype.itemsize)
+        held = torch.empty(shape, dtype=dtype, device="cpu")
+        self.read(place, held, verify)
+        return held
 
     def read(self, place: Place, into: Tensor, verify: bool) -> None:
         """Fills a contiguous CPU tensor of `place.nbytes` bytes."""
@@ -274,17 +280,3 @@ def _read(
         target.copy_(made)
 
     finish([pool.submit(one, block, place) for block, place in places.items()])
-
-
-def sync_folder(folder: Path) -> None:
-    """Writes the folder's names to disk."""
-    with suppress(OSError):  # some systems cannot open a folder
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _flag(name: str) -> int:
-    return getattr(os, name, 0)

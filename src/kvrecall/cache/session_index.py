@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.cache.session_files import Place
 from kvrecall.core.archive import MOST
 from kvrecall.core.errors import SessionError
-from kvrecall.core.whole_files import first_mistake, parse_json, write_text
+from kvrecall.core.private_folder import PrivateFolder
+from kvrecall.core.whole_files import first_mistake, parse_json
 
 VERSION = 1
 NAME = "session.json"
 _HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{64})", ')
 _MOST_BYTES = 1 << 30
+_PARSED = 32
+"""Bytes of memory that a byte of an index may take when it is parsed."""
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Crc = Annotated[int, Field(ge=0, lt=2**32)]
@@ -43,6 +49,13 @@ class SavedTensor(_Strict):
     file: Count
     offset: Count
     crc: Crc
+
+    @field_validator("shape")
+    @classmethod
+    def _countable(cls, shape: list[int]) -> list[int]:
+        if prod(max(size, 1) for size in shape) > MOST:  # also an empty tensor's strides are computed
+            raise ValueError("expected fewer numbers")
+        return shape
 
 
 class SavedBlocks(_Strict):
@@ -159,10 +172,7 @@ _SIZES = {"bool": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32
 
 
 def _nbytes(tensor: SavedTensor) -> int:
-    count = _SIZES[tensor.dtype]
-    for size in tensor.shape:
-        count *= size
-    return count
+    return _SIZES[tensor.dtype] * prod(tensor.shape)
 
 
 def _check_end(sizes: dict[int, int], file: int, end: int) -> None:
@@ -170,39 +180,53 @@ def _check_end(sizes: dict[int, int], file: int, end: int) -> None:
         raise ValueError(f"expected a part within its file, got one that ends at byte {end:,} of file {file}")
 
 
-def write_index(folder: Path, session: SavedSession) -> str:
-    """Replaces the folder's index and returns its checksum. Raises OutputFileError."""
+def write_index(folder: PrivateFolder, session: SavedSession) -> str:
+    """Replaces the folder's index and returns its checksum. Raises OSError."""
     body = json.dumps(session.model_dump(), separators=(",", ":"))[1:] + "\n"
     checksum = hashlib.sha256(body.encode()).hexdigest()
-    write_text(folder / NAME, f'{{"checksum": "{checksum}", {body}')
+    folder.write(NAME, f'{{"checksum": "{checksum}", {body}'.encode())
     return checksum
 
 
-def checksum_of(folder: Path) -> str | None:
+def checksum_of(folder: PrivateFolder) -> str | None:
     """The checksum in the folder's index; None without an index."""
     try:
-        with (folder / NAME).open("rb") as file:
+        with os.fdopen(folder.open(NAME), "rb") as file:
             head = _HEAD.match(file.read(128))
-    except OSError:
+    except (OSError, SessionError):
         return None
     return head[1].decode() if head else None
 
 
-def read_index(folder: Path) -> tuple[SavedSession, str]:
-    """The index of a folder and its checksum. Raises SessionError for a missing or damaged index."""
-    path = folder / NAME
+def read_index(folder: str | Path) -> tuple[SavedSession, str]:
+    """As `index_of`, of the folder at a path."""
+    with opened(folder) as found:
+        return index_of(found)
+
+
+def opened(folder: str | Path) -> PrivateFolder:
+    """The folder of a session, to be read. Raises SessionError where there is none."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise SessionError(path, f"an index of at most {_MOST_BYTES:,} bytes", f"{path.stat().st_size:,}")
-        with path.open("rb") as file:
-            held = file.read(_MOST_BYTES)
+        return PrivateFolder(folder)
     except OSError as error:
-        remedy = "Give the folder that `cache.save` or `kvrecall read` wrote."
-        raise SessionError(path, "the index of a saved session", error.strerror or error, remedy) from None
-    head = _HEAD.match(held)
-    if head is None:
-        raise SessionError(path, "the index of a saved session", "another file")
-    body, checksum = held[head.end() :], head[1].decode()
+        raise _no_session(Path(os.path.realpath(folder)) / NAME, error) from None
+
+
+def index_of(folder: PrivateFolder) -> tuple[SavedSession, str]:
+    """The index of a folder and its checksum. Raises SessionError for a missing or damaged index."""
+    path = folder.path / NAME
+    try:
+        with os.fdopen(folder.open(NAME), "rb") as file:
+            head = _HEAD.match(file.read(128))
+            if head is None:
+                raise SessionError(path, "the index of a saved session", "another file")
+            most = min(_MOST_BYTES, available_host_bytes() // _PARSED)
+            if (size := os.fstat(file.fileno()).st_size) > most:
+                raise SessionError(path, f"an index of at most {most:,} bytes, by free memory", f"{size:,}", "Free memory.")
+            file.seek(head.end())
+            body, checksum = file.read(most), head[1].decode()
+    except OSError as error:
+        raise _no_session(path, error) from None
     if hashlib.sha256(body).hexdigest() != checksum:
         raise SessionError(path, f"content with checksum {checksum[:16]}…", "other content")
     try:
@@ -217,3 +241,8 @@ def read_index(folder: Path) -> tuple[SavedSession, str]:
         if isinstance(error, SessionError):
             raise
         raise SessionError(path, "JSON", str(error)[:200]) from None
+
+
+def _no_session(path: Path, error: OSError) -> SessionError:
+    remedy = "Give the folder that `cache.save` or `kvrecall read` wrote."
+    return SessionError(path, "the index of a saved session", error.strerror or error, remedy)

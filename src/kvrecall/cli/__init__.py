@@ -6,6 +6,7 @@ import sys
 
 from kvrecall.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from kvrecall.cli.threads import wait_passively
+from kvrecall.core.errors import install_command
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
-        print('error: the command line needs typer and rich. Run `pip install "kvrecall[cli]"`.', file=sys.stderr)
+        print(f"error: the command line needs typer and rich. Run {install_command('cli')}.", file=sys.stderr)
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""`kvrecall ask FILE|SESSION QUESTION…`"""
+"""`kvrecall ask FILE…|SESSION QUESTION…`"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,19 @@ from kvrecall.cli.document import Choices, opened
 from kvrecall.cli.report import answers_table, stats_table
 from kvrecall.cli.textfile import non_empty
 from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.core.errors import ParameterError
+from kvrecall.core.texts import check_no_name
 
 
 @verb
 def ask(
-    source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, UTF-8, or the folder of a saved session.")],
-    questions: Annotated[list[str], typer.Argument(help="What you want to know about it; one or several questions.")],
+    sources_and_questions: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE…|SESSION QUESTION…",
+            help="Text files, UTF-8, in order, or the folder of a saved session; then one or several questions.",
+        ),
+    ],
     keep: options.Keep = False,
     model: options.DocumentModel = None,
     method: options.DocumentMethod = None,
@@ -33,12 +41,12 @@ def ask(
     host_rows: options.HostRows = options.Rows.PLAIN,
     as_json: options.AsJson = False,
 ) -> Result:
-    """Answer questions about a text file, which is read once, or about a saved session, which is not read again."""
+    """Answer questions about text files, which are read once, or about a saved session, which is not read again."""
     # What is cheap to get wrong is checked before the weights are loaded.
-    questions = [non_empty(question, "question") for question in questions]
+    sources, questions = split(sources_and_questions)
     options.check_sampling(temperature, seed)
     choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, host_rows=host_rows)
-    with opened(source, choices, lambda document: document.check(questions, max_new_tokens)) as found:
+    with opened(sources, choices, lambda document: document.check(questions, max_new_tokens)) as found:
         shown = None if as_json else InTurn(questions)
         answers = found.document.ask(
             questions,
@@ -52,6 +60,24 @@ def ask(
     if not as_json:
         _show(told)
     return told
+
+
+def split(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """The files or session that come first, and the questions. Raises ParameterError for a question that is none."""
+    count = 1
+    while count < len(arguments) and _is_file(arguments[count]):
+        count += 1
+    questions = [non_empty(question, "question") for question in arguments[count:]]
+    for question in questions:
+        check_no_name("question", question, "Files come before the first question; a folder must be a session, alone.")
+    if not questions:
+        raise ParameterError("question", "one or several behind the files", "none", "Ask something.")
+    return [Path(argument) for argument in arguments[:count]], questions
+
+
+def _is_file(argument: str) -> bool:
+    """Whether it is standard input, or something that exists and is no folder."""
+    return argument == "-" or (os.path.exists(argument) and not os.path.isdir(argument))
 
 
 def answer_told(answer: Any) -> Result:

@@ -42,7 +42,7 @@ def chat(
     """Talk about a text file or a saved session; one question per line of standard input. /save FOLDER, /quit."""
     options.check_sampling(temperature, seed)
     choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, INSTRUCTION, host_rows)
-    with opened(source, choices, lambda document: document.check(["?"], max_new_tokens)) as found:
+    with opened([source], choices, lambda document: document.check(["?"], max_new_tokens)) as found:
         limits = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "chunk_tokens": chunk_tokens}
         told = _talk(found, source, as_json, limits)
     return told

@@ -1,4 +1,4 @@
-"""Opens a text file or a saved session as a document."""
+"""Opens text files or a saved session as a document."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.cli import options
-from kvrecall.cli.kept import Kept, kept_folder, key_of
+from kvrecall.cli.kept import Kept, is_folder, kept_folder, key_of
 from kvrecall.cli.report import size
 from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.textfile import read_text
@@ -51,6 +51,7 @@ class Opened:
             "model": self.session.name,
             "method": self.document.cache.method.name,
             "settings": settings_of(self.document.cache.method),
+            "files": self.document.about.get("files", []),
             "document_tokens": self.document.tokens,
             "load_seconds": round(self.session.load_seconds, 3),
             "read_seconds": round(self.document.read_seconds, 3),
@@ -59,17 +60,23 @@ class Opened:
 
 
 @contextmanager
-def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> Iterator[Opened]:
-    """Reads a text file, or loads the session of a folder. check: called with the document before reading; may raise.
+def opened(sources: list[Path], choices: Choices, check: Callable[[Any], object]) -> Iterator[Opened]:
+    """Reads text files in order, or loads the session of a folder. Each of several files begins with a line that names it.
+    check: called with the document before reading; may raise.
 
     Inside, a kept session is not removed.
     """
-    if source.is_dir():
-        session, document = _from_session(source, choices)
+    if sources[0].is_dir():
+        if len(sources) > 1:
+            remedy = "Read all files into one session with `kvrecall read FILE… --out SESSION`, or ask about the files alone."
+            raise ParameterError("FILE…|SESSION", "text files, or one session alone", f"{sources[0]} and {sources[1]}", remedy)
+        session, document = _from_session(sources[0], choices)
         check(document)
-        yield Opened(session, document, {"folder": str(source), "found": True})
+        yield Opened(session, document, {"folder": str(sources[0]), "found": True})
         return
-    text = read_text(source)
+    names, texts = [plain(source) for source in sources], [read_text(source) for source in sources]
+    if len(texts) > 1:
+        texts = [f"File: {name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
     limit = byte_count(choices.keep_limit, "--keep-limit")
     chosen = options.method_of(choices.method or options.DEFAULT_METHOD, choices.settings)
 
@@ -77,14 +84,14 @@ def opened(source: Path, choices: Choices, check: Callable[[Any], object]) -> It
 
     session = open_session(choices.model or options.DEFAULT_MODEL, choices.dtype, choices.device, quiet=choices.quiet)
     document = engine.Document.of(
-        session.model, session.tokenizer, text, method=chosen, host_rows=choices.host_rows.value, **_instruction(choices)
+        session.model, session.tokenizer, texts, method=chosen, host_rows=choices.host_rows.value, **_instruction(choices)
     )
-    document.about |= {"model": session.name, "files": [plain(source)]}
+    document.about |= {"model": session.name, "files": names}
     check(document)
     with ExitStack() as stack:
         saved = None
         if choices.keep:
-            saved = _kept(text, document, Kept(kept_folder(), limit), choices, stack)
+            saved = _kept(texts, document, Kept(kept_folder(), limit), choices, stack)
         else:
             read(document, choices)
         yield Opened(session, document, saved)
@@ -120,12 +127,12 @@ def _from_session(folder: Path, choices: Choices) -> tuple[Session, Any]:
     return session, document
 
 
-def _kept(text: str, document: Any, kept: Kept, choices: Choices, stack: ExitStack) -> Result:
+def _kept(texts: list[str], document: Any, kept: Kept, choices: Choices, stack: ExitStack) -> Result:
     """Loads a kept document, or reads and keeps it."""
-    name = key_of([text], document)
+    name = key_of(texts, document)
     place = stack.enter_context(kept.used(name))
     damaged = False
-    if place.is_dir():
+    if is_folder(place):
         try:
             with status("loading the session", choices.quiet):
                 held = document.resume(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,6 +110,7 @@ def _devices() -> list[dict[str, Any]]:
     devices: list[dict[str, Any]] = [
         {**cpu, "threads": torch.get_num_threads(), "waiting": waiting(), "available_bytes": available_host_bytes()}
     ]
+    devices[0]["numba"] = _numba_loops()
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
@@ -116,6 +118,19 @@ def _devices() -> list[dict[str, Any]]:
             device = {"device": f"cuda:{number}", "name": name, "available_bytes": free, "total_bytes": total}
             devices.append({**device, "kernels": _kernels(torch.device("cuda", number))})
     return devices
+
+
+def _numba_loops() -> str | None:
+    """How numba runs parallel loops; None without numba."""
+    if find_spec("numba") is None:
+        return None
+    from numba import get_num_threads
+    from numba.np.ufunc import threading_layer
+
+    from kvrecall.core.numeric import several_threads_may_loop
+
+    several = "loops of several requests side by side" if several_threads_may_loop() else "loops of one request at a time"
+    return f"{get_num_threads()} threads by {threading_layer()}, {several}"
 
 
 def _kernels(device: torch.device) -> str:
@@ -140,6 +155,7 @@ def _show(told: Result) -> None:
     cpu = told["devices"][0]
     threads = plain_table("threads")
     threads.add_row("torch", f"{cpu['threads']} threads on {cpu['cores']} cores")
+    threads.add_row("numba", cpu["numba"] or "not installed")
     threads.add_row("they wait", cpu["waiting"])
     methods = plain_table("methods", "name", "what it does", prose=True)
     for method in told["methods"]:

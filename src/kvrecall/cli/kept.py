@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.whole_files import written_to
 
-_USE = ".use"
+_USE, _LOCK = ".use", ".lock"
+_PUT_AWAY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""A session that is being written, or that is about to be deleted."""
 NO_LIMIT = 2**63 - 1
 
 
@@ -77,21 +79,27 @@ class Kept:
     def __init__(self, folder: Path, limit_bytes: int = NO_LIMIT) -> None:
         """Makes the folder. Raises OutputFileError."""
         self.folder, self.limit_bytes = folder, limit_bytes
-        with written_to(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(folder / ".lock")
-        """Held for moments, while a session is renamed, removed or marked as used."""
+        with written_to(folder), PrivateFolder(folder, make=True):
+            pass
+
+    @contextmanager
+    def _locked(self) -> Iterator[PrivateFolder]:
+        """The folder, held for moments, while a session is renamed, removed or marked as used. Raises OutputFileError."""
+        with written_to(self.folder), PrivateFolder(self.folder) as folder, folder.locked(_LOCK):
+            yield folder
 
     @contextmanager
     def used(self, name: str) -> Iterator[Path]:
         """The folder of a session, which may not exist. Inside the block nobody removes it, and it counts as used now."""
-        place, use = self.folder / name, self.folder / f"{name}.{os.getpid()}-{os.urandom(4).hex()}{_USE}"
+        place, use = self.folder / name, f"{name}.{os.getpid()}-{os.urandom(4).hex()}{_USE}"
         with ExitStack() as stack:
-            with written_to(self.folder), self._lock:
-                stack.callback(use.unlink, missing_ok=True)
-                stack.enter_context(FileLock(use))
-                if place.exists():
+            with self._locked() as folder:
+                stack.callback((self.folder / use).unlink, missing_ok=True)
+                stack.enter_context(folder.locked(use))
+                if is_folder(place):
                     os.utime(place)
+                    with PrivateFolder(name, within=folder) as held:
+                        held.close_to_others()
             yield place
 
     def put(self, name: str, save: Callable[[Path], object], *, replace: bool = False) -> Put:
@@ -105,12 +113,14 @@ class Kept:
             try:
                 save(place)
                 nbytes = disk_bytes(place)
-                with written_to(self.folder), self._lock:
+                with self._locked() as folder:
                     fits = nbytes <= self.limit_bytes
-                    gone = self._make_room(nbytes, but=name) if fits else []
-                    if fits and replace and (self.folder / name).exists():
+                    gone = self._make_room(folder, nbytes, but=name) if fits else []
+                    there = os.path.lexists(self.folder / name)
+                    if fits and there and (replace or not is_folder(self.folder / name)):
                         self._put_away(name)
-                    if fits and not (self.folder / name).exists():
+                        there = False
+                    if fits and not there:
                         place.rename(self.folder / name)
                     total = sum(map(disk_bytes, self._sessions()))
             finally:
@@ -120,9 +130,9 @@ class Kept:
 
     def sessions(self) -> list[KeptSession]:
         """The kept sessions, the most recently used first."""
-        with self._lock:
+        with self._locked() as folder:
             return [
-                KeptSession(path.name, path, disk_bytes(path), path.stat().st_mtime, self._in_use(path.name))
+                KeptSession(path.name, path, disk_bytes(path), path.stat().st_mtime, _in_use(folder, path.name))
                 for path in reversed(self._sessions())
             ]
 
@@ -139,10 +149,10 @@ class Kept:
 
         Raises ParameterError, and removes nothing, if a process uses one of them.
         """
-        with written_to(self.folder), self._lock:
-            there = [name for name in names if (self.folder / name).is_dir()]
+        with self._locked() as folder:
+            there = [name for name in names if is_folder(self.folder / name)]
             for name in there:
-                if self._in_use(name):
+                if _in_use(folder, name):
                     remedy = "Wait until the process ends; nothing was removed."
                     raise ParameterError("session", "one that no process uses", name, remedy)
             for name in there:
@@ -151,19 +161,20 @@ class Kept:
 
     def clean(self) -> None:
         """Deletes the folders of removed sessions, and those that a process left when it ended while saving."""
-        with self._lock:
-            left = [
-                path for path in self.folder.iterdir() if path.is_dir() and path.name[:1] == "." and not self._in_use(path.name)
-            ]
+        with self._locked() as folder:
+            left = [path for path in self.folder.iterdir() if _PUT_AWAY.fullmatch(path.name) and not _in_use(folder, path.name)]
         for path in left:
-            shutil.rmtree(path, ignore_errors=True)
+            if is_folder(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:  # a link, a file: what stood in a session's place
+                path.unlink(missing_ok=True)
 
     def _sessions(self) -> list[Path]:
         """The least recently used one first."""
-        found = [path for path in self.folder.iterdir() if path.is_dir() and path.name[:1] != "."]
+        found = [path for path in self.folder.iterdir() if is_folder(path) and path.name[:1] != "."]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
-    def _make_room(self, nbytes: int, but: str) -> list[str]:
+    def _make_room(self, folder: PrivateFolder, nbytes: int, but: str) -> list[str]:
         """Removes unused sessions until `nbytes` more fit; returns their names. but: a session that does not count, because it
         will be replaced."""
         sizes = {path.name: disk_bytes(path) for path in self._sessions() if path.name != but}
@@ -171,7 +182,7 @@ class Kept:
         for name in list(sizes):
             if sum(sizes.values()) + nbytes <= self.limit_bytes:
                 break
-            if not self._in_use(name):
+            if not _in_use(folder, name):
                 self._put_away(name)
                 gone.append(name)
                 del sizes[name]
@@ -180,14 +191,21 @@ class Kept:
     def _put_away(self, name: str) -> None:
         (self.folder / name).rename(self.folder / f".{name}.{os.urandom(4).hex()}")
 
-    def _in_use(self, name: str) -> bool:
-        for use in self.folder.glob(f"{name}.*{_USE}"):
+
+def _in_use(folder: PrivateFolder, name: str) -> bool:
+    for use in folder.names():
+        if use.startswith(f"{name}.") and use.endswith(_USE):
             try:
-                with FileLock(use, timeout=0):
-                    use.unlink(missing_ok=True)  # of a process that has ended
-            except Timeout:
+                with folder.locked(use, wait=False):
+                    folder.remove(use)  # of a process that has ended
+            except BlockingIOError:
                 return True
-        return False
+    return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder, and not a link to one, has a name."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def disk_bytes(folder: Path) -> int:

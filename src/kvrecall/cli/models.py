@@ -17,7 +17,8 @@ from kvrecall.cli.session import OnProgress, download_bar
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import KVRecallError, ParameterError
 
-models = typer.Typer(help="The small models that kvrecall knows by name.", no_args_is_help=True)
+OTHER_MODELS = "`-m` takes any other model, too, as a folder, a .gguf file or a hub repository (OWNER/NAME)."
+models = typer.Typer(help=f"The small models that kvrecall knows by name. {OTHER_MODELS}", no_args_is_help=True)
 
 Names = Annotated[list[str] | None, typer.Argument(help="Known names; see `kvrecall models list`.")]
 
@@ -64,6 +65,7 @@ def list_models(as_json: options.AsJson = False) -> Result:
         console.print(table)
         console.print(Text(f"\nfolders: {told['folder']}, then the model hub's cache {told['hub_cache']}"), soft_wrap=True)
         taken = f"{size(told['unpacked_bytes'])} of at most {size(told['unpacked_limit_bytes'])}"
+        console.print(Text(OTHER_MODELS), soft_wrap=True)
         console.print(Text(f"unpacked copies, of other files too: {taken} (KVRECALL_UNPACK_LIMIT)"), soft_wrap=True)
     return told
 

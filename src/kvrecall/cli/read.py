@@ -16,7 +16,6 @@ from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
 from kvrecall.cli.textfile import read_text, writable_folder
 from kvrecall.cli.verb import Result, notes, status, verb
-from kvrecall.core.errors import OutputFileError
 
 _SAVE_SECONDS = 30.0
 """Between two saves while reading, at least; and at least ten times what a save takes."""
@@ -77,12 +76,10 @@ def read(
 
 
 def _begun(out: Path) -> bool:
-    """Whether a folder holds a session; raises OutputFileError where it holds something else."""
-    if not out.exists() or not any(out.iterdir()):
-        return False
-    if not (out / "session.json").is_file() and any(path.name not in ("data", ".lock") for path in out.iterdir()):
-        raise OutputFileError(out, "holds other files than a session", "Give a new folder.")
-    return (out / "session.json").is_file()
+    """Whether a folder holds a session. Raises SessionError where it holds something else."""
+    from kvrecall.cache.session_folder import holds_session
+
+    return out.exists() and holds_session(out)
 
 
 def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None, quiet: bool) -> Any:

@@ -15,7 +15,7 @@ from kvrecall.cli.options import Engine
 from kvrecall.cli.session import open_session
 from kvrecall.cli.threads import leave_environment
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.core.errors import MissingPackageError, ModelFilesError, ParameterError
+from kvrecall.core.errors import MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
 
 
@@ -96,7 +96,7 @@ def _engine(asked: Engine | None) -> Engine:
     except MissingPackageError as error:
         if asked is not None:
             raise
-        remedy = 'Run `pip install "kvrecall[vllm]"`, or for CPUs and small GPUs `pip install "kvrecall[serve]"`.'
+        remedy = f"Run {install_command('vllm')}; for CPUs and small GPUs {install_command('serve')}."
         raise ParameterError(
             "--engine", "vLLM, or the packages of transformers' server, to be installed", "neither", remedy
         ) from error

@@ -6,22 +6,13 @@ import os
 import sys
 from pathlib import Path
 
-from kvrecall.core.errors import InputFileError, OutputFileError, ParameterError
+from kvrecall.core import texts
+from kvrecall.core.errors import OutputFileError, ParameterError
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text (`-` reads standard input); raises `InputFileError` if it cannot be read or holds only whitespace."""
-    try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise InputFileError(path, f"cannot be read ({error.strerror})") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputFileError(path, f"is not UTF-8 text (byte {error.start:,})") from error
-    if not text.strip():
-        raise InputFileError(path, "is empty" if not text else "holds only whitespace")
-    return text
+    """As `core.texts.read_text`; `-` reads standard input."""
+    return texts.read_text(path, sys.stdin.buffer.read() if str(path) == "-" else None)
 
 
 def read_texts(paths: list[Path]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class Archive(ABC):
 
     @abstractmethod
     def _tensor(self, name: str, value: Tensor | None) -> Tensor: ...
+
+    def present(self, name: str) -> bool:
+        """Whether a file that is loaded has this number; not in those of earlier releases."""
+        return False
 
     @abstractmethod
     def knows(self, name: str) -> bool:
@@ -121,7 +125,7 @@ class Archive(ABC):
         """As `tensor`, or None."""
         return self.tensor(name, value, shape, dtype, **more) if self.has(name, value) else None
 
-    def refuse(self, name: str, expected: str, got: object) -> None:
+    def refuse(self, name: str, expected: str, got: object) -> NoReturn:
         """Raises SessionError."""
         said = repr(got)
         raise SessionError(self._prefix + name, expected, said if len(said) < 80 else said[:77] + "...")
@@ -187,6 +191,9 @@ class Reader(Archive):
         """Raises SessionError for entries that were not read."""
         for name in [*self.notes.values, *self.notes.tensors]:
             self.refuse(name, "nothing of that name", "something")
+
+    def present(self, name: str) -> bool:
+        return self._prefix + name in self.notes.values
 
     def _value(self, name: str, value: Value) -> Any:
         if self._prefix + name not in self.notes.values:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import index
+from typing import Any
+
 from kvrecall.core.errors import ParameterError
 
 
@@ -16,6 +19,17 @@ def byte_count(text: str, name: str) -> int:
     if not 0 <= count < 1 << 63:
         raise ParameterError(name, "bytes such as 500m, 32g or 1t", text, "Give a whole number with its unit.")
     return count
+
+
+def integer(name: str, value: Any, remedy: str, least: int | None = None) -> int:
+    """An integer, or a tensor or array of one, from `least` on. Raises ParameterError for all else, also True and False."""
+    try:
+        found = index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool) or (least is not None and found < least):
+        raise ParameterError(name, "an integer" if least is None else f"an integer >= {least}", value, remedy)
+    return found
 
 
 def whole(text: str) -> int:

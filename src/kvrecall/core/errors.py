@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class KVRecallError(Exception):
@@ -20,6 +21,18 @@ class KVRecallError(Exception):
         """The message without its remedy and full stop, for errors that quote this one and have their own remedy."""
         return str(self).removesuffix(self.remedy).rstrip(" .")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is: another process gets an error by pickle, and would make it of its message alone."""
+        return _same_error, (type(self), self.args, vars(self))
+
+
+def _same_error(kind: type[KVRecallError], args: tuple[Any, ...], attributes: dict[str, Any]) -> KVRecallError:
+    """An error with this message; `kind` itself takes the parts of one."""
+    bare: Any = type(kind.__name__, (kind,), {"__init__": KVRecallError.__init__})(*args)
+    bare.__class__ = kind
+    vars(bare).update(attributes)
+    return bare
+
 
 class ParameterError(KVRecallError, ValueError):
     """A parameter has a value that is not supported."""
@@ -30,13 +43,13 @@ class ParameterError(KVRecallError, ValueError):
 
 
 class UnknownNameError(KVRecallError, ValueError):
-    """A name (method, model, parameter, …) that is not registered; the message lists the known ones."""
+    """A name (method, model, parameter, …) that is not registered; the message lists the known ones, and `others`."""
 
-    def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, got: str, known: Iterable[str], others: str = "") -> None:
         known = sorted(known)
         near = get_close_matches(str(got), known, n=1)  # a file may contain any value
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}.{hint}")
+        super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}{others}.{hint}")
         self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()
 
 
@@ -105,6 +118,28 @@ class NotAttachedError(KVRecallError, RuntimeError):
         super().__init__(
             "RetrievalCache: expected a call of this model inside `with kvrecall.attach(model):`, got one without it. "
             "Wrap the call to the model in the context manager; the cache is unchanged."
+        )
+
+
+class CacheInUseError(ParameterError):
+    """Another thread or request works on the cache; nothing was changed."""
+
+    def __init__(self, name: str, expected: str, got: str, remedy: str = "") -> None:
+        remedy = remedy or "Wait until it has returned, or give each thread a fork(); the cache is unchanged."
+        super().__init__(name, expected, got, remedy)
+
+
+class ForkedProcessError(KVRecallError, RuntimeError):
+    """This process was forked after kvrecall had computed; its copies of models and caches cannot compute."""
+
+    def __init__(self) -> None:
+        self.remedy = (
+            "Load the model in each process after the fork (gunicorn: without --preload), or start processes by "
+            'multiprocessing.get_context("spawn").'
+        )
+        super().__init__(
+            "process: expected one that was forked before kvrecall's first computation, got one that was forked after it, in "
+            f"which threads of torch and numba do not exist. {self.remedy}"
         )
 
 
@@ -231,6 +266,11 @@ class SessionError(KVRecallError, ValueError):
         self.name, self.expected, self.got, self.remedy = str(name), expected, got, remedy
 
 
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra. No package index has kvrecall, so it is one for a clone."""
+    return f'`pip install ".[{extra}]"` in a clone of kvrecall'
+
+
 class MissingPackageError(KVRecallError, ModuleNotFoundError):
     """An optional package is not installed, or its version does not work."""
 
@@ -238,6 +278,6 @@ class MissingPackageError(KVRecallError, ModuleNotFoundError):
         self, package: str, extra: str, missing: str | None = None, expected: str = "it to be installed", got: str = "none"
     ) -> None:
         inner = f" (no module {missing!r})" if missing else ""
-        remedy = f'Run `pip install "kvrecall[{extra}]"`.'
+        remedy = f"Run {install_command(extra)}."
         super().__init__(f"{package}: expected {expected}, got {got}{inner}. {remedy}")
         self.package, self.extra, self.remedy = package, extra, remedy

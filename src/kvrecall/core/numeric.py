@@ -8,13 +8,18 @@ Only modules with numba code may import it, because it imports numba.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import get_num_threads, njit, types
 from numba.extending import intrinsic
+from numba.np.ufunc import threading_layer
 from torch import Tensor
 
 from kvrecall.core.fp8_rows import flat
@@ -27,11 +32,41 @@ PARALLEL: Any = {"prange": True} | dict.fromkeys(
 """For `njit(parallel=...)`: loops over `prange` are parallel and nothing else. Otherwise, arrays that are filled or added up
 become parallel loops of their own, which take a fifth of the time of a compilation. Inside `prange`, arithmetic with whole
 arrays belongs into a function of its own, since numba refuses it there."""
+_one_at_a_time = RLock()
 FLOAT32, BFLOAT16, FLOAT16, SMALL, E4M3 = 0, 1, 2, 3, 4
 _KINDS = {
     torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: SMALL, torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+def parallel_njit(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`njit` for a function with loops over `prange` that only Python calls, in `loops_turn`; options: more of `njit`."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        loops = njit(cache=True, parallel=PARALLEL, nogil=True, **options)(function)
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            with loops_turn():
+                return loops(*args)
+
+        return call
+
+    return compiled
+
+
+def loops_turn() -> AbstractContextManager[Any]:
+    """A context for parallel loops. numba's threading layer "workqueue" ends the process if two threads are in such loops, so
+    there one waits for the other."""
+    return nullcontext() if several_threads_may_loop() else _one_at_a_time
+
+
+@cache
+def several_threads_may_loop() -> bool:
+    """Whether numba's threading layer lets several threads run parallel loops at the same time."""
+    get_num_threads()  # chooses the layer
+    return threading_layer() != "workqueue"
 
 
 def as_bits(tensor: Tensor) -> tuple[np.ndarray, int]:

@@ -24,9 +24,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse_json(text: str, *, finite: bool = True) -> Any:
-    """The value of a JSON text; raises ValueError, also for brackets nested too deeply and, if finite, for NaN and infinity."""
+    """The value of a JSON text; raises ValueError, also for brackets nested too deeply, a key that is given twice and, if
+    finite, for NaN and infinity."""
+    more: dict[str, Any] = {"parse_constant": _constant, "parse_float": _float} if finite else {}
     try:
-        return json.loads(text, parse_constant=_constant, parse_float=_float) if finite else json.loads(text)
+        return json.loads(text, object_pairs_hook=_once, **more)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
 
@@ -56,7 +58,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yields the name of a draft, which replaces the file at the end of the block; after an error it is removed.
 
-    Devices, pipes, and files in a folder without write permission are written to directly. Raises OutputFileError.
+    Devices, pipes, and files in a folder without write permission are written to directly. A new file has the permissions that
+    the user's umask gives, a replaced one keeps its own. Raises OutputFileError.
     """
     target = Path(os.path.realpath(path))
     there = target.exists()
@@ -64,6 +67,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     draft = target if direct else target.with_name(f".{os.getpid()}-{os.urandom(4).hex()}.draft")
     with written_to(path):
         try:
+            if there and not direct:  # until it has the permissions of the file, nobody else may read it
+                os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             yield draft
             if not direct:
                 if there:
@@ -90,7 +95,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
     from safetensors.torch import save, save_file
 
     with whole_file(path) as draft:
-        if draft.exists():  # not for a pipe or a device, which `save_file` would replace by a file
+        if draft == Path(os.path.realpath(path)):  # a pipe or a device, which `save_file` would replace by a file
             draft.write_bytes(save(tensors, metadata))
             return
         try:
@@ -114,6 +119,14 @@ def unwritable(path: object, error: OSError) -> OutputFileError:
     """The error for a file that cannot be written, with the remedy that fits."""
     remedy = "Free some space, or give a name on another disk." if error.errno in _FULL else None
     return OutputFileError(path, f"cannot be written ({error.strerror or error})", *([remedy] if remedy else []))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:40]!r} twice in one object")
+    return made
 
 
 def _constant(name: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.backends.transformers.passes import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup
@@ -80,8 +82,14 @@ def asked(
     compiled: bool,
 ) -> Asked:  # fmt: skip
     """Checks the arguments of `engine.generate`. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
-    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
+    if not isinstance(cache, RetrievalCache | Method):
+        remedy = "For example kvrecall.methods.recommended(), or kvrecall.methods.get(name)."
+        raise ParameterError("cache", "a RetrievalCache or a kvrecall method", type(cache).__name__, remedy)
+    check_tokenizer(tokenizer)
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
+    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
+    if attention_mask is not None:
+        check_padding(attention_mask, whole=True)
     check_sampling(max_new_tokens, temperature, top_p)
     limit = context_limit(model)
     if limit and input_ids.shape[1] + max_new_tokens > limit:
@@ -110,12 +118,19 @@ def asked(
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raises ParameterError for impossible settings of an answer."""
-    if max_new_tokens < 1:
+    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
-    if not 0 <= temperature < float("inf"):  # also refuses NaN
+    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):  # also refuses NaN
         raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
-    if not 0 < top_p <= 1:
+    if not isinstance(top_p, Real) or not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
+
+
+def check_tokenizer(tokenizer: object, needed: bool = False) -> None:
+    """Raises ParameterError if it is no tokenizer. needed: whether None is refused."""
+    if not (tokenizer is None and not needed) and not hasattr(tokenizer, "decode"):
+        remedy = "Pass transformers' AutoTokenizer.from_pretrained(…) of the model; the model comes first."
+        raise ParameterError("tokenizer", "the model's tokenizer", type(tokenizer).__name__, remedy)
 
 
 def _check_shards(model: Any) -> None:

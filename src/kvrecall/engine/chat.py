@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Chat:
     """Turns on a fork of a document's cache, which holds the whole conversation.
 
-    A turn that fails or is interrupted leaves the conversation as it was before.
+    A turn that fails or is interrupted leaves the conversation as it was before. Threads take turns.
     """
 
     def __init__(self, document: Document) -> None:
@@ -32,6 +33,7 @@ class Chat:
         self.cache: RetrievalCache | None = None
         """The conversation's cache; None before the first turn."""
         self._said: list[int] | None = None
+        self._turn = threading.RLock()
 
     @property
     def tokens(self) -> int:
@@ -43,6 +45,13 @@ class Chat:
         seed: int | None = None, chunk_tokens: int | None = None, on_text: Callable[[str], None] | None = None,
     ) -> Answer:  # fmt: skip
         """The answer to one more question; parameters and errors as in `kvrecall.ask`. on_text gets its pieces."""
+        with self._turn:
+            return self._say(question, max_new_tokens, temperature, top_p, seed, chunk_tokens, on_text)
+
+    def _say(
+        self, question: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None,
+        chunk_tokens: int | None, on_text: Callable[[str], None] | None,
+    ) -> Answer:  # fmt: skip
         document = self.document
         behind = document.check([question], max_new_tokens if self._said is None else 1)
         if self._said is None:

@@ -18,6 +18,7 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -35,15 +36,15 @@ class Decoding:
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, mask: Tensor, config: GenerationConfig,
-        seed: int | None,
+        seed: int | None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
         """input_ids: the prompt `[B, T]`. mask: `[B, T]`, 0 for left padding. seed: of its own generator; None: torch's default
-        one.
+        one. tokenizer: for stop strings.
 
         Raises what `model.generate` raises for its arguments.
         """
         self.cache = cache
-        self._prepare(model, input_ids, mask, config)
+        self._prepare(model, input_ids, mask, config, tokenizer)
         self._prompt = input_ids.shape[1]
         self._ids = torch.zeros(input_ids.shape[0], self._most, dtype=torch.int64, device=input_ids.device)
         self._ids[:, : self._prompt] = input_ids
@@ -60,7 +61,7 @@ class Decoding:
         self._outputs: Any = None
         self._plain: bool | None = None
 
-    def _prepare(self, model: Any, input_ids: Tensor, mask: Tensor, config: GenerationConfig) -> None:
+    def _prepare(self, model: Any, input_ids: Tensor, mask: Tensor, config: GenerationConfig, tokenizer: Any) -> None:
         """Lets `generate` prepare everything, and takes over where its decoding loop would begin."""
         taken: dict[str, Any] = {}
 
@@ -68,9 +69,12 @@ class Decoding:
             taken.update(prepared, model=model)
             return input_ids
 
+        # The cache is given, and transformers passes no tokenizer to a loop of one's own.
+        replaced = {name: None for name in ("cache_implementation", "stop_strings") if getattr(model.generation_config, name)}
         model.generate(
-            input_ids, attention_mask=mask, **cache_argument(self.cache), generation_config=config, custom_generate=take
-        )
+            input_ids, attention_mask=mask, **cache_argument(self.cache), generation_config=config, custom_generate=take,
+            **replaced,
+        )  # fmt: skip
         made: Any = taken.pop("generation_config")
         self.model: Any = taken.pop("model")
         """The transformers model inside a wrapper."""
@@ -84,6 +88,8 @@ class Decoding:
         self._pad: int | None = made.pad_token_id if ends else None
         self._criteria = [each for each in criteria if not isinstance(each, EosTokenCriteria | MaxLengthCriteria)]
         """Stopping criteria besides the length and end-of-sequence ids."""
+        if stops := model.generation_config.stop_strings:
+            self._criteria.append(StopStringCriteria(tokenizer, stops))
         self._take(made, ends)
 
     def _take(self, made: Any, ends: list[Tensor]) -> None:
@@ -229,6 +235,8 @@ def generation_config(
         raise _refused("num_return_sequences", "1", known.num_return_sequences)
     if known.use_cache is False:
         raise _refused("use_cache", "True", False)
+    if known.stop_strings and tokenizer is None:
+        raise ParameterError("tokenizer", "the model's, for the stop strings of its generation config", None, "Pass it.")
     eos = eos_token_id if eos_token_id is not None else getattr(known, "eos_token_id", None)
     if eos is None and tokenizer is not None:
         eos = tokenizer.eos_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvrecall import methods
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError, SessionError
-from kvrecall.engine.asked import check_sampling
+from kvrecall.core.texts import check_no_name, read_text
+from kvrecall.engine.asked import check_sampling, check_tokenizer
 from kvrecall.engine.prefill import Progress, context_limit, prefill
 from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt
 from kvrecall.engine.request import Engine, Request
@@ -35,8 +37,13 @@ MAX_NEW_TOKENS = 128
 FIRST_WORDS = 120
 """First characters of a document that its session stores."""
 
-Source = str | Sequence[str] | PathLike[str] | RetrievalCache
-"""A text, several texts in order, the folder of a saved session, or a cache with one sequence."""
+Source = str | PathLike[str] | Sequence[str | PathLike[str]] | RetrievalCache
+"""A text or a text file's path, several of them in order, the folder of a saved session, or a cache with one sequence."""
+
+_READ = (
+    "Give the text itself, or the path of an existing file as a pathlib.Path, which is read; a session's folder must exist. "
+    "A text of one word may end with a line break."
+)
 
 OnText = Callable[[int, str], None]
 """Called with (number of the question from 0, piece of its answer)."""
@@ -63,7 +70,10 @@ class Answer:
 
 
 class Document:
-    """A document and its cache. `read` fills the cache; `ask` answers on forks and does not change it."""
+    """A document and its cache. `read` fills the cache; `ask` answers on forks and does not change it.
+
+    Several threads may ask. The first one reads the document, the others wait for it.
+    """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: RetrievalCache, prompt: DocumentPrompt
@@ -74,6 +84,7 @@ class Document:
         """Seconds for reading, or for loading a session."""
         self.about: dict[str, Any] = {}
         """The session's `about`."""
+        self._reading = threading.RLock()
 
     @classmethod
     def of(
@@ -84,9 +95,11 @@ class Document:
         """A document; parameters as in `kvrecall.ask`. host_rows: as in `RetrievalCache`; None: "plain" for a text, and what a
         session or cache has. Reads no text yet.
 
-        Raises ParameterError for an empty document, and for a session or cache with other rows than `host_rows`; and the errors
-        of `RetrievalCache.load` for a session.
+        Raises ParameterError for an empty document, for a text that is a file's name, and for a session or cache with other
+        rows than `host_rows`; InputFileError for a path that cannot be read as UTF-8 text; and the errors of
+        `RetrievalCache.load` for a session.
         """
+        check_tokenizer(tokenizer, needed=True)
         chosen, start = chosen_method(method, settings), time.perf_counter()
         about: dict[str, Any] = {}
         if _is_folder(document):
@@ -97,12 +110,10 @@ class Document:
                 raise ParameterError("host_rows", repr(document.host_rows), host_rows, remedy)
             held = _held(document)
             cache = document if chosen in (None, document.method) else document.fork(chosen)
-            made = cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction))
+            made = cls(model, tokenizer, cache, DocumentPrompt.behind(tokenizer, held, instruction, document.tokens.answered))
             made.about, made.read_seconds = about, time.perf_counter() - start
             return made
-        texts = _texts("document", document)
-        for text in texts:
-            _some("document", text)
+        texts = _document_texts(document)
         cache = RetrievalCache(model.config, chosen or methods.recommended(), host_rows=host_rows or "plain")
         made = cls(model, tokenizer, cache, DocumentPrompt.of(tokenizer, texts, instruction))
         made.about = {"first_words": " ".join(texts[0][: 8 * FIRST_WORDS].split())[:FIRST_WORDS], "tokens": made.tokens}
@@ -116,7 +127,9 @@ class Document:
     def check(self, questions: Sequence[str], max_new_tokens: int = MAX_NEW_TOKENS) -> list[list[int]]:
         """Ids of each question after the document. Raises ParameterError or ContextLengthError for an impossible one."""
         for number, question in enumerate(questions):
-            _some("question" if len(questions) == 1 else f"questions[{number}]", question)
+            name = "question" if len(questions) == 1 else f"questions[{number}]"
+            _some(name, question)
+            check_no_name(name, question, "Give its content, or write the question as a sentence.", existing=True)
         limit = context_limit(self.model)
         return [self.prompt.question(each, max_new_tokens=max_new_tokens, limit_tokens=limit) for each in questions]
 
@@ -125,14 +138,15 @@ class Document:
     ) -> None:
         """Reads the tokens that the cache does not hold yet. Parameters as in `engine.prefill`. Continues after an
         interruption."""
-        if self.cache.get_seq_length() == self.tokens:
-            return
-        start = time.perf_counter()
-        prefill(
-            self.model, self._ids([]), self.cache, chunk_tokens=chunk_tokens, on_progress=on_progress,
-            expect_tokens=expect_tokens,
-        )  # fmt: skip
-        self.read_seconds += time.perf_counter() - start
+        with self._reading:
+            if self.cache.get_seq_length() == self.tokens:
+                return
+            start = time.perf_counter()
+            prefill(
+                self.model, self._ids([]), self.cache, chunk_tokens=chunk_tokens, on_progress=on_progress,
+                expect_tokens=expect_tokens,
+            )  # fmt: skip
+            self.read_seconds += time.perf_counter() - start
 
     def ask(
         self,
@@ -211,7 +225,8 @@ class Document:
         if held != self.prompt.prefix[: len(held)]:
             remedy = "Give the same files in the same order, perhaps with more behind them, or another folder."
             raise SessionError("document", "one that begins with what the session holds", "another", remedy)
-        self.cache, self.read_seconds = cache, time.perf_counter() - start
+        with self._reading:
+            self.cache, self.read_seconds = cache, time.perf_counter() - start
         return len(held)
 
     def _ids(self, behind: list[int]) -> Tensor:
@@ -238,9 +253,9 @@ def ask(
 ) -> list[Answer]:
     """Reads a document once and answers questions about it, each on a fork of its cache, all decoded together.
 
-    document: a text, several texts in order, the folder of a saved session, or a cache with one sequence; sessions and caches
-    are not changed. A string that names an existing folder is a session. questions: one or several. Each gets the same answer
-    as alone.
+    document: a text or a text file's path (`pathlib.Path`, UTF-8), several of them in order, the folder of a saved session, or
+    a cache with one sequence; sessions and caches are not changed. A string that names an existing folder is a session; one
+    that names a file, or looks so, is refused. questions: one or several. Each gets the same answer as alone.
 
     method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
     or session, else `kvrecall.methods.recommended()`. instruction: how to answer, between document and question. The
@@ -251,9 +266,10 @@ def ask(
     on_prefill is called with (tokens read, tokens of the document); on_text with (number of the question from 0, piece of its
     answer); on_answer with (number, complete answer).
 
-    Raises ParameterError, before anything is computed, for an empty document or question, no questions, and impossible
-    settings; ContextLengthError if document, question and answer exceed the model's context; SessionError for a folder without
-    a session of this model, or with one of a partly read document.
+    Raises ParameterError, before anything is computed, for an empty document or question, for file names in place of texts, no
+    questions, and impossible settings; InputFileError for a file that cannot be read; ContextLengthError if document, question
+    and answer exceed the model's context; SessionError for a folder without a session of this model, or with one of a partly
+    read document.
     """
     read = Document.of(model, tokenizer, document, method=method, settings=settings, instruction=instruction)
     return read.ask(
@@ -275,10 +291,8 @@ def chosen_method(method: Method | str | None, settings: Mapping[str, Any] | Non
 
 
 def _is_folder(document: object) -> bool:
-    if isinstance(document, PathLike):
-        return True
     try:
-        return isinstance(document, str) and os.path.isdir(document)
+        return isinstance(document, str | PathLike) and os.path.isdir(document)
     except ValueError:  # a text with a NUL character
         return False
 
@@ -307,6 +321,18 @@ def _texts(name: str, given: object) -> list[str]:
     if not texts:
         raise ParameterError(name, "at least one text", "none", "Give one.")
     return list(texts)
+
+
+def _document_texts(given: object) -> list[str]:
+    """The texts of a document; files are read. Raises ParameterError and InputFileError."""
+    several = [given] if isinstance(given, str | PathLike) else given
+    if not isinstance(several, Sequence) or not all(isinstance(each, str | PathLike) for each in several):
+        return _texts("document", given)  # which refuses it
+    for text in several:
+        if isinstance(text, str):
+            _some("document", text)
+            check_no_name("document", text, _READ)
+    return _texts("document", [text if isinstance(text, str) else read_text(text) for text in several])
 
 
 def _some(name: str, text: str) -> None:

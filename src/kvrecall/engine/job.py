@@ -16,20 +16,24 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from kvrecall.backends.interrupt import deferred_interrupt
+from kvrecall.backends.transformers.prefix import keep_prefix
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
 from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.prefill import read_chunk
-from kvrecall.engine.prefix import keep_prefix
 from kvrecall.engine.result import GenerateResult
 from kvrecall.engine.steps import Member
 
 
 class Job:
-    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer."""
+    """A request. The loop's driver does its work; the waiting thread delivers its events and reads its answer. From `prepare`
+    to `finish` it is the request that uses the cache (`owner`)."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    name = "a request in flight"
+
+    def __init__(self, asked: Asked, driven_here: Callable[[], bool]) -> None:
+        """driven_here: whether this thread is the loop's driver."""
+        self.asked, self.here = asked, driven_here
         self.cancelled = self.ended = False
         self.error: BaseException | None = None
         self.steps: list[list[int]] = []
@@ -49,6 +53,10 @@ class Job:
         self._start = self._first = self._end = 0.0
         self._sequences: Tensor | None = None
 
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return not self.ended
+
     @property
     def decodes(self) -> bool:
         """Whether the prompt is read."""
@@ -60,6 +68,7 @@ class Job:
         """Before admission: removes tokens from the cache that do not belong to this prompt."""
         if self._held is None:
             asked = self.asked
+            asked.cache.owner.hold(self)
             self._held = keep_prefix(
                 asked.cache, asked.input_ids, asked.attention_mask, asked.prompt_tokens - 1, asked.total_tokens
             )
@@ -102,7 +111,7 @@ class Job:
         mask = asked.attention_mask
         mask = torch.ones_like(asked.input_ids) if mask is None else mask
         kind = LookupDecoding if asked.looks_up else Decoding
-        member = Member(asked, kind(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed))
+        member = Member(asked, kind(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed, asked.tokenizer))
         logits = member.first()
         self.member = member
         return logits
@@ -150,6 +159,7 @@ class Job:
             self._end = time.perf_counter()
             self.member, self.error = None, error and _without_frames(error)
             self.ended = True
+            self.asked.cache.owner.release(self)
 
     def _tell_read(self, tokens: int) -> None:
         if self.asked.on_prefill is not None:

@@ -22,6 +22,7 @@ from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import attach
 from kvrecall.backends.transformers.capture.ranks import ranks_of
 from kvrecall.backends.transformers.families import changing_rotary
+from kvrecall.backends.transformers.owner import step
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
 from kvrecall.engine.arriving import Arriving
 from kvrecall.engine.job import Job
@@ -131,8 +132,12 @@ class Loop:
         if not job.ended:
             self._drive(job, lambda: True)
 
+    def drives_here(self) -> bool:
+        """Whether this thread is the driver."""
+        return self._driver == threading.get_ident()
+
     def _check_not_inside(self) -> None:
-        if self._driver == threading.get_ident():
+        if self.drives_here():
             remedy = "Ask from outside the model's own modules and hooks."
             raise ParameterError("generate", "a call outside the model's steps", "one inside a step of the same model", remedy)
 
@@ -238,11 +243,11 @@ class Loop:
                 decoding = [job for job in self._active if job.decodes]
                 if decoding and (self._step_next or not reading):
                     self._step_next = False
-                    with self._signals(own, decoding):
+                    with self._signals(own, decoding), step([job.asked.cache for job in decoding]):
                         self._step(decoding)
                 elif reading:
                     self._step_next = True
-                    with self._signals(own, reading[:1]):
+                    with self._signals(own, reading[:1]), step([reading[0].asked.cache]):
                         self._read(reading[0])
         except Exception as error:  # an error of the loop itself must end all waiting
             for job in [*self._active, *self._waiting]:

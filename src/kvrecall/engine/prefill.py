@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from transformers import PreTrainedModel
 from kvrecall.backends.transformers import RetrievalCache, attach, families
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.backends.transformers.owner import request
+from kvrecall.backends.transformers.passes import check_padding
+from kvrecall.backends.transformers.prefix import keep_prefix
 from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
-from kvrecall.engine.prefix import keep_prefix
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in total)."""
@@ -39,25 +42,29 @@ def prefill(
     chunk_tokens: None: depends on the model's device. attention_mask: `[B, T]`, 0 for left padding. expect_tokens: final
     length including the answer, to size memory exactly.
     Checks the context length and the host's memory before anything is stored. After Ctrl-C or an error, every layer holds
-    the same whole chunks, so prefill can be called again with the same arguments and continues.
+    the same whole chunks, so prefill can be called again with the same arguments and continues. Raises CacheInUseError if
+    another thread or request uses the cache.
     """
-    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     check_prompt(model, input_ids, chunk_tokens, attention_mask)
     cache.meet(transformers_model(model))
+    chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
+    if attention_mask is not None:
+        check_padding(attention_mask, whole=False)
     total = input_ids.shape[1]
     final = max(total, expect_tokens or 0)
-    done = keep_prefix(cache, input_ids, attention_mask, most=total, final_tokens=final)
-    cache.reserve(final, input_ids.shape[0])
-    try:
-        with attach(model, capture=False):
-            while done < total:
-                if on_progress:
-                    on_progress(done, total)
-                end = min(done + chunk_tokens, total)
-                read_chunk(model, input_ids, cache, slice(done, end), attention_mask)
-                done = end
-    finally:
-        cache.align()
+    with request(cache, "engine.prefill"):
+        done = keep_prefix(cache, input_ids, attention_mask, most=total, final_tokens=final)
+        cache.reserve(final, input_ids.shape[0])
+        try:
+            with attach(model, capture=False):
+                while done < total:
+                    if on_progress:
+                        on_progress(done, total)
+                    end = min(done + chunk_tokens, total)
+                    read_chunk(model, input_ids, cache, slice(done, end), attention_mask)
+                    done = end
+        finally:
+            cache.align()
     if on_progress:
         on_progress(total, total)
 
@@ -94,17 +101,26 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return families.context_limit(model.config)
 
 
-def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int, attention_mask: Tensor | None) -> None:
+def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | None, attention_mask: Tensor | None) -> None:
     """Raises ShapeError, ParameterError or ContextLengthError for impossible prompts and settings."""
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        remedy = 'Tokenise the prompt: tokenizer(text, return_tensors="pt").input_ids.'
+        raise ParameterError("input_ids", "a tensor of int64 token ids", str(got), remedy)
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         raise ShapeError("input_ids", "a non-empty [batch, tokens] tensor", list(input_ids.shape), "Tokenise the prompt first.")
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and (not isinstance(chunk_tokens, Integral) or chunk_tokens < 1):
         raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ShapeError("attention_mask", str(list(input_ids.shape)), list(attention_mask.shape), "Pass the tokenizer's mask.")
     if model.device.type == "meta":
         remedy = "Leave a part of it there (device_map), or call model.generate inside kvrecall.attach."
         raise ParameterError("model", "one with weights on its device", "one that accelerate offloads whole", remedy)
+    words = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    least, most = (int(x) for x in torch.stack(input_ids.aminmax()))
+    if least < 0 or (words is not None and most >= words):
+        expected, got = f"ids from 0 to below {words or 'the vocabulary'}", least if least < 0 else most
+        raise ParameterError("input_ids", expected, got, "Use the model's own tokenizer; padding is an id of it too.")
     limit = context_limit(model)
     if limit and input_ids.shape[1] > limit:
         raise ContextLengthError("prompt", limit, input_ids.shape[1])

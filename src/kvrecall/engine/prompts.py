@@ -47,14 +47,16 @@ class DocumentPrompt:
         return DocumentPrompt(tokenizer, head + body, middle, tail, len(body))
 
     @staticmethod
-    def behind(tokenizer: Any, held: list[int], instruction: str = INSTRUCTION) -> DocumentPrompt:
+    def behind(tokenizer: Any, held: list[int], instruction: str = INSTRUCTION, answered: bool = False) -> DocumentPrompt:
         """Questions after tokens that a cache holds: a document, or a conversation.
 
-        After a conversation, that is if the model has begun an answer before, the question is the next turn, without the
-        instruction.
+        After a conversation the question is the next turn, without the instruction. A conversation has the template's marker
+        of an answer. answered: whether the model has decoded some of the tokens; needed if that marker is plain text, which a
+        document may hold too.
         """
         _, middle, tail = _template(tokenizer, _instruction(instruction))
-        if _contains(held, tail):
+        marked = answered or not set(tail).isdisjoint(tokenizer.all_special_ids)
+        if marked and _contains(held, tail):
             middle, tail = _turn(tokenizer)
             if held[-1:] == middle[:1]:  # the model has ended its turn
                 middle = middle[1:]

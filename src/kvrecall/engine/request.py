@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.process import check_process
 from kvrecall.engine.asked import asked
 from kvrecall.engine.job import Job
 from kvrecall.engine.loop import Loop, loop_of
@@ -44,6 +45,7 @@ class Engine:
 
         Raises ParameterError if it is no model.
         """
+        check_process()
         with _lock:
             engine = _engines.get(model) if isinstance(model, nn.Module) else None
             if engine is None:
@@ -95,7 +97,8 @@ class Engine:
             top_p=top_p, seed=seed, eos_token_id=eos_token_id, prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             capture=capture, compiled=compiled,
         )  # fmt: skip
-        job = Job(checked)
+        checked.cache.owner.check("cache")
+        job = Job(checked, self._loop.drives_here)
         request = Request(self._loop, job)
         self._loop.submit(job)
         return request

@@ -14,7 +14,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import PARALLEL, as_bits, load_float
+from kvrecall.core.numeric import as_bits, load_float, parallel_njit
 
 if TYPE_CHECKING:
     from kvrecall.index.units import Units
@@ -38,7 +38,7 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
     return torch.from_numpy(out)
 
 
-@njit(cache=True, parallel=PARALLEL, nogil=True, fastmath={"reassoc", "contract"})
+@parallel_njit(fastmath={"reassoc", "contract"})
 def _products(queries, reps, kind, out):
     heads, count, width = reps.shape
     pieces = (count + _PIECE - 1) // _PIECE
@@ -56,7 +56,7 @@ def _products(queries, reps, kind, out):
                 out[h, g, i] = total
 
 
-@njit(cache=True, parallel=PARALLEL, nogil=True)
+@parallel_njit()
 def _fill(ranked, members, offsets, out):
     heads, sets = ranked.shape[0], ranked.shape[1]
     for task in prange(heads * sets):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.typed_fields import TypedFields
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.page_means import PageMeans, PageMeansIndex
@@ -28,7 +29,7 @@ AnyTrigger = EveryStep | FixedStride | SemanticBoundary | Speculative
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(TypedFields):
     """A composition of parts, given as objects of `kvrecall.parts` or as text such as "pages:page_tokens=16".
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
@@ -77,6 +78,9 @@ class Method:
             raise ParameterError(
                 "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
             )
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        if any(layer < 0 for layer in self.dense_layers):
+            raise ParameterError("dense_layers", "numbers of layers, from 0 on", self.dense_layers, "Layers count from 0.")
         check(self)
         object.__setattr__(self, "per_layer", self._checked_layers())
 

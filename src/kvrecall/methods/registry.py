@@ -58,7 +58,7 @@ def names() -> list[str]:
 
 def method_class(name: str) -> type[Method]:
     """The class of a method; the name is not case-sensitive. Raises UnknownNameError."""
-    key = name.lower()
+    key = str(name).lower()
     if key not in _METHODS:
         raise UnknownNameError("method", name, names())
     module, attribute = _METHODS[key]

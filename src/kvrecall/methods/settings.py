@@ -7,13 +7,12 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from kvrecall.core.errors import InputFileError, KVRecallError, UnknownNameError
+from kvrecall.core.typed_fields import UNFORESEEN
 from kvrecall.core.whole_files import first_mistake
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import method_class
 from kvrecall.parts import Part
 
-UNFORESEEN = (TypeError, AttributeError, ArithmeticError, LookupError, ValueError)
-"""Exceptions of a method's checks for a value of an unexpected type, such as a list instead of a number."""
 _TYPES = "Types are those of the method's fields."
 
 

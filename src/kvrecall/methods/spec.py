@@ -85,6 +85,8 @@ class Spec:
 
 def parse(text: str) -> Spec:
     """Parses a text in the form above. Raises ParameterError for other forms."""
+    if not isinstance(text, str):
+        raise ParameterError("method", FORM, text, _EXAMPLE)
     spec, at, count = text.strip().rpartition("@")
     budget = None
     if not at:

@@ -31,8 +31,10 @@ def as_device(value: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(value)
+        if device.type == "meta":
+            raise NotImplementedError  # it computes nothing
         torch.empty(0, device=device, dtype=torch.float32)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise ParameterError(
             "device", "cpu or a device that torch sees", str(value), "Leave it out for the best one."
         ) from error

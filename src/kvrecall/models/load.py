@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvrecall.core.errors import ModelFilesError
+from kvrecall.core.errors import ModelFilesError, install_command
 from kvrecall.core.extras import require_transformers
 from kvrecall.models import sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
@@ -121,7 +121,7 @@ def require_gguf_packages(spec: str) -> None:
     from importlib.util import find_spec
 
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        raise ModelFilesError(spec, f"GGUF files need {' and '.join(missing)}", 'Run `pip install "kvrecall[demo]"`.')
+        raise ModelFilesError(spec, f"GGUF files need {' and '.join(missing)}", f"Run {install_command('demo')}.")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import Literal
 from kvrecall.core.errors import ModelFilesError, UnknownNameError
 from kvrecall.models.registry import KNOWN
 
+OTHERS = "a folder with a config.json, a .gguf file, or a repository of the model hub (OWNER/NAME)"
+"""What a model may be given as, besides its known name."""
 GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -51,7 +53,7 @@ def resolve(spec: str | Path) -> ModelSource:
         raise ModelFilesError(text, "no such file or folder", f"Check the path, or use one of {', '.join(sorted(KNOWN))}.")
     if _HUB_ID.fullmatch(text):
         return ModelSource("hub", text, None)
-    raise UnknownNameError("model", text, KNOWN)
+    raise UnknownNameError("model", text, KNOWN, f", or {OTHERS}")
 
 
 def _require_gguf(spec: str, path: Path) -> None:

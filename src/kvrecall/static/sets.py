@@ -271,7 +271,7 @@ class StaticSets:
             refresh = self._refreshes[b]
             if own.has("refresh", refresh):
                 if self.config is None or index is None:
-                    raise AssertionError("a static set is beside an index")
+                    own.refuse("refresh?", "false without an index and a static set", True)
                 made = StaticRefresh.archived(own.under("refresh"), refresh, self.config, shape, sources[b], index)
                 self._refreshes[b] = made
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +30,14 @@ from kvrecall.backends.transformers.joint import JointCache
 from kvrecall.backends.transformers.passes import Inputs, OpenCall
 from kvrecall.backends.transformers.pieces import hooks_for_pieces
 from kvrecall.backends.transformers.switch import decoder_configs, switched
-from kvrecall.core.errors import CacheModelError, NotAttachedError, ParameterError, UnsupportedModelError
+from kvrecall.core.errors import (
+    CacheInUseError,
+    CacheModelError,
+    NotAttachedError,
+    ParameterError,
+    UnsupportedModelError,
+)  # fmt: skip
+from kvrecall.core.process import check_process
 
 _lock = threading.RLock()
 _attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
@@ -68,6 +75,7 @@ class _Context:
         self._attachment: Attachment | None = None
 
     def enter(self) -> None:
+        check_process()
         with deferred_interrupt(), _lock:
             attachment = _attached.get(self._model)
             if attachment is None:
@@ -76,12 +84,15 @@ class _Context:
             self._attachment = attachment
 
     def leave(self) -> None:
-        with deferred_interrupt(), _lock:
+        with deferred_interrupt():
             if self._attachment is not None:
-                self._attachment.leave(self._capture)
-                if self._attachment.idle:  # it holds the model
-                    _attached.pop(self._model, None)
-                self._attachment = None
+                self._attachment.recover()  # without the lock, because it may wait for another thread
+            with _lock:
+                if self._attachment is not None:
+                    self._attachment.leave(self._capture)
+                    if self._attachment.idle:  # it holds the model
+                        _attached.pop(self._model, None)
+                    self._attachment = None
 
 
 class Attachment:
@@ -89,7 +100,7 @@ class Attachment:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._contexts = self._capturing = 0
-        self._generate = GenerateHook(model)
+        self._generate = GenerateHook(model, self._captures)
         self._tokenizer: Any = None
         self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         self._handles: list[Any] = []
@@ -110,18 +121,24 @@ class Attachment:
                 self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
         self._contexts += 1
         self._capturing += capture
-        if self._capturing:
-            self._generate.install()
+        self._generate.install()
 
     def leave(self, capture: bool) -> None:
         """Counts one context less. The last one removes the hooks, once no other thread is in a pass."""
         self._contexts -= 1
         self._capturing -= capture
-        if not self._capturing:
+        if not self._contexts:
             self._generate.remove()
-        for dead in [running for running in self._running if not running.alive()]:
-            dead.abandon()
         self._clean()
+
+    def recover(self) -> None:
+        """Undoes interrupted passes. A cache in use elsewhere has been restored by its user."""
+        for dead in [running for running in self._running if not running.alive()]:
+            with suppress(CacheInUseError):
+                dead.cache.align()
+
+    def _captures(self) -> bool:
+        return self._capturing > 0
 
     @property
     def idle(self) -> bool:
@@ -143,19 +160,23 @@ class Attachment:
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
         if not cache.belongs_to(self.config):
             raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
-        if cache.running is None or not cache.running.alive():
-            for own in [cache] if isinstance(cache, RetrievalCache) else cache.members:
+        claim = passes.claim(cache, module)
+        if claim is None:  # inside an open pass
+            return
+        try:
+            for own in cache.members:
                 own.meet(self._parts[0])
                 own.tokenizer = self._tokenizer if own.tokenizer is None else own.tokenizer
-        if self._contexts and isinstance(cache, RetrievalCache) and _holds_nothing_yet(cache):
-            cache.take_statistics(self._parts[0])  # before the pass begins, because it may fail
-        with _lock:  # no other thread may remove the hooks between this check and the beginning of the pass
-            if not self._contexts or not any(module is part for part in self._parts):
-                raise NotAttachedError
-            switch = partial(switched, self.configs, retrieval_attention, retrieval_mask)
-            opened = passes.enter(cache, module, _inputs(args, kwargs), switch)
-            if opened is not None:
-                self._running.append(opened)
+            if self._contexts and isinstance(cache, RetrievalCache) and not cache.get_seq_length():
+                cache.take_statistics(self._parts[0])  # before the pass begins, because it may fail
+            with _lock:  # no other thread may remove the hooks between this check and the beginning of the pass
+                if not self._contexts or not any(module is part for part in self._parts):
+                    raise NotAttachedError
+                switch = partial(switched, self.configs, retrieval_attention, retrieval_mask)
+                self._running.append(passes.enter(cache, module, _inputs(args, kwargs), claim, switch))
+        except BaseException:
+            passes.release(cache, claim)
+            raise
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = _retrieval_cache(args, kwargs)
@@ -176,8 +197,8 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return Inputs(None, None, None, mask)
     known = {"inputs_embeds", "attention_mask", "labels"}
     others = any(_holds_content(x) for name, x in kwargs.items() if name not in known)
-    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 and not others else None
-    return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask)
+    tokens = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
+    return Inputs(shaped.shape[0], shaped.shape[1], tokens, mask, not others, kwargs.get("position_ids"))
 
 
 def _holds_content(value: Any) -> bool:
@@ -187,11 +208,6 @@ def _holds_content(value: Any) -> bool:
         return value.dtype not in (torch.int64, torch.int32, torch.bool)
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return any(map(_holds_content, inside))
-
-
-def _holds_nothing_yet(cache: RetrievalCache) -> bool:
-    """Whether this is the first call over a cache, and not inside another call."""
-    return not cache.get_seq_length() and (cache.running is None or not cache.running.alive())
 
 
 def _retrieval_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetrievalCache | JointCache | None:

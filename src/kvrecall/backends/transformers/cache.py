@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
@@ -21,6 +21,7 @@ from kvrecall.backends.transformers.families import check_config, factor_switch,
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
+from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.signature import ModelSignature
@@ -29,8 +30,17 @@ from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.core.errors import CacheWriterError, HostMemoryError, InterruptedPassError, NotAttachedError, ParameterError
+from kvrecall.core.counts import integer
+from kvrecall.core.errors import (
+    CacheInUseError,
+    CacheWriterError,
+    HostMemoryError,
+    InterruptedPassError,
+    NotAttachedError,
+    ParameterError,
+)
 from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
+from kvrecall.core.process import check_process
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
@@ -64,13 +74,12 @@ class RetrievalCache(Cache):
         host_rows: "fp8" keeps keys and values in host memory as e4m3 with a scale per key and per value: half the memory and
         half the bytes over the bus of 16-bit rows, at a loss (docs/guide/memory.md). Rows on the device stay as they are.
         """
+        check_process()
         check_host_rows(host_rows)
-        if rows_on_device not in (None, False):
-            remedy = "Leave it out: rows lie on a GPU while it has room for them."
-            raise ParameterError("rows_on_device", "None or False", rows_on_device, remedy)
-        if not isinstance(method, Method):
-            raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
+        _check_rows_on_device(rows_on_device)
+        _check_method(method)
         check_config(config)
+        observe_queries = integer("observe_queries", observe_queries, "2,048 are enough for all methods.", least=0)
         self.method, self.profile, self.observe_queries = method, profile, observe_queries
         self.rows_on_device, self.host_rows = rows_on_device, host_rows
         self.signature = ModelSignature.of(config)
@@ -97,6 +106,8 @@ class RetrievalCache(Cache):
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         self.tokens = TokenLog()
         """Ids of the stored tokens."""
+        self.owner = Owner()
+        """Which thread and which request work on this cache."""
         self.running: ForwardPass | None = None
         """The current forward pass over this cache."""
         self.statistics: ModelStatistics | None = None
@@ -130,6 +141,11 @@ class RetrievalCache(Cache):
     def retrieval_layers(self) -> list[RetrievalLayer]:
         """The layers that retrieve."""
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    @property
+    def members(self) -> list[RetrievalCache]:
+        """This cache; for calls with several, see `JointCache`."""
+        return [self]
 
     @property
     def sequences(self) -> int:
@@ -178,28 +194,34 @@ class RetrievalCache(Cache):
             self.statistics = None
         self._writer = now
 
+    @operation("stats", reads=True, inside=True, captured=True, recovers=False)
     def stats(self) -> CacheStats:
-        """Counters per layer and in total. On a GPU it also raises for non-finite keys."""
+        """Counters per layer and in total; waits for a forward pass of another thread. On a GPU it also raises for non-finite
+        keys."""
         return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
 
+    @operation("fork", reads=True)
     def fork(self, method: Method | None = None, *, rows_on_device: bool | None = None) -> RetrievalCache:
         """A cache with the same tokens, optionally under another method; for several questions after one prefill.
 
         Blocks of rows are shared copy-on-write if the methods' zones have the same sizes, else copied into the new zones.
         They are also copied if a layer searches under only one of the methods, so that its rows lie on a GPU under the other.
+        Waits for a forward pass of another thread; so a thread may fork a cache that answers a request in another one.
         Raises HostMemoryError or DeviceMemoryError if there is no room, and ParameterError for a method that needs statistics
         of a model that is not known yet; this cache is unchanged. rows_on_device: as in the class; by default as in this
         cache, unless the method changes.
         """
-        self._check_idle("fork")
+        _check_rows_on_device(rows_on_device)
         if rows_on_device is None and method in (None, self.method):
             rows_on_device = self.rows_on_device
-        method = method or self.method
-        fork = copy(self)
+        method = self.method if method is None else _check_method(method)
+        fork = object.__new__(type(self))
+        vars(fork).update(vars(self))
         fork.rows_on_device = rows_on_device
         if method.zone_sizes() != self.method.zone_sizes():
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
         fork.method, fork._before, fork.on_queries = method, None, None
+        fork.owner = Owner()
         fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
         if fork.statistics is None and model is not None and fork.wants_statistics:
@@ -262,21 +284,33 @@ class RetrievalCache(Cache):
         Outside, up to 8 tokens in one call after others are decode queries that retrieve.
 
         prompt_length: positions of the whole prompt, for rotary embeddings that change with the length."""
-        before = self.prefilling, self.prompt_length
-        self.prefilling, self.prompt_length = True, prompt_length
-        try:
-            yield
-        finally:
-            self.prefilling, self.prompt_length = before
+        with request(self, "reading_prompt"):
+            before = self.prefilling, self.prompt_length
+            self.prefilling, self.prompt_length = True, prompt_length
+            try:
+                yield
+            finally:
+                self.prefilling, self.prompt_length = before
+
+    def __copy__(self) -> RetrievalCache:
+        return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
         return self.fork()
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raises ParameterError: pickle, torch.save and multiprocessing cannot hold a cache."""
+        remedy = "Save it by cache.save(folder) and load it by RetrievalCache.load; in this process, copy it by cache.fork()."
+        raise ParameterError("cache", "another way than pickle to copy or send it", "pickle", remedy)
+
+    @operation("reserve")
     def reserve(self, tokens: int, sequences: int = 1) -> None:
         """Announces the final length, prompt and answer in tokens per sequence, so that memory is allocated exactly.
 
         Raises HostMemoryError or DeviceMemoryError, with the bytes, if it does not fit; the cache is unchanged.
         """
+        tokens = integer("tokens", tokens, "Give the number of tokens of prompt and answer together.", least=0)
+        sequences = integer("sequences", sequences, "Give the number of sequences.", least=1)
         present = self.get_seq_length()
         self._check_host(max(0, tokens - present), sequences, None)
         check_device([layer.state for layer in self.retrieval_layers if layer.state is not None], tokens)
@@ -314,15 +348,16 @@ class RetrievalCache(Cache):
             return super().get_seq_length(layer_idx)
         return min(map(self._length, self._attention_numbers))
 
+    @operation("crop", captured=True)
     def crop(self, tokens_to_remove: int) -> None:
         """Removes tokens from the end; a negative count, as transformers has it.
 
         Raises ParameterError, and changes nothing, for more tokens than there are, after a sliding window has moved on, and for
         layers with a running state.
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor of one number
+        tokens_to_remove = integer("crop", tokens_to_remove, _UNCHANGED)  # transformers 5.17 passes a tensor of one number
         if tokens_to_remove:  # `generate` also calls with 0, even while steps are captured
-            self._check_idle("crop")
+            self._check_not_captured("crop")
         length = self.get_seq_length()
         if -tokens_to_remove > length:
             raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
@@ -340,12 +375,12 @@ class RetrievalCache(Cache):
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 
+    @operation("rewind")
     def rewind(self, tokens: int) -> int:
         """Goes back to `tokens` tokens; where layers cannot remove tokens, to those before the last forward pass, if these are
         fewer. Returns how many it holds then. Raises as `crop`, with the cache unchanged."""
         before = self._before
         if before is not None and 0 < before.tokens <= tokens < self.get_seq_length() and self._fixed_layers():
-            self._check_idle("crop")
             self.undo(before.tokens)
         elif tokens < self.get_seq_length():
             self.crop(tokens - self.get_seq_length())
@@ -355,9 +390,9 @@ class RetrievalCache(Cache):
         """Layers that cannot remove tokens."""
         return [number for number, layer in enumerate(self.layers) if not can_crop(layer)]
 
+    @operation("reset")
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
-        self._check_idle("reset")
         self._before, self.tokens, self.statistics, self.long_factors = None, TokenLog(), None, None
         self.tables, self._session, self._writer, self.reserved_tokens = None, None, None, 0
         self.layers = [
@@ -366,21 +401,36 @@ class RetrievalCache(Cache):
         for layer in self.retrieval_layers:
             layer.reset()
 
+    @operation("reorder_cache")
     def reorder_cache(self, beam_idx: Any) -> None:
+        beam_idx = self._numbers("beam_idx", beam_idx)
         with self._rearranged(beam_idx.tolist()):
-            super().reorder_cache(beam_idx.long())
+            super().reorder_cache(beam_idx)
 
+    @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:
+        repeats = integer("repeats", repeats, _UNCHANGED, least=1)
         self.reorder_cache(torch.arange(self.sequences, device="cpu").repeat_interleave(repeats))
 
+    @operation("batch_select_indices")
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+        self.reorder_cache(self._numbers("indices", indices))
+
+    def _numbers(self, name: str, given: object) -> Tensor:
+        """Numbers of sequences, int64 `[n]`; a mask stands for the numbers where it is true. Raises ParameterError."""
+        integers = isinstance(given, Tensor) and given.ndim == 1 and not (given.is_floating_point() or given.is_complex())
+        if not isinstance(given, Tensor) or not integers or (given.dtype == torch.bool and len(given) != self.sequences):
+            raise ParameterError(name, "integers [n], or a mask of all sequences", given, _UNCHANGED)
+        return given.nonzero().squeeze(1) if given.dtype == torch.bool else given.long()
 
     @contextmanager
     def _rearranged(self, sequences: list[int]) -> Iterator[None]:
         """Context for reordering: all layers take the new order, in which sequence i is the old `sequences[i]`, or none
-        does."""
-        before = self.tables
+        does. Raises ParameterError for sequences that the cache does not hold, and for none."""
+        before, count = self.tables, self.sequences
+        if before is not None and not (sequences and all(0 <= b < count for b in sequences)):
+            expected = f"one or more of the cache's sequences, 0 to {count - 1}"
+            raise ParameterError("sequences", expected, sequences, _UNCHANGED)
         with deferred_interrupt(), as_before(self.layers):
             try:
                 if before is not None and sequences != list(range(len(before))):
@@ -392,10 +442,16 @@ class RetrievalCache(Cache):
                 self.tables = before
                 raise
 
+    @operation("align", inside=True, captured=True)
     def align(self) -> None:
         """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
+        self._recover()
+
+    def _recover(self) -> None:
+        if self.running is not None and self.running.alive():
+            return
         torn = [layer.mend() for layer in self.retrieval_layers]
-        if self.running is not None and not self.running.alive():
+        if self.running is not None:
             self.running.abandon(any(torn))
         self.undo(self.get_seq_length())
 
@@ -420,21 +476,24 @@ class RetrievalCache(Cache):
         """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
         return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
 
-    def open_pass(self, inputs: Inputs) -> ForwardPass:
+    def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
         not match the stored tokens; nothing is stored then."""
         self.settle()
         passes.check_inputs(self, inputs)
         self._before = LayersBefore.of(self.layers, self.get_seq_length())
-        return ForwardPass(self, inputs)
+        return ForwardPass(self, inputs, claim)
 
     def settle(self) -> None:
-        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case."""
+        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
+
+        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
+        self.owner.check("settle")
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
             torn = stale.abandon(torn)
         if torn or len(set(map(self._length, self._attention_numbers))) > 1:
-            self.align()
+            self._recover()
             raise InterruptedPassError(self.get_seq_length())
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
@@ -448,7 +507,19 @@ class RetrievalCache(Cache):
         """Whether captured decoding has borrowed it."""
         return any(layer.captured is not None for layer in self.retrieval_layers)
 
-    def _check_idle(self, what: str) -> None:
+    def prepare_for(self, what: str, inside: bool, captured: bool, recovers: bool) -> None:
+        """Before the operation `what`, once no other thread works on the cache; parameters as in `operation`. Raises
+        CacheInUseError and ParameterError."""
+        if not captured:
+            self._check_not_captured(what)
+        if self.running is not None and self.running.alive():
+            if not inside:
+                remedy = "Call it between two calls of the model; the cache is unchanged."
+                raise CacheInUseError(what, "a call outside a forward pass of the cache", "one inside it", remedy)
+        elif self.running is not None and recovers:
+            self._recover()
+
+    def _check_not_captured(self, what: str) -> None:
         if self.captured:
             remedy = "Wait until generate has returned; the cache is unchanged."
             raise ParameterError(what, "a cache that is not being decoded", "one whose steps are captured", remedy)
@@ -500,3 +571,18 @@ class RetrievalCache(Cache):
         if known or model is not None:
             return known[0] if known else model.device  # type: ignore[union-attr]
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+_UNCHANGED = "The cache is unchanged."
+
+
+def _check_method(method: object) -> Method:
+    if not isinstance(method, Method):
+        raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
+    return method
+
+
+def _check_rows_on_device(given: object) -> None:
+    if given not in (None, False):
+        remedy = "Leave it out: rows lie on a GPU while it has room for them."
+        raise ParameterError("rows_on_device", "None or False", given, remedy)

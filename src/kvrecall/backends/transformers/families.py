@@ -42,6 +42,8 @@ def check_config(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(family, "attention in both directions")
     if getattr(text, "alibi", False):
         raise UnsupportedModelError(family, "ALiBi, a bias by position that an index does not see")
+    if not getattr(text, "num_hidden_layers", None):
+        raise UnsupportedModelError(family, "a config that does not tell the number of layers")
     layers = template(config)
     if not any(type(layer) is DynamicLayer for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"

@@ -25,6 +25,7 @@ from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
+from kvrecall.backends.transformers.owner import Claim
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs, OpenCall
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
@@ -72,7 +73,7 @@ class JointCache(Cache):
         """Whether a layer's config describes the model that all members were made for."""
         return all(member.belongs_to(config) for member in self.members)
 
-    def open_pass(self, inputs: Inputs) -> JointPass:
+    def open_pass(self, inputs: Inputs, claim: Claim) -> JointPass:
         """Begins a step. If it raises, the members are unchanged."""
         if (inputs.sequences, inputs.tokens) != (self.sequences, 1):
             got = [inputs.sequences, inputs.tokens]
@@ -80,10 +81,8 @@ class JointCache(Cache):
         if inputs.mask is not None:
             raise ShapeError("attention_mask", "none", "one", "A decode step has no padding.")
         for member in self.members:
-            if member.running is not None and member.running.alive():
-                passes.check_thread(member.running)
             member.settle()
-        return JointPass(self, inputs)
+        return JointPass(self, inputs, claim)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -180,8 +179,8 @@ class JointLayer(CacheLayerMixin):
 class JointPass(OpenCall):
     """One call of the model, a forward pass of every member."""
 
-    def __init__(self, cache: JointCache, inputs: Inputs) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: JointCache, inputs: Inputs, claim: Claim) -> None:
+        super().__init__(cache, claim)
         self.cache: JointCache = cache
         cache.failed.clear()
         self._members: list[_MemberPass] = []
@@ -223,11 +222,8 @@ class _MemberPass(ForwardPass):
     """A member's part of a joint pass. Finishing it from outside finishes the whole call."""
 
     def __init__(self, joint: JointPass, cache: RetrievalCache, inputs: Inputs) -> None:
-        super().__init__(cache, inputs)
+        super().__init__(cache, inputs, joint.claim)
         self._joint = joint
-
-    def alive(self) -> bool:
-        return self._joint.alive()
 
     def finish(self, failed: bool) -> None:
         if self._joint.open:

@@ -94,8 +94,12 @@ class RetrievalLayer(CacheLayerMixin):
         """The cache of this layer, by a weak reference, so that dropping the cache frees its memory at once (no reference
         cycle)."""
         cache = self._owner()
-        assert cache is not None, "the layer has outlived its cache"
+        if cache is None:
+            raise ParameterError("layer", "one whose cache is there", "one whose cache is gone", "Keep the cache itself.")
         return cache
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.cache.__reduce_ex__(protocol)  # which says what to do instead
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: `attend` makes the state, because only queries show how many query heads this process has."""

@@ -3,7 +3,6 @@
 1. A rotary embedding that changes with the length (longrope, dynamic) sees the last position of the whole text as well, so all
    pieces get the factors of the whole length. `RetrievalCache.long_factors` keeps which of longrope's factors a cache has.
 2. Jamba's Mamba layers begin anew in a call of several tokens; behind the first call they get them one by one.
-3. Phi-3 drops the cache where a text grows beyond its original length; it keeps a RetrievalCache.
 
 Everything is a hook of `attach`, applies to calls with a RetrievalCache only, and is removed with the other hooks.
 """
@@ -11,23 +10,17 @@ Everything is a hook of `attach`, applies to calls with a RetrievalCache only, a
 from __future__ import annotations
 
 import threading
-from functools import update_wrapper
-from types import MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import passes
-from kvrecall.backends.transformers.cache import RetrievalCache
-from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.backends.transformers.families import CHANGING_ROTARY
 from kvrecall.backends.transformers.passes import ForwardPass
-from kvrecall.core.errors import ParameterError, UnsupportedModelError
+from kvrecall.core.errors import ParameterError
 
-_PREPARE = "prepare_inputs_for_generation"
 _BEGIN_ANEW = ("JambaMambaMixer",)
 """Classes of layers that ignore their running state in a call of several tokens."""
 
@@ -42,8 +35,6 @@ def hooks_for_pieces(model: PreTrainedModel) -> list[Any]:
             rotary = _WholeLength()
             made.append(module.register_forward_pre_hook(rotary.before, with_kwargs=True))
             made.append(module.register_forward_hook(rotary.after))
-    if getattr(type(model), _PREPARE, None) not in (None, vars(GenerationMixin)[_PREPARE]):
-        made.append(_KeepsCache(model))
     return made
 
 
@@ -138,41 +129,5 @@ def _last_position(module: Any, values: list[Any], running: ForwardPass, last: i
 def length_grown(switch: int, tokens: int) -> ParameterError:
     """The error for a text that grows beyond the length where its rotary embedding changes."""
     expected = f"at most {switch:,} tokens behind keys whose rotary embedding is for texts up to that length"
-    remedy = "Read the text again with cache.reserve(final length) before, or use engine.generate, which does."
+    remedy = "Read the text again with cache.reserve(final length) before, as generate does."
     return ParameterError("cache", expected, tokens, remedy)
-
-
-class _KeepsCache:
-    """Replaces a model's `prepare_inputs_for_generation`: a model that drops the cache there prepares as others do."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._replaced = ref(model), vars(model).get(_PREPARE)
-        self._own: Any = getattr(model, _PREPARE)
-        update_wrapper(self, self._own)
-        setattr(model, _PREPARE, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, model = given_cache(kwargs), self._model()
-        made = self._own(*args, **kwargs)
-        if model is None or not isinstance(cache, RetrievalCache) or given_cache(made) is cache:
-            return made
-        owner = next(kind for kind in type(model).__mro__ if _PREPARE in vars(kind))
-        made = getattr(super(owner, model), _PREPARE)(*args, **kwargs)
-        if given_cache(made) is not cache:
-            raise UnsupportedModelError(cache.signature.model_type, "a model that leaves its cache out of a call")
-        return made
-
-    def remove(self) -> None:
-        """Restores the model's own."""
-        model: Any = self._model()
-        if model is None or vars(model).get(_PREPARE) is not self:
-            return
-        if self._replaced is None:
-            delattr(model, _PREPARE)
-        else:
-            setattr(model, _PREPARE, self._replaced)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied model gets its own, because it is not attached."""
-        copied = memo.get(id(self._model()))
-        return self if copied is None else MethodType(getattr(type(copied), _PREPARE), copied)

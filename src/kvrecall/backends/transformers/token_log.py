@@ -17,26 +17,37 @@ class TokenLog:
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
         self._known = True
+        self._answer: int | None = None
+        """Tokens before the first one that was decoded."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether some tokens were decoded: fed one by one or few at a time, and not as a prompt."""
+        return self._answer is not None
 
     @property
     def known(self) -> bool:
         """False after tokens that ids alone do not describe: embeddings, images."""
         return self._known
 
-    def add(self, ids: Tensor | None, start: int, stored: int) -> None:
-        """Adds `stored` tokens after the first `start` of each sequence: ids `[B, stored]`, None if unknown."""
+    def add(self, ids: Tensor | None, start: int, stored: int, described: bool = True, prompt: bool = False) -> None:
+        """Adds `stored` tokens after the first `start` of each sequence: ids `[B, stored]`, None for embeddings. described:
+        False if ids alone do not describe them. prompt: whether they belong to a prompt."""
         if not stored:
             return
         self.truncate(start)
+        if not prompt and self._answer is None:
+            self._answer = start
         if ids is None or ids.shape[1] != stored or self._length() != start:
             self._pieces, self._known = [], False
-        elif self._known:
+        else:
             self._pieces.append(ids.detach().clone())
+            self._known = self._known and described
             if len(self._pieces) > _MOST_PIECES:
                 self._pieces = [torch.cat(self._pieces, 1)]
 
     def ids(self) -> Tensor | None:
-        """The ids int64 `[B, tokens]`; None if empty or unknown."""
+        """The ids int64 `[B, tokens]`; None if the log is empty or there were embeddings."""
         if len(self._pieces) > 1:
             self._pieces = [torch.cat(self._pieces, 1)]
         return self._pieces[0] if self._pieces else None
@@ -46,6 +57,8 @@ class TokenLog:
         held = self.ids() if self._length() > tokens else None
         if held is not None:
             self._pieces = [held[:, :tokens]] if tokens else []
+        if self._answer is not None and tokens <= self._answer:
+            self._answer = None
         if not tokens:
             self._known = True
 
@@ -58,7 +71,7 @@ class TokenLog:
     def copy(self) -> TokenLog:
         """An independent log with the same ids."""
         other = TokenLog()
-        other._pieces, other._known = list(self._pieces), self._known
+        other._pieces, other._known, other._answer = list(self._pieces), self._known, self._answer
         return other
 
     def common_prefix(self, ids: Tensor, counted: Tensor | None = None) -> int:
@@ -80,6 +93,8 @@ class TokenLog:
         """Saves or loads the ids; see `core.archive`. tokens: stored tokens per sequence."""
         held = archive.optional("ids", self.ids(), (sequences, tokens), torch.int64, least=0)
         self._known = archive.flag("known", self._known)
+        if self.answered if archive.saving else archive.present("answer"):
+            self._answer = archive.integer("answer", self._answer or 0, most=tokens)
         if not archive.saving:
             self._pieces = [] if held is None else [held]
 

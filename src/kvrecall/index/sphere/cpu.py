@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.core.numeric import FLOAT32, PARALLEL, SMALL, as_bits
+from kvrecall.core.numeric import FLOAT32, SMALL, as_bits, parallel_njit
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.sphere.codes import magnitude_levels
 from kvrecall.index.sphere.cpu_stages import (
@@ -104,7 +104,7 @@ def search_batch(
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
 
-@njit(cache=True, parallel=PARALLEL, nogil=True)
+@parallel_njit()
 def _search(
     codes,
     halves,

@@ -12,7 +12,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import PARALLEL
+from kvrecall.core.numeric import parallel_njit
 from kvrecall.core.small_floats import pack
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, SIGN_SLACK, Codes, scaled, stored_weights
 from kvrecall.index.sphere.levels import lloyd_max
@@ -56,7 +56,7 @@ def turn(key, across, out):
             out[j] += first + second
 
 
-@njit(cache=True, parallel=PARALLEL, nogil=True)
+@parallel_njit()
 def _encode(keys, maps, scale, thresholds, levels, signs, magnitudes, weights, lengths):
     """keys: `[H n, D]`, divided by `scale`. The norm cancels in a block's direction and comes back in its weight.
 
@@ -99,7 +99,7 @@ def count_signs(signs: Tensor, counts: Tensor, step: int) -> None:
     _count(signs.numpy(), counts.numpy(), step)
 
 
-@njit(cache=True, parallel=PARALLEL, nogil=True)
+@parallel_njit()
 def _count(signs, counts, step):
     heads, count, blocks = signs.shape
     for h in prange(heads):

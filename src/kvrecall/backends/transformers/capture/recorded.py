@@ -23,6 +23,7 @@ from kvrecall.backends.transformers.capture.ranks import Ranks
 from kvrecall.backends.transformers.capture.sliding import SlidingSlots, SlidingWindow
 from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.backends.transformers.capture.verify import Attended, check_attention, check_logits, uncaptured_answer
+from kvrecall.backends.transformers.owner import step
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.slots.base import SlotLayer
@@ -134,7 +135,7 @@ class RecordedStep:
             return
         if self.positions.is_cuda:
             torch.cuda.current_stream().synchronize()
-        with deferred_interrupt(), ExitStack() as every:  # runs in reverse order
+        with step([member.cache]), deferred_interrupt(), ExitStack() as every:  # runs in reverse order
             self._untaken = False
             self.members.remove(member)
             for holder in member.cache.retrieval_layers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.session_files import OpenFiles
-from kvrecall.cache.session_folder import DATA
-from kvrecall.cache.session_index import SavedSession, read_index
+from kvrecall.cache.session_folder import opened_files
+from kvrecall.cache.session_index import SavedSession
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,11 @@ class SessionInfo:
 
 def read_info(folder: str | Path) -> SessionInfo:
     """What a folder holds. Raises SessionError."""
-    path = Path(os.path.realpath(folder))
-    session, _ = read_index(path)
     ids = None
-    if (held := session.cache.tensors.get("tokens.ids")) is not None and held.dtype == "int64":
-        name = session.files[held.file]
-        with OpenFiles.of(path / DATA, {name.name: name.nbytes}) as files:
-            ids = torch.empty(held.shape, dtype=torch.int64, device="cpu")
-            files.read(session.place(held), ids, True)
-    return info_of(path, session, ids)
+    with opened_files(folder) as (session, _, files):
+        if (held := session.cache.tensors.get("tokens.ids")) is not None and held.dtype == "int64":
+            ids = files.tensor(session.place(held), torch.int64, held.shape, True)
+        return info_of(files.folder.path.parent, session, ids)
 
 
 def info_of(path: Path, session: SavedSession, ids: Tensor | None) -> SessionInfo:

@@ -6,7 +6,6 @@ what is theirs -> blocks are mapped or read.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from weakref import ref
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvrecall.backends.transformers.families import Heads
+from kvrecall.backends.transformers.families import Heads, check_config, transformers_model
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.session import parts
@@ -25,23 +24,22 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.cache.session_files import OpenFiles, fill_blocks, finish, threads
-from kvrecall.cache.session_folder import DATA
-from kvrecall.cache.session_index import SavedPart, SavedSession, checksum_of, read_index
+from kvrecall.cache.session_folder import opened_files
+from kvrecall.cache.session_index import SavedPart, SavedSession
 from kvrecall.cache.session_rows import block_nbytes, reader_of
 from kvrecall.core.archive import Notes, Reader
 from kvrecall.core.errors import HostMemoryError, KVRecallError, SessionError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.typed_fields import UNFORESEEN
 from kvrecall.index.base import LayerShape
 from kvrecall.layer.saved import archive_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.methods.settings import UNFORESEEN
+from kvrecall.models.dtypes import as_device
 
 if TYPE_CHECKING:
     from kvrecall.backends.transformers.cache import RetrievalCache
 
-_TRIES = 8
-"""Another process may save while the files of a session are opened; then the new session is loaded."""
 _LAYERS_AT_ONCE = 4
 """Layers whose memory is asked for at a time; the system gives it faster to several threads."""
 
@@ -51,28 +49,23 @@ def load(
     device: torch.device | str | None, verify: bool, options: dict[str, Any],
 ) -> RetrievalCache:  # fmt: skip
     """See `RetrievalCache.load`."""
-    path = Path(os.path.realpath(folder))
-    for tries in range(_TRIES):
-        session, checksum = read_index(path)
+    check_config(config)
+    model = None if model is None else transformers_model(model)
+    given = None if device is None else as_device(device)
+    with opened_files(folder) as (session, checksum, files), lasting_tensors(), torch.no_grad():
+        path = files.folder.path.parent
         check_model(session, config, model)
         method = method_of(path, session)
         try:
-            sizes = {file.name: file.nbytes for file in session.files}
-            with lasting_tensors(), torch.no_grad(), OpenFiles.of(path / DATA, sizes) as files:
-                own = {"observe_queries": session.observe_queries, "host_rows": session.host_rows}
-                cache = kind(config, method, **own | options)
-                device = device or (None if model is None or model.device.type == "meta" else model.device)
-                where = cache._device() if device is None else torch.device(device)
-                return _Load(cache, path, session, checksum, files, where, verify).run(model)
+            own = {"observe_queries": session.observe_queries, "host_rows": session.host_rows}
+            cache = kind(config, method, **own | options)
+            given = given or (None if model is None or model.device.type == "meta" else model.device)
+            where = cache._device() if given is None else given
+            return _Load(cache, path, session, checksum, files, where, verify).run(model)
         except UNFORESEEN as error:
             if isinstance(error, KVRecallError):
                 raise
             raise SessionError(path, "parts that fit together", f"others ({str(error)[:200]})") from error
-        except FileNotFoundError as error:
-            if tries == _TRIES - 1 or checksum_of(path) == checksum:
-                name = Path(str(error.filename)).name
-                raise SessionError(name, "a file of the session", "none") from None
-    raise AssertionError
 
 
 class _Load:
@@ -130,9 +123,8 @@ class _Load:
     def _reader(self, part: SavedPart) -> Reader:
         notes = Notes(dict(part.values))
         for name, tensor in part.tensors.items():
-            held = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
-            self._files.read(self._session.place(tensor), held, self._verify)
-            notes.tensors[name] = held
+            place, dtype = self._session.place(tensor), getattr(torch, tensor.dtype)
+            notes.tensors[name] = self._files.tensor(place, dtype, tensor.shape, self._verify)
         return Reader(self._device, notes)
 
     def _hold(self, tables: list[BlockTable], readers: dict[int, Reader]) -> None:

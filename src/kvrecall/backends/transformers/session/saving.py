@@ -17,16 +17,18 @@ from kvrecall.backends.transformers.fingerprint import (
     fingerprint_of_config,
     read_fingerprint,
 )
+from kvrecall.backends.transformers.owner import operation
 from kvrecall.backends.transformers.session import parts
 from kvrecall.backends.transformers.session.info import SessionInfo, info_of
 from kvrecall.backends.transformers.session.match import check_heads, check_readable, registered_name
 from kvrecall.backends.transformers.session.new_session import NewSession
 from kvrecall.backends.transformers.session.state import SavedState
-from kvrecall.cache.session_files import sync_folder, write
+from kvrecall.cache.session_files import write
 from kvrecall.cache.session_folder import DATA, clean, locked
 from kvrecall.cache.session_index import checksum_of, write_index
-from kvrecall.core.archive import Notes, Writer
+from kvrecall.core.archive import MOST, Notes, Writer
 from kvrecall.core.errors import ParameterError, SessionError
+from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.whole_files import written_to
 from kvrecall.layer.saved import archive_layer
@@ -42,34 +44,37 @@ _FORMS = (
 """Codes without rows were weighed in docs/design/sessions.md."""
 
 
+@operation("save", recovers=False)
 def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
     """See `RetrievalCache.save`."""
     if rows not in ("plain", "fp8"):
         raise ParameterError("rows", '"plain" or "fp8"', rows, _FORMS)
-    cache._check_idle("save")
     cache.settle()
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
     if not cache.get_seq_length() or len(states) < len(cache.retrieval_layers) or cache.tables is None:
         raise SessionError("cache", "one that holds tokens", "an empty one", "Read a prompt first.")
     method = registered_name(cache.method)
     check_heads(cache._config, states)
-    _check_about(about or {})
+    _check_about({} if about is None else about)
     known = cache._session
     about = about if about is not None else {} if known is None else known.about
     fingerprint = _fingerprint(cache)
     notes = _archived(cache, states)
-    with written_to(folder), locked(Path(folder)) as path:
-        before = known if known is not None and known.folder == str(path) and known.checksum == checksum_of(path) else None
+    with written_to(folder), locked(folder) as opened:
+        path = opened.path
+        before = known if known is not None and known.folder == str(path) and known.checksum == checksum_of(opened) else None
         new = NewSession(cache, states[0].store.pool.block_size, rows, before)
         try:
             for part, noted in notes.items():
                 new.add(part, noted)
-            write(path / DATA, new.files)
+            with PrivateFolder(DATA, within=opened, make=True) as data:
+                data.close_to_others()
+                write(data, new.files)
             session = new.index(method, fingerprint, str(states[0].shape.dtype).removeprefix("torch."), about)
-            checksum = write_index(path, session)
-            sync_folder(path)
+            checksum = write_index(opened, session)
+            opened.sync()
         finally:
-            clean(path)
+            clean(opened)
     sizes = {file.name: file.nbytes for file in session.files}
     cache._session = SavedState(str(path), checksum, fingerprint, sizes, new.memories, about=about)
     if known is not None:
@@ -107,7 +112,9 @@ def _archived(cache: RetrievalCache, states: list[LayerState]) -> dict[str, Note
 
 
 def _check_about(about: dict[str, Any]) -> None:
+    if not isinstance(about, dict):
+        raise ParameterError("about", "a dict", about, "Give texts, counts and lists of texts by name.")
     for name, value in about.items():
-        texts = value if isinstance(value, list) else [name] if isinstance(value, int) and value >= 0 else [name, value]
+        texts = value if isinstance(value, list) else [name] if isinstance(value, int) and 0 <= value <= MOST else [name, value]
         if not all(isinstance(text, str) for text in texts):
             raise ParameterError(f"about[{name!r}]", "a text, a count or a list of texts", value, "Say it in text.")

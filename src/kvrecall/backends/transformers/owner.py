@@ -1,0 +1,196 @@
+"""The owner of a cache: one thread at a time works on it, and one request at a time.
+
+1. A `Claim` is a call that works on a cache: a forward pass, or another public operation. It lives as long as its call, whose
+frame is on its thread's stack. So a cache is free again after any exception, and after the end of a thread.
+2. Claims run one after another, in order. A call that changes the cache does not wait for a forward pass of another thread, but
+raises CacheInUseError before it changes anything. A call that only reads (`fork`, `stats`) waits until the pass has ended.
+3. A request is several forward passes: `model.generate`, `engine.prefill`, a request of an engine. Until it ends, other threads
+may read the cache between its passes, but not change it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+
+from kvrecall.core.errors import CacheInUseError
+from kvrecall.core.process import check_process
+
+if TYPE_CHECKING:
+    from kvrecall.backends.transformers.cache import RetrievalCache
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_PAUSE = 0.0005
+"""Seconds between two looks at whether a claim's turn has come."""
+_lock = threading.RLock()
+"""Guards the claims and requests of all caches, for microseconds."""
+
+
+class Request(Protocol):
+    """Several forward passes over one cache that belong together."""
+
+    name: str
+
+    def alive(self) -> bool:
+        """Whether it goes on."""
+        ...
+
+    def here(self) -> bool:
+        """Whether this thread works for it."""
+        ...
+
+
+class Claim:
+    """One call that works on a cache, in the thread that makes the claim."""
+
+    def __init__(self, name: str, frame: FrameType, *, reads: bool = False, is_pass: bool = False) -> None:
+        """frame: of the call. reads: it does not change the cache. is_pass: it is a forward pass."""
+        self.name, self.reads, self.is_pass = name, reads, is_pass
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = frame
+
+    def here(self) -> bool:
+        """Whether this thread made it."""
+        return self._thread == threading.get_ident()
+
+    def alive(self) -> bool:
+        """Whether its call still runs. Exceptions that are no `Exception`, such as KeyboardInterrupt, end a forward pass
+        without running the hooks."""
+        frame = sys._getframe(1) if self.here() else sys._current_frames().get(self._thread)
+        while frame is not None and self._frame is not None:
+            if frame is self._frame:
+                return True
+            frame = frame.f_back
+        return False
+
+    def end(self) -> None:
+        """Ends it before its call."""
+        self._frame = None
+
+
+class Owner:
+    """The claims and the request on one cache."""
+
+    def __init__(self) -> None:
+        self._claims: list[Claim] = []
+        """In order; the first one runs, the others wait."""
+        self._request: Request | None = None
+
+    def begin(self, claim: Claim) -> None:
+        """Waits for the claim's turn; inside another claim of this thread it has come already.
+
+        Raises CacheInUseError instead of waiting for a forward pass or a request of another thread, and ForkedProcessError.
+        """
+        check_process(computes=True)
+        while not self._granted(claim):
+            time.sleep(_PAUSE)
+
+    def _granted(self, claim: Claim) -> bool:
+        with _lock:
+            self._claims = [each for each in self._claims if each.alive()]
+            try:
+                if not claim.reads:
+                    self._check(claim.name)
+            except CacheInUseError:
+                self.end(claim)
+                raise
+            if claim not in self._claims:
+                if any(each.here() for each in self._claims):
+                    return True
+                self._claims.append(claim)
+            return self._claims[0] is claim
+
+    def end(self, claim: Claim) -> None:
+        """Ends a claim. May be called again."""
+        with _lock:
+            claim.end()
+            self._claims = [each for each in self._claims if each is not claim]
+
+    def hold(self, request: Request) -> bool:
+        """Begins a request; False inside another request of this thread. Raises CacheInUseError as `begin`."""
+        check_process()
+        with _lock:
+            self.check(request.name)
+            if self._request is None:
+                self._request = request
+            return self._request is request
+
+    def release(self, request: Request) -> None:
+        """Ends a request. May be called again."""
+        with _lock:
+            if self._request is request:
+                self._request = None
+
+    def check(self, name: str) -> None:
+        """Raises CacheInUseError if the cache cannot be changed from this thread now. name: of the change."""
+        with _lock:
+            self._claims = [each for each in self._claims if each.alive()]
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        if self._request is not None and not self._request.alive():
+            self._request = None
+        if self._claims and self._claims[0].is_pass and not self._claims[0].here():
+            raise CacheInUseError(name, "one forward pass at a time", "a pass in another thread")
+        if self._request is not None and not self._request.here():
+            raise CacheInUseError(name, "a cache that no other request uses", f"one that {self._request.name} uses")
+
+
+def operation(
+    name: str, *, reads: bool = False, inside: bool = False, captured: bool = False, recovers: bool = True
+) -> Callable[[Callable[Concatenate[RetrievalCache, _P], _R]], Callable[Concatenate[RetrievalCache, _P], _R]]:
+    """Makes a function of a cache a claim on it. After an interrupted forward pass it first restores the cache.
+
+    reads: it does not change the cache. inside: it may be called inside a forward pass of its own thread. captured: it may be
+    called while steps are captured. recovers: False for one that looks after an interrupted pass itself.
+    """
+
+    def claiming(
+        work: Callable[Concatenate[RetrievalCache, _P], _R],
+    ) -> Callable[Concatenate[RetrievalCache, _P], _R]:
+        @wraps(work)
+        def claimed(cache: RetrievalCache, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            claim = Claim(name, sys._getframe(), reads=reads)
+            cache.owner.begin(claim)
+            try:
+                cache.prepare_for(name, inside, captured, recovers)
+                return work(cache, *args, **kwargs)
+            finally:
+                cache.owner.end(claim)
+
+        return claimed
+
+    return claiming
+
+
+@contextmanager
+def request(cache: RetrievalCache, name: str) -> Iterator[None]:
+    """Inside, the caller's function makes a request over the cache. Raises CacheInUseError."""
+    own = Claim(name, sys._getframe(2))  # behind contextlib's frame
+    cache.owner.hold(own)
+    try:
+        yield
+    finally:
+        cache.owner.release(own)
+        own.end()
+
+
+@contextmanager
+def step(caches: Sequence[RetrievalCache]) -> Iterator[None]:
+    """Inside, the caller's function works on caches whose requests it answers: readers wait until it is done."""
+    own = Claim("step", sys._getframe(2), reads=True)  # never refused
+    try:
+        for cache in caches:
+            cache.owner.begin(own)
+        yield
+    finally:
+        for cache in caches:
+            cache.owner.end(own)

@@ -1,0 +1,48 @@
+"""Finds the longest common prefix of a prompt and a cache's tokens, and cuts the cache to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.core.errors import ParameterError, ShapeError
+
+
+def keep_prefix(
+    cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, final_tokens: int, *,
+    needed: bool = False,
+) -> int:  # fmt: skip
+    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
+    only go back to those before the last forward pass; returns the length.
+
+    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; keys whose rotary
+    embedding is for shorter texts are not kept. needed: whether a prompt without a common token is refused; otherwise the cache
+    is emptied. Synchronises once.
+
+    Raises ShapeError for another number of sequences or a refused prompt, and ParameterError if tokens that ids do not describe
+    (embeddings, images) would have to be compared, or if the cache cannot remove tokens; the cache is unchanged then.
+    """
+    held = cache.get_seq_length()
+    if not held:
+        return 0
+    if cache.sequences != input_ids.shape[0]:
+        raise ShapeError("batch", f"{cache.sequences} sequences", input_ids.shape[0], "Use a new cache for another batch.")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    width = min(held, input_ids.shape[1])
+    padding = torch.zeros_like(mask)
+    if cache.valid is not None:
+        padding[:, :width] = ~cache.valid[:, :width].to(padding.device)
+    moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding on one side only
+    common = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width)
+    if common < held and not cache.tokens.known:
+        remedy = "Call reset() first, or use a new cache."
+        raise ParameterError("cache", "tokens that can be compared with the prompt's ids", "embeddings or images", remedy)
+    if needed and not common:
+        expected = f"the {held:,} tokens that the cache holds, or some of the first of them, and more behind them"
+        remedy = "Pass the whole conversation; for another prompt use a new cache, reset(), or a cache.fork() made before."
+        raise ShapeError("input_ids", expected, "another prompt", remedy)
+    common = min(common, most)
+    if not common or cache.grows_too_long(final_tokens):
+        cache.reset()
+    return cache.rewind(common)
