@@ -35,8 +35,9 @@ the reason.
 
 **How it is tested.** Every entry of three model mappings of transformers {version} is made tiny, with random weights, and asked
 twice: plainly, and with a `RetrievalCache` whose budget covers everything. Three prompts of different lengths are padded on the
-left; a second turn uses the same cache; plain attention inside `attach` is compared too. A name in brackets is another setting
-than the family's default.
+left; a second turn uses the same cache; plain attention inside `attach` is compared too. Then the prompts are read in chunks by
+`engine.generate`, and a first part of them is forked, and saved and loaded, before the answer. A name in brackets is another
+setting than the family's default.
 
 | outcome | meaning | families |
 |---|---|---:|
@@ -74,7 +75,8 @@ def row(result: dict[str, Any]) -> str:
         said = f"{result['outcome']}: " + "; ".join([*result["faults"], *filter(None, [said])])
     layers = re.sub(r"Dynamic|Cache|Layer", "", result["layers"])
     difference = f"{result['deviation']:.0e}" if result["outcome"] == "equal" else ""
-    cells = [f"`{result['name']}`", result["model_class"], outcome(result), cell(layers), difference, cell(said)]
+    cells = [f"`{result['name']}`", result["model_class"], outcome(result), cell(layers), difference, cell(result["uses"])]
+    cells.append(cell(said))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -86,7 +88,7 @@ def page(results: list[dict[str, Any]]) -> str:
     for mapping, heading in HEADINGS.items():
         own = sorted((r for r in results if r["mapping"] == mapping), key=lambda r: r["name"].lower())
         said = ", ".join(f"{n} {name}" for name, n in Counter(map(outcome, own)).most_common())
-        head = ["| family | class | outcome | layers | difference | message |", "|---|---|---|---|---:|---|"]
+        head = ["| family | class | outcome | layers | difference | also equal | message |", "|---|---|---|---|---:|---|---|"]
         parts.append("\n".join([f"## {heading}", "", f"{len(own)} families: {said}.", "", *head, *map(row, own)]) + "\n")
     return "\n".join(parts)
 
@@ -122,7 +124,7 @@ def with_sample(text: str) -> str:
     shown |= {(IMAGE_TEXT, name): why for name, why in (IMAGES | IMAGES_REFUSED).items()}
     lines = []
     for (mapping, name), why in shown.items():
-        _, _, plain, layers, _, message = rows[mapping, name]
+        _, _, plain, layers, *_, message = rows[mapping, name]
         peft = "equal" if mapping == CAUSAL and name in ADAPTERS else ""
         image = "equal" if name in IMAGES else "refused" if name in IMAGES_REFUSED else ""
         sliding = "yes" if "SlidingWindow" in layers else ""

@@ -267,6 +267,25 @@ def test_the_median_file_is_short() -> None:
     assert lengths[len(lengths) // 2] <= 120
 
 
+MAKERS = {"zeros", "ones", "empty", "full", "rand", "randn", "tensor", "linspace", "eye"}
+"""Functions of torch that make a tensor whose dtype and device depend on defaults that a user may have set."""
+DEVICE_ONLY = {"arange", "as_tensor", "randint", "randperm"}
+"""Those whose dtype follows from their arguments here."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_tensors_say_their_dtype_and_device(path: Path) -> None:
+    """`torch.set_default_dtype` and `torch.set_default_device` change nothing."""
+    for call in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if ast.unparse(call.func.value) != "torch" or call.func.attr not in MAKERS | DEVICE_ONLY:
+            continue
+        given = {keyword.arg for keyword in call.keywords}
+        needed = {"device"} if call.func.attr in DEVICE_ONLY else {"dtype", "device"}
+        assert None in given or needed <= given, f"line {call.lineno}: {ast.unparse(call)}"
+
+
 def test_public_names_are_few_and_importing_changes_nothing_global() -> None:
     program = """
 import sys

@@ -24,8 +24,8 @@ MATRICES = {
 }
 
 
-def tiny_gguf(path: Path) -> Path:
-    """A Llama of one layer with a tokenizer, as llama.cpp's converter writes it."""
+def tiny_gguf(path: Path, more: Callable[[Any], object] = lambda writer: None) -> Path:
+    """A Llama of one layer with a tokenizer, as llama.cpp's converter writes it. more: writes further keys and tensors."""
     from gguf import GGUFWriter
 
     torch.manual_seed(0)
@@ -55,6 +55,7 @@ def tiny_gguf(path: Path) -> Path:
         writer.add_tensor(f"blk.0.{name}.weight", _random(*shape))
     for name in ("attn_norm", "ffn_norm"):
         writer.add_tensor(f"blk.0.{name}.weight", _random(HIDDEN))
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -221,7 +221,7 @@ class TestBound:
         self, keep: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("KVRECALL_UNPACK_LIMIT", "much")
-        monkeypatch.setattr(sys.modules[load.__module__], "check_header", lambda path: pytest.fail("read"))
+        monkeypatch.setattr(sys.modules[load.__module__], "gguf_config", lambda *_: pytest.fail("read"))
         with pytest.raises(ParameterError, match="KVRECALL_UNPACK_LIMIT: expected bytes such as 500m"):
             keep("a")
 

@@ -1,11 +1,13 @@
 """Runs one family with and without kvrecall and says whether the answers are equal, refused, or different.
 
 The budget covers everything, so retrieval must change nothing: batch of ragged, left-padded prompts, greedy answers, then a
-second turn on the same cache. A refusal must be a KVRecallError and leave the cache empty.
+second turn on the same cache. Then the same prompts in chunks by `engine.generate`, on a fork, and on a session that was saved
+and loaded. A refusal must be a KVRecallError and leave the cache empty.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -22,13 +24,17 @@ from transformers import AttentionInterface, LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvrecall
+from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import CACHE, cache_argument
+from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.core.errors import InterruptedPassError, KVRecallError
 from tests.zoo.tiny import SPECIAL_FROM, Family, tiny_model
 
 PROMPT_TOKENS = (83, 30, 57)
 """Lengths of the prompts of a batch. Sinks and window hold at most 28 tokens, so every one has something to retrieve."""
 ANSWER_TOKENS, MORE_TOKENS = 10, 6
+CHUNK_TOKENS, FIRST_TOKENS = 30, 60
+"""Of a chunk, and of what is read before a fork or a session; the shortest prompt is padding before them."""
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
 TOLERANCE = 1e-3
 """Of logits, relative to their standard deviation: fp32 sums in another order, through four layers."""
@@ -53,6 +59,8 @@ class Outcome:
     """Largest difference of logits relative to their standard deviation."""
     effect: float = 0.0
     """How far the last logits move with the tokens before the window, relative to their standard deviation."""
+    uses: str = ""
+    """Of chunks, forks and sessions: those that are equal, and which are refused."""
     retrieved: int = 0
     """Tokens in the retrieval zone after the first answer, over all layers."""
     faults: list[str] = field(default_factory=list)
@@ -86,7 +94,7 @@ def _compare(family: Family, found: Outcome) -> None:
     except Exception as error:
         found.message = shortened(error)
         return
-    for part in (retrieving, plain_inside):
+    for part in (retrieving, plain_inside, other_uses):
         fresh = deepcopy(model)
         before = implementations(fresh)
         with judged(found):
@@ -120,15 +128,13 @@ class Turn:
 
 
 def turns(model: Any, ids: Tensor, mask: Tensor) -> list[Turn]:
-    """An answer with transformers' own cache, and a second one to the first with more tokens behind it."""
+    """An answer with transformers' own cache, and one to the first with more tokens behind it, read anew: not every family
+    goes on rightly with its own cache. Where the rotary embedding changes with the length, keys of a first turn differ."""
     first = answer(model, None, ids, mask)
     if model.config.is_encoder_decoder:
         return [first]
     ids, mask = longer(first.sequences, mask)
-    try:
-        return [first, answer(model, first.cache, ids, mask)]
-    except Exception:  # a family that cannot go on with its own cache begins anew
-        return [first, answer(model, None, ids, mask)]
+    return [first, answer(model, first.cache if changing_rotary(model.config) == "dynamic" else None, ids, mask)]
 
 
 def answer(model: Any, cache: Any, ids: Tensor, mask: Tensor, wanted: Turn | None = None, **given: Any) -> Turn:
@@ -258,6 +264,67 @@ def plain_inside(model: Any, ids: Tensor, mask: Tensor, plain: list[Turn], found
     deviation = difference(got.logits, plain[0].logits)
     if deviation > TOLERANCE:
         found.faults.append(f"plain attention inside the block differs by {deviation:.1e}")
+
+
+def other_uses(model: Any, ids: Tensor, mask: Tensor, plain: list[Turn], found: Outcome) -> None:
+    """Chunks, forks and sessions of a family that is equal so far."""
+    if found.outcome != EQUAL:
+        return
+    method, wanted, told = kvrecall.ParisKV(top_k=10_000, **ZONES), plain[0], []
+
+    def in_chunks() -> float:
+        given = {"max_new_tokens": ANSWER_TOKENS, "chunk_tokens": CHUNK_TOKENS, "attention_mask": mask}
+        made = engine.generate(model, None, ids, method, **given)
+        return lost(made.sequences[:, ids.shape[1] :], wanted)
+
+    def continued(cache: kvrecall.RetrievalCache) -> float:
+        with kvrecall.attach(model):
+            return difference(answer(model, cache, ids, mask, wanted).logits, wanted.logits)
+
+    def first_part() -> kvrecall.RetrievalCache:
+        cache, first = kvrecall.RetrievalCache(model.config, method), slice(0, FIRST_TOKENS)
+        engine.prefill(model, ids[:, first], cache, chunk_tokens=CHUNK_TOKENS, attention_mask=mask[:, first])
+        return cache
+
+    def forked() -> float:
+        cache = first_part()
+        fork = cache.fork()
+        return max(continued(fork), continued(cache))
+
+    def saved() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            first_part().save(folder)
+            return continued(kvrecall.RetrievalCache.load(folder, model.config, model=model))
+
+    uses = {"chunks": in_chunks, "forks": forked, "sessions": saved}
+    if changing_rotary(model.config) == "dynamic":  # a first part has the turns of its own length
+        uses = {"chunks": in_chunks}
+    for name, use in uses.items():
+        try:
+            deviation = use()
+        except InterruptedPassError as error:
+            found.faults.append(f"{name}: {shortened(error)}")
+        except KVRecallError as error:
+            told.append(f"no {name}: {shortened(error)}")
+        except Exception as error:
+            found.faults.append(f"{name}: {shortened(error)}")
+        else:
+            told.append(name)
+            if deviation > TOLERANCE:
+                found.faults.append(f"{name} differ by {deviation:.1e}")
+    found.uses = ", ".join(told)
+
+
+def lost(tokens: Tensor, wanted: Turn) -> float:
+    """How much less than the best logit the first other token `[B, answer tokens]` has, per standard deviation; 0: none is."""
+    worst = 0.0
+    for row, own in zip(tokens, wanted.logits, strict=True):
+        other = (row != own.argmax(-1)).nonzero().flatten().tolist()
+        if other:
+            logits = own[other[0]]
+            finite = logits[logits.isfinite()]
+            worst = max(worst, ((finite.max() - logits[row[other[0]]]) / finite.std().clamp_min(1e-12)).item())
+    return worst
 
 
 @contextmanager

@@ -115,6 +115,7 @@ OWN: dict[str, dict[str, Any]] = {
     "apertus1p5": {"image_token_offset": SPECIAL_FROM, "audio_token_offset": SPECIAL_FROM + 4},  # 4 codes each
     "apertus1p5_vision_tokenizer": {"codebook_size": 4, "base_channels": 32, "num_res_blocks": 1},
     "wavtokenizer_encoder": {"codebook_size": 4, "codebook_dim": HIDDEN},  # it has no projection
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # every layer of the default attends
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},  # no default
     "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4}},  # rope_theta is not a field
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},  # no default

@@ -38,8 +38,8 @@ _AHEAD = 4  # rows are prefetched this far ahead, because selected rows are scat
 def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.0) -> Partial:
     """As `reference.attend_rows`, for T_q = 1 and CPU tensors. Accumulates in fp32."""
     b, heads, _, dim = queries.shape
-    out = torch.empty(b, heads, 1, dim)
-    lse = torch.empty(b, heads, 1)
+    out = torch.empty(b, heads, 1, dim, dtype=torch.float32, device="cpu")
+    lse = torch.empty(b, heads, 1, dtype=torch.float32, device="cpu")
     words, kind = as_words(*as_bits(rows.kv.contiguous().flatten(2)), dim)
     # One layout of every array: one compilation.
     lengths = rows.lengths.contiguous().numpy()

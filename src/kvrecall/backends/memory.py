@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 
@@ -30,9 +31,9 @@ def all_or_nothing(state: LayerState, new: int, uncounted: Callable[[], None]) -
 
 @contextmanager
 def as_before(layers: Iterable[object]) -> Iterator[None]:
-    """After an error inside, restores every attribute of these layers. For changes that replace attributes and write to
-    none."""
-    before = [(layer, dict(vars(layer))) for layer in layers]
+    """After an error inside, restores every attribute of these layers. For changes that replace attributes, or entries of
+    dictionaries, and write to none."""
+    before = [(layer, {name: copy(x) if isinstance(x, dict) else x for name, x in vars(layer).items()}) for layer in layers]
     try:
         yield
     except BaseException:

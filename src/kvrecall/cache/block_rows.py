@@ -184,7 +184,7 @@ class BlockRows:
         if held == self.block_size:
             return self.tensor[block].cpu()
         if not self.small:
-            copy = torch.zeros(self._shape, dtype=self._dtype)
+            copy = torch.zeros(self._shape, dtype=self._dtype, device="cpu")
             copy[:, :held] = self.tensor[block][:, :held]
             return copy
         rows = self.block(block, 0, self.block_size)

@@ -116,7 +116,7 @@ class _Mapping:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        torch.empty(1, device=device)  # the driver calls below need a context
+        torch.empty(1, device=device, dtype=torch.float32)  # the driver calls below need a context
         self._driver = driver = cuda_driver()
         known = ctypes.c_int()
         driver.cuDeviceGetAttribute(ctypes.byref(known), _SUPPORTED, self._index)

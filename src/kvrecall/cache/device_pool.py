@@ -72,7 +72,7 @@ class DevicePool:
             self._shared = chosen._shared = True
         else:
             with lasting_tensors():
-                chosen._kv, chosen._shared = self._kv[torch.tensor(sequences, device=self._kv.device)], False
+                chosen._kv, chosen._shared = self._kv[torch.tensor(sequences, device=self._kv.device, dtype=torch.int64)], False
         chosen.lengths = [self.lengths[b] for b in sequences]
         return chosen
 

@@ -152,7 +152,7 @@ def _touch(part: Tensor) -> None:
 
 def sent_integers(numbers: list[int], device: torch.device) -> Tensor:
     """int32 `[n]` on a device; the host does not wait for a GPU."""
-    near = torch.tensor(numbers, dtype=torch.int32)
+    near = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         near = staging(tuple(near.shape), near.dtype).copy_(near)
     with lasting_tensors():
@@ -170,7 +170,7 @@ def _register(slab: Tensor, registered: list[int]) -> bool:
     tell_refusal(slab.numel(), f"CUDA error {status}")
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # clears the error, which the next launch would report otherwise
-            torch.zeros(1, device="cuda")
+            torch.zeros(1, device="cuda", dtype=torch.float32)
     return False
 
 

@@ -169,7 +169,7 @@ class OpenFiles:
         """A tensor on the CPU. Raises HostMemoryError for one that memory cannot hold, before it is read."""
         if place.nbytes > _CHECKED and place.nbytes > (available := available_host_bytes()):
             raise HostMemoryError(place.nbytes, available, place.nbytes // dtype.itemsize)
-        held = torch.empty(shape, dtype=dtype)
+        held = torch.empty(shape, dtype=dtype, device="cpu")
         self.read(place, held, verify)
         return held
 
@@ -274,7 +274,7 @@ def _read(
         if restored is None and target.device.type == "cpu":
             files.read(place, target, verify)
             return
-        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda)
+        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda, device="cpu")
         files.read(place, near, verify)
         made = near.view(target.dtype).view(target.shape) if restored is None else restored(near)
         target.copy_(made)

@@ -188,5 +188,5 @@ class DeviceZones(SlotZones):
         return (start + self.marks[slot, start:stop].nonzero().flatten()).tolist()
 
     def _set(self, slot: int, row: list[int]) -> None:
-        (near,) = to_device(self.rows.device, torch.tensor(row, dtype=torch.int32))
+        (near,) = to_device(self.rows.device, torch.tensor(row, dtype=torch.int32, device="cpu"))
         self.rows.view(self._by_slot)[slot] = near

@@ -159,7 +159,7 @@ class ZoneRows:
         """
         self._rows.arrive()
         (kv_heads, size, _, dim), dtype = self._rows.shape, self._rows.dtype
-        out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype)
+        out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype, device="cpu")
         if len(ids):
             rows, block = self._rows.rows, self._table.on(ids.device)[ids // size].long()
             if self._rows.small:
@@ -184,7 +184,7 @@ class ZoneRows:
 
     def gather(self, ids: Tensor) -> Tensor:
         """Copies rows: ids int `[H_kv, n]` on the CPU, every id in [0, length) -> `[H_kv, n, 2, D]` on the CPU."""
-        heads = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
+        heads = torch.arange(ids.shape[0], device="cpu").repeat_interleave(ids.shape[1])
         return self.take(heads, ids.long().flatten()).view(*ids.shape, *self._rows.shape[2:])
 
     def blocks(

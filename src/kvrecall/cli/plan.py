@@ -76,7 +76,9 @@ def plan(
 
 def _limit(model: str, config: Any, context_tokens: int) -> int | None:
     """The model's context; prints a note if it is shorter."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    from kvrecall.backends.transformers.families import context_limit
+
+    limit = context_limit(config)
     if limit and context_tokens > limit:
         said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
         notes().print(f"note: {said}", soft_wrap=True)

@@ -30,7 +30,9 @@ class Session:
     @property
     def limit_tokens(self) -> int | None:
         """Tokens that the model's context holds, prompt and answer together; None if its config does not say."""
-        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        from kvrecall.engine.prefill import context_limit
+
+        return context_limit(self.model)
 
     def token_ids(self, text: str, most: int | None = None) -> list[int]:
         """Tokens of a text, the first `most` of them; raises ContextLengthError if the model's context cannot hold them."""
@@ -43,7 +45,7 @@ class Session:
         """Token ids as a batch of one on the model's device."""
         import torch
 
-        return torch.tensor([ids], device=self.model.device)
+        return torch.tensor([ids], device=self.model.device, dtype=torch.int64)
 
 
 def open_session(name: str, dtype: str | None, device: str | None, quiet: bool = False) -> Session:

@@ -46,6 +46,10 @@ class Archive(ABC):
         return False
 
     @abstractmethod
+    def knows(self, name: str) -> bool:
+        """Whether it has a value of that name, which files of older releases may lack."""
+
+    @abstractmethod
     def under(self, name: str) -> Archive:
         """The same archive with the prefix `name`."""
 
@@ -145,6 +149,9 @@ class Writer(Archive):
         super().__init__(device, prefix)
         self.notes = notes or Notes()
 
+    def knows(self, name: str) -> bool:
+        return True
+
     def under(self, name: str) -> Writer:
         return Writer(self.device, self.notes, f"{self._prefix}{name}.")
 
@@ -170,6 +177,9 @@ class Reader(Archive):
     def __init__(self, device: torch.device, notes: Notes, prefix: str = "") -> None:
         super().__init__(device, prefix)
         self.notes = notes
+
+    def knows(self, name: str) -> bool:
+        return self._prefix + name in self.notes.values
 
     def under(self, name: str) -> Reader:
         return Reader(self.device, self.notes, f"{self._prefix}{name}.")

@@ -144,17 +144,12 @@ class ForkedProcessError(KVRecallError, RuntimeError):
 
 
 class InterruptedPassError(KVRecallError, RuntimeError):
-    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds.
+    """The last forward pass ended in the middle; the cache has been cut back to the tokens that every layer holds."""
 
-    torn: the cache also has layers with a running state (Mamba, linear attention), which cannot be cut back.
-    """
-
-    def __init__(self, tokens: int, torn: bool = False) -> None:
+    def __init__(self, tokens: int) -> None:
         now = f"It is mended now and holds {tokens:,} tokens per sequence; repeat the call."
-        if torn:
-            now = "Its linear-attention layers cannot give tokens back; call reset() and read the prompt again, or use a fork."
         super().__init__(f"cache: expected layers of equal length, got a cache whose last forward pass was interrupted. {now}")
-        self.tokens, self.torn = tokens, torn
+        self.tokens = tokens
 
 
 class DeviceError(KVRecallError, ValueError):

@@ -17,10 +17,10 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     From torch's allocator, which reuses the memory when the copy is done.
     """
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
     except RuntimeError as error:
         tell_refusal(prod(shape) * dtype.itemsize, str(error).splitlines()[0])
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def refused() -> bool:

@@ -29,8 +29,8 @@ def unpack(codes: Tensor) -> Tensor:
     return torch.where(codes > 0, (codes.int() + OFFSET << SHIFT).view(torch.float32), 0.0)
 
 
-LARGEST = unpack(torch.tensor([255], dtype=torch.uint8)).item()
-LEAST = unpack(torch.tensor([1], dtype=torch.uint8)).item()
+LARGEST = unpack(torch.tensor([255], dtype=torch.uint8, device="cpu")).item()
+LEAST = unpack(torch.tensor([1], dtype=torch.uint8, device="cpu")).item()
 
 
 def scaled_products(products: Tensor, codes: Tensor) -> Tensor:

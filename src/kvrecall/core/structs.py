@@ -234,7 +234,7 @@ class Partial:
     def empty_like(query: Tensor) -> Partial:
         """Identity of the merge for a query `[B, H_q, T_q, D]`."""
         out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        return Partial(out, torch.full(query.shape[:-1], float("-inf"), device=query.device))
+        return Partial(out, torch.full(query.shape[:-1], float("-inf"), device=query.device, dtype=torch.float32))
 
 
 @dataclass

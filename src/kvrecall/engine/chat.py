@@ -84,4 +84,4 @@ class Chat:
         return save(self.cache, folder, about=self.document.about | {"tokens": len(self._said)})  # type: ignore[arg-type]
 
     def _tensor(self, ids: list[int]) -> Tensor:
-        return torch.tensor([ids], device=self.document.model.device)
+        return torch.tensor([ids], device=self.document.model.device, dtype=torch.int64)

@@ -118,7 +118,7 @@ class Decoding:
         new = self.steps[self._written - self._prompt :]
         if new:
             end = self._written + len(new)
-            self._ids[:, self._written : end] = torch.tensor(new).T.to(self._ids.device)
+            self._ids[:, self._written : end] = torch.tensor(new, dtype=torch.int64, device="cpu").T.to(self._ids.device)
             self._written = end
         return self._ids[:, : self._written]
 

@@ -166,7 +166,8 @@ class Document:
         questions = _texts("questions", questions)
         check_sampling(max_new_tokens, temperature, top_p)
         behind = self.check(questions, max_new_tokens)
-        self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill)
+        longest = self.tokens + max(map(len, behind), default=0) + max_new_tokens
+        self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill, expect_tokens=longest)
         most = Engine.of(self.model).max_sequences
         waiting = deque(enumerate(behind))
         running: dict[int, tuple[Request, RetrievalCache, Iterator[list[int]]]] = {}
@@ -230,7 +231,7 @@ class Document:
         return len(held)
 
     def _ids(self, behind: list[int]) -> Tensor:
-        return torch.tensor([self.prompt.prefix + behind], device=self.model.device)
+        return torch.tensor([self.prompt.prefix + behind], device=self.model.device, dtype=torch.int64)
 
 
 def ask(

@@ -69,7 +69,9 @@ class Job:
         if self._held is None:
             asked = self.asked
             asked.cache.owner.hold(self)
-            self._held = keep_prefix(asked.cache, asked.input_ids, asked.attention_mask, most=asked.prompt_tokens - 1)
+            self._held = keep_prefix(
+                asked.cache, asked.input_ids, asked.attention_mask, asked.prompt_tokens - 1, asked.total_tokens
+            )
 
     def admit(self) -> None:
         """Announces the length to the cache, which may raise HostMemoryError or DeviceMemoryError."""
@@ -218,7 +220,7 @@ class _Streamer(TextStreamer):
 
     def put_ids(self, ids: list[int]) -> None:
         """Adds the ids of a step, of one sequence."""
-        self.put(torch.tensor(ids))
+        self.put(torch.tensor(ids, dtype=torch.int64, device="cpu"))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

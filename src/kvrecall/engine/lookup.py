@@ -78,7 +78,9 @@ class LookupDecoding(Decoding):
         logits = None
         if guess is not None:
             self._guess = guess
-            logits = capturing.step(torch.tensor([capturing.padded([last, *guess])]), self.room_tokens)
+            logits = capturing.step(
+                torch.tensor([capturing.padded([last, *guess])], dtype=torch.int64, device="cpu"), self.room_tokens
+            )
         if logits is None:
             if capturing.refused:
                 say_uncaptured(capturing.reason)

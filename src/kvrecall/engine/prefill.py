@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from numbers import Integral
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers import RetrievalCache, attach, families
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.backends.transformers.owner import request
@@ -50,9 +51,10 @@ def prefill(
     if attention_mask is not None:
         check_padding(attention_mask, whole=False)
     total = input_ids.shape[1]
+    final = max(total, expect_tokens or 0)
     with request(cache, "engine.prefill"):
-        done = keep_prefix(cache, input_ids, attention_mask, most=total)
-        cache.reserve(max(total, expect_tokens or 0), input_ids.shape[0])
+        done = keep_prefix(cache, input_ids, attention_mask, most=total, final_tokens=final)
+        cache.reserve(final, input_ids.shape[0])
         try:
             with attach(model, capture=False):
                 while done < total:
@@ -73,12 +75,15 @@ def read_chunk(
 ) -> None:
     """Feeds the next part of a prompt `[B, T]` into the cache, inside `attach`. After an exception layers may have different
     lengths until `align`."""
-    positions = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-    with cache.reading_prompt():
+    given, longest = {}, input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+    if "position_ids" in inspect.signature(type(model.base_model).forward).parameters:  # some count from 0 in every call
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        given["position_ids"] = (seen.cumsum(1) - 1).clamp_min(0)[:, chunk]
+    with cache.reading_prompt(longest):
         model.base_model(
             input_ids=input_ids[:, chunk],
             attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
-            position_ids=None if positions is None else positions[:, chunk],
+            **given,
             **cache_argument(cache),
             use_cache=True,
         )
@@ -92,8 +97,8 @@ def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int)
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """The model's context in tokens, prompt and answer together; None if its config does not say."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """As in `families`, of a model."""
+    return families.context_limit(model.config)
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | None, attention_mask: Tensor | None) -> None:

@@ -158,7 +158,7 @@ class Member:
         self._uncaptured = 0
 
     def _tokens(self) -> Tensor:
-        return torch.tensor([[token] for token in self.decoding.steps[-1]])
+        return torch.tensor([[token] for token in self.decoding.steps[-1]], dtype=torch.int64, device="cpu")
 
 
 class Stepper:
@@ -286,7 +286,7 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     model = group[0].decoding.model
     tokens = [token for member in group for token in member.decoding.steps[-1]]
     positions = [position for member in group for position in member.decoding.positions()]
-    rows = torch.tensor([tokens, positions], device=model.device).unsqueeze(-1)
+    rows = torch.tensor([tokens, positions], device=model.device, dtype=torch.int64).unsqueeze(-1)
     with group[0].asked.computing(), torch.no_grad(), _decoding_modules(model):
         outputs = model(input_ids=rows[0], position_ids=rows[1], **cache_argument(joint), use_cache=True, return_dict=True)
     return outputs.logits[:, -1]

@@ -54,7 +54,7 @@ class Asker:
 
     def tensor(self, ids: list[int]) -> Tensor:
         """Token ids as a batch of one on the model's device."""
-        return torch.tensor([ids], device=self.model.device)
+        return torch.tensor([ids], device=self.model.device, dtype=torch.int64)
 
     def read(self, prompts: list[list[int]], found: list[Condition], expect_tokens: int, *, left: int = _LEFT) -> Readings:
         """Prefills prompts as one batch, without the last `left` tokens, with all rows on the model's device.
@@ -144,10 +144,10 @@ class Conversation:
 def padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Ids int64 `[B, T]` and their mask (0: padding, on the left), which is None if all prompts are equally long."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device, dtype=torch.int64)
     if all(len(p) == longest for p in prompts):
         return ids, None
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device, dtype=torch.int64)
     return ids, mask
 
 

@@ -130,7 +130,7 @@ def _replay_layer(trace: Trace, number: int, method: Method, truth_k: int) -> Te
         reused = (after.reused_rows - before.reused_rows) / selected if selected else float("nan")
         moved = float(after.bytes_fetched - before.bytes_fetched)
         rows.append([*found, float(after.searches - before.searches), moved, reused])
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def _watcher(state: LayerState, candidates: list[Tensor]) -> Callable[[Tensor, Budget, list[int]], None]:

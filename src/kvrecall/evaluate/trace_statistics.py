@@ -23,7 +23,7 @@ class TableRotary(Rotary):
         self.partner, self._cos, self._sin, self.positions = partner, cos, sin, len(cos)
 
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        at = torch.arange(first, first + count).clamp_max(len(self._cos) - 1)
+        at = torch.arange(first, first + count, device="cpu").clamp_max(len(self._cos) - 1)
         return self._cos[at], self._sin[at]
 
     @property
@@ -96,7 +96,7 @@ def from_file(
 def _table(file: Any, name: str, positions: int, dim: int) -> TableRotary:
     cos, sin = (_tensor(file, f"{name}.{part}", torch.float32, (positions, dim)) for part in ("cos", "sin"))
     partner = _tensor(file, f"{name}.partner", torch.int64, (dim,))
-    if not bool(((partner >= 0) & (partner < dim)).all()) or not torch.equal(partner[partner], torch.arange(dim)):
+    if not bool(((partner >= 0) & (partner < dim)).all()) or not torch.equal(partner[partner], torch.arange(dim, device="cpu")):
         raise ValueError(f"{name}.partner: expected pairs of coordinates")
     return TableRotary(cos, sin, partner)
 

@@ -21,7 +21,9 @@ def check_tables(bits: int, tables: int, remedy: str) -> None:
 
 def hyperplanes(head_dim: int, tables: int, bits: int, seed: int, device: torch.device) -> Tensor:
     """Normals fp32 `[tables, bits, D]`, Gaussian, drawn on the CPU so that every device has the same."""
-    drawn = torch.randn(tables, bits, head_dim, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(
+        tables, bits, head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
+    )
     return drawn.to(device)
 
 

@@ -45,11 +45,11 @@ class NoRotary(Rotary):
     """The embedding of a layer that does not rotate its keys."""
 
     def __init__(self, dim: int) -> None:
-        self.partner = torch.arange(dim)
+        self.partner = torch.arange(dim, device="cpu")
 
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         shape = count, self.partner.shape[0]
-        return torch.ones(shape), torch.zeros(shape)
+        return torch.ones(shape, dtype=torch.float32, device="cpu"), torch.zeros(shape, dtype=torch.float32, device="cpu")
 
     @property
     def turns_nothing(self) -> bool:
@@ -109,8 +109,8 @@ class KeyStatistics:
     @staticmethod
     def nothing(kv_heads: int, dim: int) -> KeyStatistics:
         """Statistics of no token."""
-        square = torch.zeros(kv_heads, dim, dim, dtype=torch.float64)
-        return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64), square, square)
+        square = torch.zeros(kv_heads, dim, dim, dtype=torch.float64, device="cpu")
+        return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64, device="cpu"), square, square)
 
     @property
     def key_second(self) -> Tensor:

@@ -56,6 +56,6 @@ class NonFinite:
         """Flags whose sequence i is this one's `sequences[i]`."""
         chosen = copy(self)
         with lasting_tensors():
-            chosen._flags = self._flags[torch.tensor(sequences, device=self._flags.device)]
+            chosen._flags = self._flags[torch.tensor(sequences, device=self._flags.device, dtype=torch.int64)]
         chosen._read = None
         return chosen

@@ -8,7 +8,7 @@ from typing import Any
 from kvrecall.core.errors import ModelFilesError
 from kvrecall.core.extras import require_transformers
 from kvrecall.models import hub, sound
-from kvrecall.models.gguf_header import check_header
+from kvrecall.models.gguf_config import gguf_config
 from kvrecall.models.load import first_line, quiet, require_gguf_packages
 from kvrecall.models.registry import known_config
 from kvrecall.models.resolve import resolve
@@ -27,21 +27,21 @@ def load_config(spec: str | Path) -> Any:
     source = resolve(spec)
     if source.kind == "known":
         return known_config(source.spec)
-    options: dict[str, Any] = {"trust_remote_code": False}
+    packed: Path | None = None
     folder = hub.snapshot(source.spec, source.spec, "config.json") if source.kind == "hub" else source.path
     assert folder is not None
     if source.kind == "gguf":
         path, folder = folder, find_unpacked(folder)
         if folder is None:
             require_gguf_packages(source.spec)
-            folder, options["gguf_file"] = path.parent, path.name
+            packed, folder = path, path.parent
     try:
         with quiet():
-            if "gguf_file" in options:
-                check_header(folder / options["gguf_file"])
+            if packed is not None:
+                config = gguf_config(packed)
             else:
                 sound.check_folder(folder)
-            config = AutoConfig.from_pretrained(str(folder), **options)
+                config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
             sound.check_config(config, None)
             return config
     except Exception as error:

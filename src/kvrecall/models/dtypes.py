@@ -33,7 +33,7 @@ def as_device(value: torch.device | str | None) -> torch.device:
         device = torch.device(value)
         if device.type == "meta":
             raise NotImplementedError  # it computes nothing
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise ParameterError(
             "device", "cpu or a device that torch sees", str(value), "Leave it out for the best one."

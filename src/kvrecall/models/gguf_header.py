@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_HEADER_BYTES = 1 << 27
@@ -21,14 +22,25 @@ MAX_DIMENSIONS = 4
 
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
 class HeaderError(ValueError):
     """What is wrong with the header; half a sentence for a longer one."""
 
 
-def check_header(path: Path) -> int:
-    """Number of tensors of a sound GGUF file. Raises `HeaderError`, `OSError`."""
+@dataclass(frozen=True)
+class Header:
+    """What else a header tells. tensors: how many there are. values: numbers and texts of the keys about RoPE scaling and split
+    files. rope_tensors: factors of each frequency, by the tensor's name; none where they are not in float32."""
+
+    tensors: int
+    values: dict[str, float | str] = field(default_factory=dict)
+    rope_tensors: dict[str, list[float]] = field(default_factory=dict)
+
+
+def check_header(path: Path) -> Header:
+    """The header of a sound GGUF file. Raises `HeaderError`, also for a part of a split file, and `OSError`."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size < 24:
@@ -43,8 +55,11 @@ class _Header:
     def __init__(self, data: mmap.mmap, size: int) -> None:
         self.data, self.size, self.at = data, size, 0
         self.limit = min(size, MAX_HEADER_BYTES)
+        self.values: dict[str, float | str] = {}
+        self.rope_places: dict[str, tuple[int, int, int]] = {}
+        """Of tensors of RoPE scaling: type, count and offset."""
 
-    def check(self) -> int:
+    def check(self) -> Header:
         version, tensors, keys = struct.unpack_from("<4xIQQ", self.data)
         self.at = 24
         if version not in (2, 3):
@@ -60,12 +75,28 @@ class _Header:
             self.skip_value(kind)
             if key == b"general.alignment" and kind == _UINT32:
                 (alignment,) = struct.unpack_from("<I", self.data, start)
+            if b".rope.scaling." in key or key.startswith(b"split."):
+                self.values[key.decode("utf-8", "replace")] = self.value(kind, start)
+        if (parts := self.values.get("split.count", 1)) != 1:
+            told = f"it is part {int(self.values.get('split.no', 0)) + 1} of a model in {parts} files"
+            raise HeaderError(f"{told}; join them by `llama-gguf-split --merge` of llama.cpp")
         if not alignment or alignment & (alignment - 1):
             raise HeaderError(f"its alignment is {alignment}, which is no power of two")
-        self.check_tensors(tensors, alignment)
-        return tensors
+        start = self.check_tensors(tensors, alignment)
+        floats = {
+            name: list(struct.unpack_from(f"<{count}f", self.data, start + offset)) if kind == 0 else []
+            for name, (kind, count, offset) in self.rope_places.items()
+        }
+        return Header(tensors, self.values, floats)
 
-    def check_tensors(self, count: int, alignment: int) -> None:
+    def value(self, kind: int, at: int) -> float | str:
+        """The value of a key whose bytes begin at `at`; empty for an array."""
+        if kind in _NUMBERS:
+            return struct.unpack_from(_NUMBERS[kind], self.data, at)[0]
+        return self.data[at + 8 : self.at].decode("utf-8", "replace") if kind == _STRING else ""
+
+    def check_tensors(self, count: int, alignment: int) -> int:
+        """Returns the first byte of the weights."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         sizes = {int(kind): GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
@@ -86,6 +117,8 @@ class _Header:
             per_block, block_bytes = sizes[kind]
             if not all(shape) or shape[0] % per_block:
                 raise HeaderError(f"tensor {shown!r} has shape {shape}, which its type cannot have")
+            if name.startswith(b"rope_"):
+                self.rope_places[shown] = kind, math.prod(shape), offset
             if offset != expected:
                 raise HeaderError(f"tensor {shown!r} begins at byte {offset:,} of the weights, expected {expected:,}")
             nbytes = math.prod(shape) // per_block * block_bytes
@@ -96,6 +129,7 @@ class _Header:
         start = -(-self.at // alignment) * alignment
         if start + end > self.size:
             raise HeaderError(f"its weights end at byte {start + end:,}, the file at {self.size:,}")
+        return start
 
     def skip_value(self, kind: int) -> None:
         if kind in _WIDTHS:

@@ -15,7 +15,8 @@ from kvrecall.core.errors import ModelFilesError, install_command
 from kvrecall.core.extras import require_transformers
 from kvrecall.models import sound
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
-from kvrecall.models.gguf_header import HeaderError, check_header
+from kvrecall.models.gguf_config import gguf_config
+from kvrecall.models.gguf_header import HeaderError
 from kvrecall.models.gguf_reader import quick_reader
 from kvrecall.models.hub import Progress
 from kvrecall.models.pull import pull
@@ -67,15 +68,11 @@ def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Callable[[s
         with contextlib.suppress(ModelFilesError):
             return _load_folder(spec, unpacked, dtype)
     require_gguf_packages(spec)
-    from transformers import AutoConfig
-
     if spec in KNOWN:
         verify(KNOWN[spec], path)
     options = {"gguf_file": path.name, "trust_remote_code": False}
     with _clear_errors(spec, "could not be read as GGUF", "Fetch the file again."), quiet():
-        check_header(path)
-        # Reading the config from the file took 8 s for a vocabulary of 150,000 until transformers 5.18.
-        config = known_config(spec) if spec in KNOWN else AutoConfig.from_pretrained(str(path.parent), **options)
+        config = gguf_config(path, known_config(spec) if spec in KNOWN else None)
         sound.check_config(config, path.stat().st_size)
         # The dequantiser's progress bar has no switch of its own.
         with contextlib.redirect_stderr(io.StringIO()), quick_reader():

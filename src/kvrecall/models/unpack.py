@@ -29,6 +29,8 @@ from kvrecall.models.store import models_dir, size_of
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 DEFAULT_LIMIT = "4g"
+_FORM = 2
+"""Counts up when the same file unpacks to something else: copies of an older form are not used."""
 
 
 def limit_bytes() -> int:
@@ -56,7 +58,7 @@ def bytes_of(folder: Path) -> int:
 def folder_of(gguf: Path, dtype: torch.dtype) -> Path:
     """Where the unpacked form of this file belongs; another file under the same name gets another folder."""
     status = gguf.stat()
-    identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}"
+    identity = f"{_FORM}|{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return models_dir() / "unpacked" / f"{gguf.stem}-{key}-{str(dtype).removeprefix('torch.')}"
 

@@ -28,6 +28,7 @@ from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, c
 from kvrecall.backends.transformers.generating import GenerateHook
 from kvrecall.backends.transformers.joint import JointCache
 from kvrecall.backends.transformers.passes import Inputs, OpenCall
+from kvrecall.backends.transformers.pieces import hooks_for_pieces
 from kvrecall.backends.transformers.switch import decoder_configs, registered, switched
 from kvrecall.core.errors import (
     CacheInUseError,
@@ -116,6 +117,7 @@ class Attachment:
         self._tokenizer = self._tokenizer if tokenizer is None else tokenizer
         if not self._handles:
             self._registered.enter_context(registered(retrieval_attention, retrieval_mask))
+            self._handles += hooks_for_pieces(self._parts[0])
             for part in self._parts:
                 self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
                 self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))

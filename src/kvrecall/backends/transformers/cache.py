@@ -12,20 +12,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)  # fmt: skip
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes
-from kvrecall.backends.transformers.families import check_config, template
+from kvrecall.backends.transformers.families import check_config, factor_switch, template
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
 from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pools import pool_of
@@ -46,6 +41,7 @@ from kvrecall.core.errors import (
 )
 from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
 from kvrecall.core.process import check_process
+from kvrecall.core.structs import lasting_tensors
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 
@@ -100,6 +96,12 @@ class RetrievalCache(Cache):
         self.reserved_tokens = 0
         self.prefilling = False
         """Whether new tokens belong to a prompt, even if few; see `reading_prompt`."""
+        self.prompt_length = 0
+        """Inside `reading_prompt`: positions of the whole prompt."""
+        self.factor_switch = factor_switch(config)
+        """As in `families`."""
+        self.long_factors: bool | None = None
+        """Under longrope: whether the keys have the long factors; None while that is open."""
         self.on_queries: Callable[[int, Tensor], None] | None = None
         """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
         self.tokens = TokenLog()
@@ -113,15 +115,16 @@ class RetrievalCache(Cache):
         self.tokenizer: Any = None
         """For the text that key statistics come from; None: found by the model's `name_or_path`."""
         self._model: ref[PreTrainedModel] | None = None
-        self._torn = False
         self.tables: list[BlockTable] | None = None
         """Block tables of the sequences, for all layers; None while the cache is empty."""
         layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
         """The layers that store keys: retrieval layers and transformers' own."""
-        self._windows: list[tuple[CacheLayerMixin, dict[str, Any]]] = []
-        """Sliding layers before the current forward pass, because a crop cannot restore tokens that left a window."""
+        self.runs_states = any(keeps_running_state(layer) for layer in self.layers)
+        """Whether layers keep a running state: Mamba, convolutions, linear attention."""
+        self._before: LayersBefore | None = None
+        """transformers' layers before the last forward pass: a crop cannot restore what left a window or ran into a state."""
 
     @classmethod
     def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
@@ -217,7 +220,7 @@ class RetrievalCache(Cache):
         fork.rows_on_device = rows_on_device
         if method.zone_sizes() != self.method.zone_sizes():
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
-        fork.method, fork._windows, fork.on_queries = method, [], None
+        fork.method, fork._before, fork.on_queries = method, None, None
         fork.owner = Owner()
         fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
         model = None if self._model is None else self._model()
@@ -276,15 +279,18 @@ class RetrievalCache(Cache):
         return self.tables
 
     @contextmanager
-    def reading_prompt(self) -> Iterator[None]:
+    def reading_prompt(self, prompt_length: int = 0) -> Iterator[None]:
         """Inside, the model's tokens are a chunk of a prompt, even if few: they attend to everything and settle the zones.
-        Outside, up to 8 tokens in one call after others are decode queries that retrieve."""
+        Outside, up to 8 tokens in one call after others are decode queries that retrieve.
+
+        prompt_length: positions of the whole prompt, for rotary embeddings that change with the length."""
         with request(self, "reading_prompt"):
-            before, self.prefilling = self.prefilling, True
+            before = self.prefilling, self.prompt_length
+            self.prefilling, self.prompt_length = True, prompt_length
             try:
                 yield
             finally:
-                self.prefilling = before
+                self.prefilling, self.prompt_length = before
 
     def __copy__(self) -> RetrievalCache:
         return self.fork()
@@ -326,6 +332,16 @@ class RetrievalCache(Cache):
             self._begin_pass(key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in transformers. The states outlive the call, whose mode may be another than that of the next one."""
+        with lasting_tensors():
+            return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `update_conv_state`."""
+        with lasting_tensors():
+            return super().update_recurrent_state(*args, **kwargs)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Logical length in tokens; by default the length that all layers have, also after an interrupted forward pass."""
         if layer_idx:
@@ -336,7 +352,8 @@ class RetrievalCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes tokens from the end; a negative count, as transformers has it.
 
-        Raises ParameterError, and changes nothing, for more tokens than there are, and after a sliding window has moved on.
+        Raises ParameterError, and changes nothing, for more tokens than there are, after a sliding window has moved on, and for
+        layers with a running state.
         """
         tokens_to_remove = integer("crop", tokens_to_remove, _UNCHANGED)  # transformers 5.17 passes a tensor of one number
         if tokens_to_remove:  # `generate` also calls with 0, even while steps are captured
@@ -344,15 +361,12 @@ class RetrievalCache(Cache):
         length = self.get_seq_length()
         if -tokens_to_remove > length:
             raise ParameterError("crop", f"at most {length} tokens to remove", -tokens_to_remove, "The cache is unchanged.")
-        windows: list[Any] = [x for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
-        if tokens_to_remove and any(x.get_seq_length() >= x.sliding_window and not x.record_past for x in windows):
+        if tokens_to_remove and length and (fixed := self.fixed_layers()):
+            running = keeps_running_state(self.layers[fixed[0]])
+            why = f"layer {fixed[0]} keeps a running state" if running else "the sliding windows have moved on"
             remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
-            raise ParameterError("crop", "0 tokens, because the sliding windows have moved on", -tokens_to_remove, remedy)
+            raise ParameterError("crop", f"0 tokens, because {why}", -tokens_to_remove, remedy)
         keep = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
-        fixed = [i for i, layer in enumerate(self.layers) if _holds_tokens(layer) and not getattr(layer, "is_croppable", True)]
-        if tokens_to_remove and length and fixed:
-            remedy = "Call reset() and start anew, or fork() the cache before going on; it is unchanged."
-            raise ParameterError("crop", f"0 tokens, because layer {fixed[0]} keeps a running state", -tokens_to_remove, remedy)
         for layer in self.layers:
             crop: Any = getattr(layer, "crop", None)
             if isinstance(layer, RetrievalLayer):
@@ -361,14 +375,30 @@ class RetrievalCache(Cache):
                 crop(tokens_to_remove)
         self.tokens.truncate(keep)
 
+    @operation("rewind")
+    def rewind(self, tokens: int) -> int:
+        """Goes back to `tokens` tokens; where layers cannot remove tokens, to those before the last forward pass, if these are
+        fewer. Returns how many it holds then. Raises as `crop`, with the cache unchanged."""
+        before = self._before
+        if before is not None and 0 < before.tokens <= tokens < self.get_seq_length() and self.fixed_layers():
+            self.undo(before.tokens)
+        elif tokens < self.get_seq_length():
+            self.crop(tokens - self.get_seq_length())
+        return self.get_seq_length()
+
+    def fixed_layers(self) -> list[int]:
+        """Layers that cannot remove tokens."""
+        return [number for number, layer in enumerate(self.layers) if not can_crop(layer)]
+
     @operation("reset")
     def reset(self) -> None:
         """Forgets every token and counter; the cache can then hold another batch."""
-        self._windows, self._torn, self.tokens, self.statistics = [], False, TokenLog(), None
-        self.tables = self._session = self._writer = None
-        for layer in self.layers:
-            if isinstance(layer, DynamicLayer):  # up to transformers 5.17 these zero their rows but keep them
-                layer.keys, layer.values, layer.is_initialized = None, None, False
+        self._before, self.tokens, self.statistics, self.long_factors = None, TokenLog(), None, None
+        self.tables, self._session, self._writer, self.reserved_tokens = None, None, None, 0
+        self.layers = [
+            x if isinstance(x, RetrievalLayer) else new for x, new in zip(self.layers, template(self._config), strict=True)
+        ]
+        for layer in self.retrieval_layers:
             layer.reset()
 
     @operation("reorder_cache")
@@ -380,14 +410,11 @@ class RetrievalCache(Cache):
     @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:
         repeats = integer("repeats", repeats, _UNCHANGED, least=1)
-        with self._rearranged([b for b in range(self.sequences) for _ in range(repeats)]):
-            super().batch_repeat_interleave(repeats)
+        self.reorder_cache(torch.arange(self.sequences, device="cpu").repeat_interleave(repeats))
 
     @operation("batch_select_indices")
     def batch_select_indices(self, indices: Tensor) -> None:
-        indices = self._numbers("indices", indices)
-        with self._rearranged(indices.tolist()):
-            super().batch_select_indices(indices)
+        self.reorder_cache(self._numbers("indices", indices))
 
     def _numbers(self, name: str, given: object) -> Tensor:
         """Numbers of sequences, int64 `[n]`; a mask stands for the numbers where it is true. Raises ParameterError."""
@@ -410,6 +437,7 @@ class RetrievalCache(Cache):
                     self.tables = [before[b].fork() for b in sequences]
                 yield
                 self.tokens.select(sequences)
+                self._before = None
             except BaseException:
                 self.tables = before
                 raise
@@ -424,34 +452,36 @@ class RetrievalCache(Cache):
             return
         torn = [layer.mend() for layer in self.retrieval_layers]
         if self.running is not None:
-            self.running.finish(failed=any(torn) or bool(self.running.missing()))
+            self.running.abandon(any(torn))
         self.undo(self.get_seq_length())
 
     def undo(self, tokens: int) -> None:
         """Cuts every layer to `tokens` tokens, after a forward pass that was not accepted."""
         for layer in self.retrieval_layers:
             layer.mend()
-        for layer, before in self._windows:
-            if layer.get_seq_length() > tokens:
-                vars(layer).update(before)
-        self._windows = []
+        if self._before is not None and self._before.tokens == tokens:
+            self._before.restore()
         for number in self._attention_numbers:
             layer: Any = self.layers[number]
             if layer.get_seq_length() > tokens:
                 layer.crop(tokens - layer.get_seq_length())
         self.tokens.truncate(tokens)
-        running = [layer for layer in self.layers if not isinstance(layer, RetrievalLayer) and _keeps_running_state(layer)]
-        if running and not tokens:
-            for state in running:
-                state.reset()
-        elif running:  # it is unknown which of them have seen the removed tokens
-            self._torn = True
+
+    def restore_layer(self, layer: Any) -> None:
+        """Puts one of transformers' layers back to its state before the current pass."""
+        assert self._before is not None
+        self._before.restore(layer)
+
+    def grows_too_long(self, tokens: int) -> bool:
+        """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
+        return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
 
     def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
         not match the stored tokens; nothing is stored then."""
         self.settle()
         passes.check_inputs(self, inputs)
+        self._before = LayersBefore.of(self.layers, self.get_seq_length())
         return ForwardPass(self, inputs, claim)
 
     def settle(self) -> None:
@@ -461,13 +491,10 @@ class RetrievalCache(Cache):
         self.owner.check("settle")
         stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
         if stale is not None:
-            torn = torn or bool(stale.missing())
-            stale.finish(failed=torn)
+            torn = stale.abandon(torn)
         if torn or len(set(map(self._length, self._attention_numbers))) > 1:
             self._recover()
-            raise InterruptedPassError(self.get_seq_length(), self._torn)
-        if self._torn:
-            raise InterruptedPassError(self.get_seq_length(), True)
+            raise InterruptedPassError(self.get_seq_length())
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""
@@ -504,7 +531,6 @@ class RetrievalCache(Cache):
     def _begin_pass(self, keys: Tensor) -> None:
         if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores
             self._check_host(keys.shape[2], keys.shape[0], keys)
-        self._windows = [(x, dict(vars(x))) for x in self.layers if isinstance(x, DynamicSlidingWindowLayer)]
 
     def _check_host(self, tokens: int, sequences: int, keys: Tensor | None, method: Method | None = None) -> None:
         """Raises HostMemoryError if the host has no room for `tokens` more tokens. method: for new layers, by default the
@@ -560,12 +586,3 @@ def _check_rows_on_device(given: object) -> None:
     if given not in (None, False):
         remedy = "Leave it out: rows lie on a GPU while it has room for them."
         raise ParameterError("rows_on_device", "None or False", given, remedy)
-
-
-def _keeps_running_state(layer: Any) -> bool:
-    """Whether a layer keeps a running state, from which tokens cannot be removed."""
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
-def _holds_tokens(layer: Any) -> bool:
-    return isinstance(layer, CacheLayerMixin) or _keeps_running_state(layer)

@@ -56,10 +56,13 @@ class Found:
 
 def write(width: int, source: int, real: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(cos, sin) fp32 `[GROUPS, TOKENS, W]` for the answer number `source`; real: `[TOKENS, W]` each."""
-    cos, sin = torch.zeros(GROUPS, TOKENS, width), torch.zeros(GROUPS, TOKENS, width)
+    cos, sin = (
+        torch.zeros(GROUPS, TOKENS, width, dtype=torch.float32, device="cpu"),
+        torch.zeros(GROUPS, TOKENS, width, dtype=torch.float32, device="cpu"),
+    )
     cos[[PLAIN, MOVED]] = 1
     sin[PARTNER] = 1
-    columns, here = torch.arange(width), torch.tensor(source)
+    columns, here = torch.arange(width, device="cpu"), torch.tensor(source, dtype=torch.int64, device="cpu")
     for digit in range(_DIGITS):
         cos[COS + digit], sin[SIN + digit] = _power(columns, digit), _power(columns, digit)
         cos[SOURCE + digit] = _power(here, digit)
@@ -77,10 +80,10 @@ def read(keys: Tensor, tolerance: float) -> Found | None:
         return None
     stays = (samples[GONE] - plain).norm(dim=0) <= tolerance * size
     turned = ~stays
-    identity, none = torch.arange(dim), torch.full((dim,), -1)
+    identity, none = torch.arange(dim, device="cpu"), torch.full((dim,), -1, dtype=torch.int64, device="cpu")
     if not turned.any():
         nothing = (samples[[PARTNER, COS, REAL]] - plain).norm(dim=1) <= tolerance * size
-        return Found(identity, none, none, torch.zeros(dim), None) if nothing.all() else None
+        return Found(identity, none, none, torch.zeros(dim, dtype=torch.float32, device="cpu"), None) if nothing.all() else None
     if (samples[GONE].norm(dim=0) > tolerance * size)[turned].any():
         return None
     products = partnered.T @ plain

@@ -24,6 +24,8 @@ _REFUSED = {
 """Families that would otherwise fail with another library's error."""
 
 _STEADY_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
+CHANGING_ROTARY = ("longrope", "dynamic")
+"""Kinds of rotary embeddings that change with the length of the text. Others outside of both lists count as changing, too."""
 
 
 def check_config(config: PretrainedConfig) -> None:
@@ -80,10 +82,35 @@ def check_model(model: PreTrainedModel) -> None:
 
 def changing_rotary(config: PretrainedConfig) -> str | None:
     """The kind of a rotary embedding that changes with the length of the text; None if it depends only on the position."""
-    scaling: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_scaling", None) or {}
-    each = [own for own in scaling.values() if isinstance(own, dict)] or [scaling]  # some models have one per layer type
-    kinds = [own.get("rope_type", "default") for own in each]
+    kinds = [own.get("rope_type", "default") for own in _rotaries(config)]
     return next((kind for kind in kinds if kind not in _STEADY_ROTARY), None)
+
+
+def factor_switch(config: PretrainedConfig) -> int | None:
+    """Tokens up to which a longrope model takes its short factors; None for other rotary embeddings."""
+    found = [own["original_max_position_embeddings"] for own in _rotaries(config) if own.get("rope_type") == "longrope"]
+    return min(found, default=None)
+
+
+def context_limit(config: PretrainedConfig) -> int | None:
+    """A model's context in tokens, prompt and answer together; None if its config does not say.
+
+    Model cards of YaRN, linear and dynamic scaling leave `max_position_embeddings` at the original length and give the factor.
+    Configs with scaling per layer type, and of other kinds, give the scaled length.
+    """
+    text = config.get_text_config(decoder=True)
+    limit, (scaling, *more) = getattr(text, "max_position_embeddings", None), _rotaries(config)
+    kind, factor = scaling.get("rope_type"), scaling.get("factor") or 1
+    if not limit or more or kind not in ("yarn", "linear", "dynamic"):
+        return limit
+    original = scaling.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * factor))
+
+
+def _rotaries(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of a model's rotary embeddings; some models have one per layer type."""
+    scaling: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_scaling", None) or {}
+    return [own for own in scaling.values() if isinstance(own, dict)] or [scaling]
 
 
 def transformers_model(model: Any) -> PreTrainedModel:

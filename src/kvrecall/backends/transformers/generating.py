@@ -20,12 +20,15 @@ from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.backends.transformers.owner import request
 from kvrecall.backends.transformers.passes import check_padding
 from kvrecall.backends.transformers.prefix import keep_prefix
-from kvrecall.core.errors import ParameterError, ShapeError
+from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
+
+_PREPARE = "prepare_inputs_for_generation"
 
 
 class GenerateHook:
     """Replaces methods of a model: `generate`, and those that transformers' decoding loops call once, with the prepared prompt:
-    `_prefill`, and `_get_candidate_generator` in assisted decoding."""
+    `_prefill`, and `_get_candidate_generator` in assisted decoding. Also `prepare_inputs_for_generation`, which every step
+    calls."""
 
     def __init__(self, model: PreTrainedModel, captures: Callable[[], bool]) -> None:
         """captures: whether steps may be captured."""
@@ -36,7 +39,7 @@ class GenerateHook:
     def install(self) -> None:
         """Replaces the methods, if the model generates."""
         model: Any = self._model()
-        kinds = {"generate": _Generating, "_prefill": _Prefilling, "_get_candidate_generator": _Assisted}
+        kinds = {"generate": _Generating, "_prefill": _Prefilling, "_get_candidate_generator": _Assisted, _PREPARE: _Preparing}
         for name, kind in kinds.items():
             if name not in self._own and hasattr(model, name):
                 self._own[name] = vars(model).get(name)
@@ -95,8 +98,25 @@ class _Prefilling(_Replaced):
         cache = given_cache(given)
         if isinstance(cache, RetrievalCache) and (model := self._model()) is not None:
             cache.meet(model)  # a cache of another model is not cut
+            if cache.factor_switch is not None:
+                cache.reserved_tokens = max(cache.reserved_tokens, config.max_length)
             _go_on(cache, input_ids, config, given)
         return super().__call__(*args, **kwargs)
+
+
+class _Preparing(_Replaced):
+    """A model's `prepare_inputs_for_generation`. Phi-3 drops the cache there where a text grows beyond its original length; for
+    a RetrievalCache it prepares as other models do."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache, model, made = given_cache(kwargs), self._model(), super().__call__(*args, **kwargs)
+        if model is None or not isinstance(cache, RetrievalCache) or given_cache(made) is cache:
+            return made
+        owner = next(kind for kind in type(model).__mro__ if _PREPARE in vars(kind))
+        made = getattr(super(owner, model), _PREPARE)(*args, **kwargs)
+        if given_cache(made) is not cache:
+            raise UnsupportedModelError(cache.signature.model_type, "a model that leaves its cache out of a call")
+        return made
 
 
 class _Assisted(_Replaced):
@@ -138,8 +158,9 @@ def _go_on(cache: RetrievalCache, input_ids: Tensor, config: GenerationConfig, g
     if masked != tokens:
         expected = f"{tokens:,} columns, for the prompt, or {held + tokens:,}, with the {held:,} tokens that the cache holds"
         raise ShapeError("attention_mask", expected, masked, "Pass the tokenizer's attention_mask, or none.")
-    kept = keep_prefix(cache, input_ids, mask, most=tokens - 1, needed=True)
-    if kept < held and (held, kept) != (tokens, tokens - 1):
+    same = held <= tokens and cache.tokens.common_prefix(input_ids, None if mask is None else mask.bool()) == held
+    kept = keep_prefix(cache, input_ids, mask, tokens - 1, config.max_length, needed=True)
+    if kept < held and not same:
         warnings.warn(_CUT, RuntimeWarning, stacklevel=2)
 
 

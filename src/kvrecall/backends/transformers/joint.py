@@ -50,12 +50,13 @@ class JointCache(Cache):
                 remedy = "Decode in turn, one call per request."
                 raise ParameterError("members", "caches that hold tokens, in retrieval layers only", repr(member), remedy)
         self.members = list(members)
-        ends = torch.tensor([member.sequences for member in members]).cumsum(0).tolist()
+        ends = torch.tensor([member.sequences for member in members], dtype=torch.int64, device="cpu").cumsum(0).tolist()
         self.rows = [slice(end - member.sequences, end) for end, member in zip(ends, members, strict=True)]
         """The batch rows of each member."""
         self.failed: dict[int, Exception] = {}
         """By number of the member: why it did not take part in the last step. Such a member is unchanged."""
         self.running: JointPass | None = None
+        self.runs_states = False
         super().__init__(layers=[JointLayer(self, number) for number in range(len(members[0].layers))])
 
     @property

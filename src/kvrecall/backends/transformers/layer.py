@@ -244,16 +244,6 @@ class RetrievalLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self._select([b for b in range(self.state.shape.sequences) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None:
-            if indices.dtype == torch.bool:
-                indices = indices.nonzero().squeeze(1)
-            self._select(indices.tolist())
-
     def fork(self, cache: RetrievalCache) -> RetrievalLayer:
         """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write if the
         zones have the same sizes."""
@@ -331,7 +321,7 @@ class RetrievalLayer(CacheLayerMixin):
     def _advance(self, valid: Tensor | None, new: int) -> None:
         if valid is not None or self._valid is not None:
             b = self._ready().shape.sequences
-            past = torch.ones(b, self._logical, dtype=torch.bool) if self._valid is None else self._valid
-            fresh = torch.ones(b, new, dtype=torch.bool) if valid is None else valid
+            past = torch.ones(b, self._logical, dtype=torch.bool, device="cpu") if self._valid is None else self._valid
+            fresh = torch.ones(b, new, dtype=torch.bool, device="cpu") if valid is None else valid
             self._valid = torch.cat([past, fresh], 1)
         self._logical += new

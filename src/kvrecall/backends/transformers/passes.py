@@ -96,6 +96,14 @@ class OpenCall:
         """Accepts the call, or undoes it if it failed."""
         raise NotImplementedError
 
+    def abandon(self, torn: bool = False) -> bool:
+        """Ends a dead call, whose last hook did not run; returns whether it was undone. torn: a layer has stored half of it.
+
+        It is accepted if all layers have stored it. Layers with a running state do not show whether they have."""
+        failed = torn or bool(self.missing()) or self.cache.runs_states
+        self.finish(failed)
+        return failed
+
     def _close(self) -> None:
         """Makes the model call its own attention function again, and ends storing."""
         self._undo.close()

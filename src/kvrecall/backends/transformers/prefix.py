@@ -10,12 +10,15 @@ from kvrecall.core.errors import ParameterError, ShapeError
 
 
 def keep_prefix(
-    cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, *, needed: bool = False
-) -> int:
-    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens; returns the length.
+    cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, final_tokens: int, *,
+    needed: bool = False,
+) -> int:  # fmt: skip
+    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
+    only go back to those before the last forward pass; returns the length.
 
-    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. needed: whether a prompt without a common token is
-    refused; otherwise the cache is emptied. Synchronises once.
+    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; keys whose rotary
+    embedding is for shorter texts are not kept. needed: whether a prompt without a common token is refused; otherwise the cache
+    is emptied. Synchronises once.
 
     Raises ShapeError for another number of sequences or a refused prompt, and ParameterError if tokens that ids do not describe
     (embeddings, images) would have to be compared, or if the cache cannot remove tokens; the cache is unchanged then.
@@ -40,18 +43,16 @@ def keep_prefix(
         remedy = "Pass the whole conversation; for another prompt use a new cache, reset(), or a cache.fork() made before."
         raise ShapeError("input_ids", expected, "another prompt", remedy)
     common = min(common, most)
-    if not common:
+    if not common or cache.grows_too_long(final_tokens):
         cache.reset()
-    elif common < held:
-        cache.crop(common - held)
-    return common
+    return cache.rewind(common)
 
 
 def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False) -> int:
     """How many first tokens of a prompt `[1, T]` a fork of the cache can stand for, cut to them, without changing the answer.
 
     cache: one sequence; it has read a prompt and decoded nothing. whole: all of its tokens, or none. At least two tokens are
-    left to be read, because a single one would be a decode step. A cache that remembers the prompt's last queries is cut only
+    left to be read, because a single one would be a decode step. Running states cannot be cut. A cache that remembers the prompt's last queries is cut only
     if it remembers as many as a new one would.
     """
     held, total = cache.get_seq_length(), input_ids.shape[1]
@@ -59,6 +60,8 @@ def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False)
     if common == held:
         return held
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
+    if cache.fixed_layers():
+        return 0
     watched = any(state.index is not None and state.index.watches for state in states)
     if whole or watched or any(state.log is not None and held > max(total, state.log.window) for state in states):
         return 0

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers import codes
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.families import Heads, template
+from kvrecall.backends.transformers.families import Heads, context_limit, template
 from kvrecall.backends.transformers.rotary_module import ModelRotary, Question, state_of
 from kvrecall.index.statistics import NoRotary, Rotary
 
@@ -169,20 +169,19 @@ class _Asking:
         self._real: dict[int, tuple[Tensor, Tensor]] = {}
         self._known: dict[Any, Question] = {}
         draw = torch.Generator().manual_seed(0)
-        self._positions = torch.randint(1, FAR, (codes.TOKENS,), generator=draw)
-        text = model.config.get_text_config(decoder=True)
-        limit = getattr(text, "max_position_embeddings", None)
+        self._positions = torch.randint(1, FAR, (codes.TOKENS,), generator=draw, device="cpu")
+        limit = context_limit(model.config)
         self._moved = self._positions % max(1, min(FAR, limit or FAR) - 4) + 1
         table: Any = self._decoder.get_input_embeddings()
         offloaded = table.weight.device.type == "meta"  # accelerate moves weights and arguments to the device
         self._device, vocabulary = torch.device("cpu") if offloaded else table.weight.device, table.weight.shape[0]
-        self._ids = torch.randint(vocabulary // 8, vocabulary, (codes.TOKENS,), generator=draw)
+        self._ids = torch.randint(vocabulary // 8, vocabulary, (codes.TOKENS,), generator=draw, device="cpu")
 
     def run(self) -> _Seen:
         """Makes the call. Raises what the model raises."""
         cache, device = _Recorder(self._model.config), self._device
         given: dict[str, Any] = {"input_ids": self._ids.repeat(codes.GROUPS)[:, None].to(device)}
-        positions = torch.zeros(codes.GROUPS, codes.TOKENS, dtype=torch.long)
+        positions = torch.zeros(codes.GROUPS, codes.TOKENS, dtype=torch.long, device="cpu")
         positions[codes.MOVED] = self._moved
         told = inspect.signature(type(self._decoder).forward).parameters
         if "position_ids" in told:

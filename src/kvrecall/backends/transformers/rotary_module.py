@@ -39,7 +39,7 @@ class _Floats:
         shape[0] = 1
         if len(shape) > 2:
             shape[-2] = len(positions)
-        return torch.zeros((), device=positions.device).expand(shape)
+        return torch.zeros((), device=positions.device, dtype=torch.float32).expand(shape)
 
 
 class Question:
@@ -101,7 +101,7 @@ class Question:
     def _knows(self, position: int) -> bool:
         module = _copy_of(self._module, torch.device("cpu"))
         try:
-            self._asked(module, torch.tensor([position]))
+            self._asked(module, torch.tensor([position], dtype=torch.int64, device="cpu"))
         except Exception:  # of any kind: it has no such position
             return False
         return True
@@ -120,7 +120,7 @@ class ModelRotary(Rotary):
         last = self._last
         if last is not None and last[0] == (first, count):  # all layers of a model use the same positions
             return last[1]
-        cos, sin = self._question(torch.arange(first, first + count))
+        cos, sin = self._question(torch.arange(first, first + count, device="cpu"))
         made = (
             torch.where(self._cos < 0, 1.0, cos[:, self._cos]),
             torch.where(self._sin < 0, 0.0, sin[:, self._sin] * self._sign),

@@ -60,7 +60,7 @@ class Source:
                 return Source(ids, name)
             if len(set(ids)) >= LEAST_DIFFERENT and max(ids) < inner.vocab_size:
                 return Source(ids, "a text of the package")
-        drawn = torch.randint(inner.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
+        drawn = torch.randint(inner.vocab_size, (most,), generator=torch.Generator().manual_seed(0), device="cpu")
         return Source(tuple(drawn.tolist()), "random token ids")
 
     @property
@@ -159,7 +159,10 @@ def observed(model: PreTrainedModel, ids: tuple[int, ...], rotaries: Rotaries) -
 
     table: Any = decoder.get_input_embeddings()
     device = torch.device("cpu") if table.weight.is_meta else table.weight.device  # accelerate moves arguments itself
-    given = {"input_ids": torch.tensor([ids], device=device), **cache_argument(_ObservedCache(model.config, observe))}
+    given = {
+        "input_ids": torch.tensor([ids], device=device, dtype=torch.int64),
+        **cache_argument(_ObservedCache(model.config, observe)),
+    }
     with (
         torch.autocast(device.type, enabled=False), evaluating(decoder), same_random_numbers(device),
         switched(decoder_configs(model), retrieval_attention, retrieval_mask),

@@ -65,7 +65,7 @@ class FiniteWatch:
         worst = torch.stack([flags.amax() for _, flags in self._flags])
         if worst.is_cuda:
             with lasting_tensors():
-                self._copy = torch.empty(worst.shape, dtype=worst.dtype, pin_memory=True)
+                self._copy = torch.empty(worst.shape, dtype=worst.dtype, pin_memory=True, device="cpu")
             self._copy.copy_(worst, non_blocking=True)
             self._sent = torch.cuda.Event()
             self._sent.record()

@@ -53,5 +53,5 @@ class PagedMeans:
         count, per_block = end // self._page, self._held.shape[2]
         held = self._held[table[: cdiv(count, per_block)]].transpose(0, 1).flatten(1, 2)[:, :count]
         bias = log_left(ids, count, self._page, self._sinks).repeat_interleave(group, 0)
-        lengths = torch.full((1, len(held)), count, dtype=torch.int32)
+        lengths = torch.full((1, len(held)), count, dtype=torch.int32, device="cpu")
         return Rows(held.unflatten(-1, (2, -1)).unsqueeze(0), lengths, bias.unsqueeze(0))

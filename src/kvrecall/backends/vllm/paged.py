@@ -141,7 +141,7 @@ class PagedLayer:
             recent = window.span(row, ends[i], lengths[i])
             sinks = [rows[:, : method.sink_tokens] for rows in self._host.pieces(tables[i], method.sink_tokens)]
             dense = torch.cat([*sinks, recent.to(self._shape.dtype)], 1).unsqueeze(0)
-            counts = torch.full((1, heads), dense.shape[2], dtype=torch.int32)
+            counts = torch.full((1, heads), dense.shape[2], dtype=torch.int32, device="cpu")
             parts = [attend_rows(q[i : i + 1].unsqueeze(2), Rows(dense, counts), params.scaling, params.softcap)]
             ids, held = found.ids[i], found.counts[i]
             parts.append(attend_selected(q[i], self._host.table(tables[i]), ids, held, params.scaling, params.softcap))

@@ -60,7 +60,7 @@ class PassPlan:
         self.pages = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._decoded = torch.zeros(tokens if drafts else 0, cdiv(longest, block_size), dtype=torch.int32, device=device)
-        self._tags = torch.tensor([-1, -1, -1, 0, 0], dtype=torch.int32).repeat(most, 1).to(device)
+        self._tags = torch.tensor([-1, -1, -1, 0, 0], dtype=torch.int32, device="cpu").repeat(most, 1).to(device)
         self._generations = torch.zeros(_GENERATIONS, dtype=torch.int32, device=device)
 
     def fill(self, begins: Tensor, lengths: Tensor, blocks: Tensor, decodes: int) -> Tensor:
@@ -87,6 +87,6 @@ def candidates(index: SphereConfig, longest: int, top_k: int) -> Tensor:
     least = max(index.min_candidates_per_k, 1) * top_k
     made = []
     for step, (start, stop) in zip(steps, pairwise(ends), strict=True):
-        tokens = torch.arange(start, max(start, stop), dtype=torch.float64)
+        tokens = torch.arange(start, max(start, stop), dtype=torch.float64, device="cpu")
         made.append(torch.minimum(tokens, torch.ceil(tokens * step.candidate_ratio).clamp_min(least)))
     return torch.cat(made).to(torch.int32)

@@ -101,7 +101,9 @@ def _forward(model: Any, config: Any, ids: tuple[int, ...], first: int) -> None:
         before = IntermediateTensors(stages.recv_tensor_dict(all_gather_group=get_tp_group()))
     eager = {"skip_compiled": True} if "skip_compiled" in inspect.signature(set_forward_context).parameters else {}
     with set_forward_context(None, config, num_tokens=len(ids), **eager):
-        out = model(input_ids=torch.tensor(ids, device=device), positions=positions, intermediate_tensors=before)
+        out = model(
+            input_ids=torch.tensor(ids, device=device, dtype=torch.int64), positions=positions, intermediate_tensors=before
+        )
     if not stages.is_last_rank:
         stages.send_tensor_dict(out.tensors, all_gather_group=get_tp_group())
 

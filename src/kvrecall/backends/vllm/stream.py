@@ -63,7 +63,7 @@ class HostBlocks:
 
     def table(self, blocks: list[int]) -> HostTable:
         """Addresses of a sequence's rows."""
-        return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32))
+        return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32, device="cpu"))
 
 
 class DeviceBlocks(HostBlocks):

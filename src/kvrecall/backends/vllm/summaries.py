@@ -118,8 +118,9 @@ class _Codes(Summaries):
         count = len(tables)
         # Keys of zero norm are not counted in vLLM's pages, so every search reads the weights.
         return cpu.search_batch(
-            self._pages, tables, torch.zeros(1, 1, 1, 1, dtype=torch.int32), ends, [True] * count, list(range(count)),
-            maps.turn(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count, index.stage1, shifts,
+            self._pages, tables, torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="cpu"), ends, [True] * count,
+            list(range(count)), maps.turn(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count,
+            index.stage1, shifts,
         )  # fmt: skip
 
 
@@ -149,4 +150,4 @@ class _Keys(Summaries):
 
 def _sink_ids(heads: int, sinks: int) -> Tensor | None:
     """Ids of the sinks, int32 `[H_kv, sinks]`, which no search may find."""
-    return torch.arange(sinks, dtype=torch.int32).expand(heads, -1).contiguous() if sinks else None
+    return torch.arange(sinks, dtype=torch.int32, device="cpu").expand(heads, -1).contiguous() if sinks else None

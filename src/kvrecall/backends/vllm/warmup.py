@@ -89,8 +89,8 @@ class Told:
     @staticmethod
     def of(trial: Trial, block_size: int, longest: int, device: torch.device) -> Told:
         """A trial in which every block is block 0. block_size: tokens per block."""
-        begins = torch.tensor([0, *trial.counts]).cumsum(0).int()
-        lengths = torch.tensor(trial.lengths).int()
+        begins = torch.tensor([0, *trial.counts], dtype=torch.int64, device="cpu").cumsum(0).int()
+        lengths = torch.tensor(trial.lengths, dtype=torch.int64, device="cpu").int()
         blocks = torch.zeros(len(lengths), cdiv(longest, block_size), dtype=torch.int32, device=device)
         slots = torch.arange(sum(trial.counts), device=device) % block_size
         return Told(begins.to(device), begins, lengths.to(device), lengths, max(trial.counts), blocks, slots)

@@ -84,7 +84,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         """name: of the layer in vLLM's forward context. width: bytes of summaries per token and KV head."""
         super().__init__()
         self.name, self.shape, self.tokens, self.width = name, shape, tokens, width
-        self.kv_cache = torch.tensor([])
+        self.kv_cache = torch.tensor([], dtype=torch.float32, device="cpu")
 
     def get_attn_backend(self) -> type[WindowBackend]:
         return WindowBackend

@@ -136,7 +136,9 @@ class AccumulatedIndex(TokenIndex):
         missing = total - self._sums.lengths[sequence]
         if missing > 0:
             keys = resident[0][0]
-            self._sums.append(sequence, torch.zeros(self._kv_heads, missing, self._group, device=keys.device))
+            self._sums.append(
+                sequence, torch.zeros(self._kv_heads, missing, self._group, device=keys.device, dtype=torch.float32)
+            )
         sums, start = self._sums.writable(sequence), offset
         for keys, at in resident:
             sums[:, at : at + keys.shape[1]] += given(observed, keys, at, scaling)
@@ -158,7 +160,9 @@ def given(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -
     """Attention of observed queries to keys `[H_kv, n, D]`, summed over the queries: fp32 `[H_kv, n, G]`.
 
     start: position of the first key; a query does not attend to later keys. -1: all keys come before the queries."""
-    total = torch.zeros(keys.shape[0], keys.shape[1], observed.queries.shape[0] // keys.shape[0], device=keys.device)
+    total = torch.zeros(
+        keys.shape[0], keys.shape[1], observed.queries.shape[0] // keys.shape[0], device=keys.device, dtype=torch.float32
+    )
     step = max(1, _SHARES // max(1, keys.shape[1] * observed.queries.shape[0]))
     seen_by = torch.arange(observed.queries.shape[1], device=keys.device) + observed.start
     positions = torch.arange(keys.shape[1], device=keys.device) + start if start >= 0 else None

@@ -102,7 +102,7 @@ class SamplingIndex(TrainedIndex):
 def collisions(queries: Tensor, keys: Tensor) -> Tensor:
     """Number of tables in which codes agree, fp32 `[H_kv, G', n]`; queries: int16 `[H_kv, G', tables]`, keys:
     `[H_kv, n, tables]`."""
-    pieces = [torch.zeros(*queries.shape[:2], 0, device=queries.device)]
+    pieces = [torch.zeros(*queries.shape[:2], 0, device=queries.device, dtype=torch.float32)]
     for piece in keys.split(_COMPARED_TOKENS, dim=1):
         pieces.append((queries.unsqueeze(2) == piece.unsqueeze(1)).sum(-1).float())
     return torch.cat(pieces, -1)

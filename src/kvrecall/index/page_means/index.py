@@ -154,7 +154,9 @@ class PageMeansIndex(IndexWrapper):
         stored, group = [self.means.stored(b) for b in sequences], queries.shape[1] // self._shape.kv_heads
         pairs = zip(sequences, found.ids, stored, strict=True)
         biases = [self._bias(b, ids, rows.count).repeat_interleave(group, 0) for b, ids, rows in pairs]
-        counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32).to(queries.device, non_blocking=True)
+        counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32, device="cpu").to(
+            queries.device, non_blocking=True
+        )
         real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
         return replace(found, estimated=MeanRows(stored, list(real), biases))
 
@@ -207,5 +209,5 @@ def log_left(attended: Tensor, pages: int, page_tokens: int, sinks: int = 0) -> 
     starts = torch.arange(pages + 1, device=attended.device) * page_tokens  # the last entry counts ids of -1
     left = (page_tokens - (sinks - starts).clamp(0, page_tokens)).float().repeat(attended.shape[0], 1)
     page = torch.where(attended < 0, pages, attended.long() // page_tokens).clamp_max(pages)
-    left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=attended.device))
+    left.scatter_add_(1, page, torch.full(page.shape, -1.0, device=attended.device, dtype=torch.float32))
     return left[:, :pages].log()

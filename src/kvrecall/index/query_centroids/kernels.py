@@ -113,7 +113,7 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
     """
     heads, group, dim = queries.shape
     count = ids.shape[1]
-    out = torch.full((heads, group, count), float("-inf"), device=queries.device)
+    out = torch.full((heads, group, count), float("-inf"), device=queries.device, dtype=torch.float32)
     score_rows_kernel[(cdiv(count, _KEYS), heads)](
         queries.contiguous(), table.pool, table.blocks, ids.contiguous(), out, heads, count,
         BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,

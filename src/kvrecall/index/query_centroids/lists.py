@@ -88,7 +88,7 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
 def archive(archive: Archive, lists: CentroidLists | None, shape: LayerShape, list_tokens: int, tokens: int) -> CentroidLists:
     """Saves or loads the lists of a sequence of `tokens` tokens."""
     heads, groups, dim = shape.kv_heads, shape.query_heads, shape.head_dim
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     held = lists or CentroidLists(nothing, nothing, nothing, nothing, nothing)
     queries = archive.tensor("centroids", held.queries, (groups, None, dim), (shape.dtype, torch.float32))
     count = queries.shape[1]

@@ -194,7 +194,7 @@ class SphereIndex(Index):
         chosen._gpu = chosen._planned = chosen._flags = chosen._stacked = None
         with lasting_tensors():
             chosen.counts, chosen.zero_norms = (
-                x[torch.tensor(sequences, device=x.device)] for x in (self.counts, self.zero_norms)
+                x[torch.tensor(sequences, device=x.device, dtype=torch.int64)] for x in (self.counts, self.zero_norms)
             )
         return chosen
 

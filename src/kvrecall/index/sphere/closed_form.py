@@ -66,7 +66,11 @@ def fitted_products(rotary: Rotary) -> tuple[Products, Products]:
     if rotary not in _fitted:
         low, high = _FITTED_POSITIONS
         high = max(low, min(high, (rotary.positions or high) - SPAN))
-        spans = (low * (high / low) ** torch.linspace(0, 1, _FITTED_SPANS).double() / SPAN).long().tolist()
+        spans = (
+            (low * (high / low) ** torch.linspace(0, 1, _FITTED_SPANS, dtype=torch.float32, device="cpu").double() / SPAN)
+            .long()
+            .tolist()
+        )
         asked = [rotary.turns(span * SPAN, SPAN) for span in ([0] if rotary.turns_nothing else spans)]
         cos, sin = (torch.stack(parts).double() for parts in zip(*asked, strict=True))  # [spans, SPAN, D]
         _fitted[rotary] = Products.of(cos.flatten(0, 1), sin.flatten(0, 1)), Products.of(cos.mean(1), sin.mean(1))

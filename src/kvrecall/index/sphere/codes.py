@@ -175,12 +175,14 @@ def pack_magnitudes(levels: Tensor) -> Tensor:
     """int64 `[..., S, 8]` in 0..7 -> uint8 `[..., 3 S]`."""
     shifts = torch.arange(BLOCK, device=levels.device) * MAGNITUDE_BYTES
     word = (levels << shifts).sum(-1, keepdim=True)
-    return ((word >> torch.tensor([0, 8, 16], device=levels.device)) & 255).to(torch.uint8).flatten(-2)
+    return ((word >> torch.tensor([0, 8, 16], device=levels.device, dtype=torch.int64)) & 255).to(torch.uint8).flatten(-2)
 
 
 def unpack_magnitudes(packed: Tensor) -> Tensor:
     """uint8 `[..., 3 S]` -> int64 `[..., S, 8]` in 0..7."""
-    word = packed.unflatten(-1, (-1, MAGNITUDE_BYTES)).long() << torch.tensor([0, 8, 16], device=packed.device)
+    word = packed.unflatten(-1, (-1, MAGNITUDE_BYTES)).long() << torch.tensor(
+        [0, 8, 16], device=packed.device, dtype=torch.int64
+    )
     shifts = torch.arange(BLOCK, device=packed.device) * MAGNITUDE_BYTES
     return (word.sum(-1, keepdim=True) >> shifts) & 7
 

@@ -88,8 +88,8 @@ def search_batch(
         offset, shift, most = product_scale(queries.shape[-1], layout.norms)
         products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
     spans = cdiv(max(lengths), SPAN)
-    whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64)
-    added = torch.full(whole.shape, -0.0)  # x + -0 is x for every x
+    whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64, device="cpu")
+    added = torch.full(whole.shape, -0.0, dtype=torch.float32, device="cpu")  # x + -0 is x for every x
     for b, own in enumerate(shifts):
         if own is not None:
             added[b, ..., : own.shape[-1]] = own

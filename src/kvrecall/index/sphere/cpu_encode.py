@@ -31,10 +31,10 @@ def encode(
     blocks = dim // BLOCK
     x, scale = scaled(keys, centre)
     maps = rotation.mT.contiguous().view(-1, dim, dim)  # [1 or H_kv, D in, D out]
-    signs = torch.empty(heads, count, blocks, dtype=torch.uint8)
-    magnitudes = torch.empty(heads, count, blocks * MAGNITUDE_BYTES, dtype=torch.uint8)
-    weights = torch.empty(heads, count, blocks, dtype=torch.float32)
-    lengths = torch.empty(heads, count, 1, dtype=torch.float32)
+    signs = torch.empty(heads, count, blocks, dtype=torch.uint8, device="cpu")
+    magnitudes = torch.empty(heads, count, blocks * MAGNITUDE_BYTES, dtype=torch.uint8, device="cpu")
+    weights = torch.empty(heads, count, blocks, dtype=torch.float32, device="cpu")
+    lengths = torch.empty(heads, count, 1, dtype=torch.float32, device="cpu")
     thresholds, levels = (table.astype(np.float32) for table in lloyd_max(BLOCK))
     _encode(
         x.contiguous().flatten(0, 1).numpy(), maps.numpy(), scale.flatten().numpy(), thresholds, levels,

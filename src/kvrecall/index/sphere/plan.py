@@ -57,7 +57,7 @@ class StepPlan(ZonePlan):
         """int32 `[slots, ROW]` on the CPU, for the next step. quiet: for a trial run, which encodes nothing. ahead: for a token
         with so many before it in the step."""
         rows = [self._row(self.zones.get(slot), quiet, ahead) for slot in range(self.slots)]
-        return torch.tensor(rows, dtype=torch.int32)
+        return torch.tensor(rows, dtype=torch.int32, device="cpu")
 
     def until_growth(self, slot: int) -> int:
         zones = self.zones[slot]

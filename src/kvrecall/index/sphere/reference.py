@@ -47,7 +47,7 @@ def collision_bonus(queries: Tensor, counts: Tensor, tier_targets: tuple[int, ..
     order = torch.sort(centroid_proxies(queries), dim=-1, descending=True, stable=True).indices
     ordered_counts = counts.long().expand_as(order).gather(-1, order)
     better = ordered_counts.cumsum(-1) - ordered_counts
-    targets = torch.tensor(tier_targets, device=queries.device)
+    targets = torch.tensor(tier_targets, device=queries.device, dtype=torch.int64)
     tiers = (better.unsqueeze(-1) < targets).sum(-1)
     return torch.zeros_like(tiers).scatter_(-1, order, tiers)
 

@@ -21,13 +21,13 @@ def rotation_matrix(head_dim: int, seed: int) -> Tensor:
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     if head_dim & (head_dim - 1) == 0:
-        signs = torch.randint(0, 2, (head_dim,), generator=generator, dtype=torch.int64) * 2 - 1
-        hadamard = torch.ones(1, 1, dtype=torch.float64)
+        signs = torch.randint(0, 2, (head_dim,), generator=generator, dtype=torch.int64, device="cpu") * 2 - 1
+        hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
         while hadamard.shape[0] < head_dim:
             hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)], 0)
         matrix = hadamard * signs / head_dim**0.5
     else:
-        gaussian = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64)
+        gaussian = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64, device="cpu")
         q, r = torch.linalg.qr(gaussian)
         matrix = q * torch.sign(torch.diagonal(r))
     return matrix.float().contiguous()

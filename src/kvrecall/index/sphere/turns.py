@@ -26,7 +26,7 @@ class Turns:
         """first: position of the zone's first token. The embedding owns its tables, so the caller must keep it alive."""
         self._rotary, self._first, self._device, self._partner = ref(rotary), first, device, rotary.partner
         with lasting_tensors():
-            nothing = torch.empty(0, rotary.partner.shape[0], device=device)
+            nothing = torch.empty(0, rotary.partner.shape[0], device=device, dtype=torch.float32)
         self._table = nothing, nothing
         self._stride = 0
 
@@ -75,7 +75,7 @@ def pair_stride(cos: Tensor, sin: Tensor, partner: Tensor) -> int:
     cos, sin `[R, D]`; partner int64 `[D]` on the CPU. Embeddings that turn halves or neighbours have one, also where they turn
     the first coordinates alone: those behind are pairs of any kind, since they are not turned.
     """
-    own = torch.arange(len(partner))
+    own = torch.arange(len(partner), device="cpu")
     turned = partner != own
     stride = int((partner - own)[turned].abs().max()) if turned.any() else max(1, len(own) // 2)
     wanted = torch.where(own // stride % 2 == 0, own + stride, own - stride)

@@ -98,7 +98,7 @@ class UnitStep(IndexStep):
         if table is None or table.units is not units or table.limit < limit:
             table = self._filled(units, limit - zones.retrieval, limit - behind, limit)
             known.move(sequence, table.units)
-        (rows,) = to_device(self.plan.device, torch.tensor(table.rows(budget), dtype=torch.int64))
+        (rows,) = to_device(self.plan.device, torch.tensor(table.rows(budget), dtype=torch.int64, device="cpu"))
         self.plan.view(-1, self._heads, FIELDS)[slot] = rows
         self.tables[slot] = table  # the plan no longer refers to the previous table
 

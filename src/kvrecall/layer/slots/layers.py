@@ -146,7 +146,7 @@ class Layers:
             else:
                 layer.renew()
         if self.plans:
-            rows = torch.zeros(self._rows.shape, dtype=torch.int32)
+            rows = torch.zeros(self._rows.shape, dtype=torch.int32, device="cpu")
             for t, own in enumerate(rows):
                 told = torch.cat([plan.rows(trial, t).view(-1) for plan in self.plans])
                 own[: len(told)] = told

@@ -137,7 +137,7 @@ class CapturedDecoder:
     def _take(self, key: StepKey, joined: Joined, slots: int, input_ids: Tensor | None) -> None:
         """Joins a recorded step, or records one."""
         step = graphs.find(self._model, self.kind, key, self._cache, joined, slots)
-        if self._ranks.any_of(torch.tensor([step is None], dtype=torch.int32)).any():  # all record, or none
+        if self._ranks.any_of(torch.tensor([step is None], dtype=torch.int32, device="cpu")).any():  # all record, or none
             step = None
         if step is None:
             with self._ranks.agreeing():
@@ -224,7 +224,7 @@ class Capturing:
             return None
         try:
             if self._decoder is None:
-                first = torch.tensor([self.padded([known, *guesses])])
+                first = torch.tensor([self.padded([known, *guesses])], dtype=torch.int64, device="cpu")
                 self._decoder = self._made(room_tokens, first)
             self._decoder.make_room()
             return guesses[: self._decoder.most_taken - 1]

@@ -57,7 +57,7 @@ class Ranks:
     def _first_that_failed(self, failed: bool) -> int | None:
         if self.size == 1:
             return None
-        flags = torch.zeros(self.size, dtype=torch.int32)
+        flags = torch.zeros(self.size, dtype=torch.int32, device="cpu")
         flags[self._rank] = failed
         found = self.any_of(flags).nonzero()
         return int(found[0]) if found.numel() else None

@@ -37,7 +37,9 @@ class Member:
         self.cache, self.joined, self.windows = cache, joined, windows
         first, slots = joined.slots[0], joined.slots
         device, span = joined.states[0].shape.device, slice(first, first + len(slots))
-        self._place = span if slots == list(range(span.start, span.stop)) else torch.tensor(slots, device=device)
+        self._place = (
+            span if slots == list(range(span.start, span.stop)) else torch.tensor(slots, device=device, dtype=torch.int64)
+        )
         self.left = joined.room
         """Steps that it has room for."""
 

@@ -119,7 +119,7 @@ class SharedSteps:
         for turn in turns:
             for slot, token in zip(self._slots(turn.cache), turn.tokens, strict=True):
                 tokens[slot] = token
-        step.input_ids.copy_(torch.tensor(tokens, dtype=torch.int64).unsqueeze(1))
+        step.input_ids.copy_(torch.tensor(tokens, dtype=torch.int64, device="cpu").unsqueeze(1))
 
     def _slots(self, cache: RetrievalCache) -> list[int]:
         return self._members[id(cache)].joined.slots

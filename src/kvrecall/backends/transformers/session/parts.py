@@ -64,16 +64,29 @@ def archive_cache(
     sequences = cache.sequences if sequences is None else sequences
     cache.tokens.archive(archive.under("tokens"), sequences, tokens)
     valid = archive.optional("valid", cache.valid, (sequences, tokens), torch.bool)
-    torn = archive.flag("torn", cache._torn)
+    if archive.flag("torn", False):
+        archive.refuse("torn", "the state of a whole forward pass", "that of an interrupted one")
+    if cache.factor_switch is not None and tokens > 0:
+        _archive_factors(cache, archive, tokens)
     rotaries = _archive_statistics(cache, archive.under("calibration"))
     if not archive.saving:
-        cache._torn = torn
         for layer in cache.retrieval_layers:
             layer._logical, layer._valid = tokens, None if valid is None else valid.cpu()
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, RetrievalLayer):
             _archive_other(layer, number, archive.under(f"layer.{number}"), sequences, tokens)
     return rotaries
+
+
+def _archive_factors(cache: RetrievalCache, archive: Archive, tokens: int) -> None:
+    """Which of longrope's factors the keys have. Sessions of older releases do not say; their short ones have the short."""
+    if not archive.knows("long_factors"):
+        assert cache.factor_switch is not None
+        if tokens > cache.factor_switch:
+            archive.refuse("long_factors", "which factors of the rotary embedding the keys have", "none")
+        cache.long_factors = False
+    else:
+        cache.long_factors = archive.flag("long_factors", bool(cache.long_factors))
 
 
 def _archive_statistics(cache: RetrievalCache, archive: Archive) -> dict[int, LateRotary]:
