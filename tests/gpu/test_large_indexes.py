@@ -30,7 +30,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def layer_shape(dim: int) -> LayerShape:
-    return LayerShape(1, 32, 8, dim, torch.bfloat16, CUDA, usual(8, 4, dim))
+    return LayerShape(1, 32, 8, dim, torch.bfloat16, CUDA, usual(8, 4, dim, turned=False))
 
 
 def normal(seed: int, *shape: int) -> Tensor:
