@@ -428,7 +428,7 @@ def test_sequences_that_there_are_not(change: Any) -> None:
     model, prompt = tiny("llama"), ids(40, 2)
     cache = kvrecall.RetrievalCache(model.config, COVERING)
     engine.prefill(model, prompt, cache)
-    with pytest.raises(errors.ParameterError, match=r"(sequences|indices|beam_idx): expected "):
+    with pytest.raises(errors.ParameterError, match=r"(sequences|indices|beam_idx|repeats): expected "):
         change(cache)
     assert torch.equal(cache.tokens.ids(), prompt)  # type: ignore[arg-type]
     still_right(model, cache, torch.cat([prompt, prompt[:, :5]], 1))
