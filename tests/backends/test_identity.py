@@ -20,6 +20,7 @@ from kvrecall.backends.transformers.fingerprint import fingerprint_of, read_fing
 from kvrecall.backends.transformers.settings import config_digest
 from kvrecall.cache.session_index import read_index, write_index
 from kvrecall.core.errors import CacheWriterError, ParameterError, SessionError
+from kvrecall.core.private_folder import PrivateFolder
 from tests.backends.models import tiny
 from tests.tiny import WORDS, tiny_tokenizer
 
@@ -329,7 +330,8 @@ def test_sessions_of_earlier_releases(model: Any, tmp_path: Path) -> None:
     cache.save(tmp_path)
     wanted, (session, _) = answer(model, cache), read_index(tmp_path)
     old = session.model.model_copy(update={"fingerprint": 1, "config": config_digest(model.config, 1)})
-    write_index(tmp_path, session.model_copy(update={"model": old}))
+    with PrivateFolder(tmp_path) as folder:
+        write_index(folder, session.model_copy(update={"model": old}))
     loaded = RetrievalCache.load(tmp_path, model.config, model=model)
     assert answer(model, loaded) == wanted
     loaded.save(tmp_path / "again")

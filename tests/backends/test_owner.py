@@ -26,6 +26,7 @@ from tests.one_layer import ZONES
 SECONDS = 60
 CHANGES: dict[str, Callable[[kvrecall.RetrievalCache, Any, Path], object]] = {
     "crop": lambda cache, model, folder: cache.crop(-1),
+    "rewind": lambda cache, model, folder: cache.rewind(40),
     "reset": lambda cache, model, folder: cache.reset(),
     "reserve": lambda cache, model, folder: cache.reserve(4000),
     "align": lambda cache, model, folder: cache.align(),
@@ -47,14 +48,14 @@ READS: dict[str, Callable[[kvrecall.RetrievalCache], Any]] = {
 }
 UNGUARDED = {
     # They read what only the end of a call changes, or are given before any token is stored.
-    "batch_size", "belongs_to", "captured", "from_file", "get_mask_sizes", "get_max_length", "get_query_offset",
-    "get_seq_length", "has_previous_state", "host_bytes", "is_compileable", "is_croppable", "is_dummy", "is_initialized",
-    "is_linear", "is_recording_past", "is_sliding", "load", "members", "retrieval_layers", "sequences", "small_rows", "valid",
-    "wants_statistics",
+    "batch_size", "belongs_to", "captured", "fixed_layers", "from_file", "get_mask_sizes", "get_max_length",
+    "get_query_offset", "get_seq_length", "grows_too_long", "has_previous_state", "host_bytes", "is_compileable",
+    "is_croppable", "is_dummy", "is_initialized", "is_linear", "is_recording_past", "is_sliding", "load", "members",
+    "retrieval_layers", "sequences", "small_rows", "valid", "wants_statistics",
     # Parts of a forward pass or of another operation, or of caches without retrieval layers.
     "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state", "meet",
-    "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update", "update_conv_state",
-    "update_indexer", "update_recurrent_state",
+    "offload", "open_pass", "prefetch", "prepare_for", "restore_layer", "take_statistics", "undo", "update",
+    "update_conv_state", "update_indexer", "update_recurrent_state",
 }  # fmt: skip
 
 

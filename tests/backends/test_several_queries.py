@@ -91,23 +91,21 @@ def test_a_short_chunk_is_a_prompt_s_where_somebody_says_so() -> None:
 def test_ragged_batches_with_padding_between_the_tokens() -> None:
     model, inputs = tiny("llama"), ragged()
     turn = torch.randint(3, 320, (3, 4), generator=torch.Generator().manual_seed(5))
-    fresh = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 0]])
+    fresh = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 0, 1]])
     mask = torch.cat([inputs["attention_mask"], fresh], 1)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     start = inputs["attention_mask"].shape[1]
-    caches = [kvrecall.RetrievalCache(model.config, SPARSE["pariskv"]) for _ in range(2)]
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
     with kvrecall.attach(model):
-        for cache in caches:
-            model(**inputs, position_ids=positions[:, :start], **cache_argument(cache))
-        made = model(turn, attention_mask=mask, position_ids=positions[:, start:], **cache_argument(caches[0])).logits
-        alone = []
-        for t in range(4):
-            end = start + t + 1
-            given = {"attention_mask": mask[:, :end], "position_ids": positions[:, end - 1 : end]}
-            alone.append(model(turn[:, t : t + 1], **cache_argument(caches[1]), **given).logits)
-    real = fresh.bool()
-    torch.testing.assert_close(made[real], torch.cat(alone, 1)[real], atol=1e-4, rtol=1e-4)
-    assert zones(caches[0]) == zones(caches[1])
+        model(**inputs, position_ids=positions[:, :start], **cache_argument(cache))
+        made = model(turn, attention_mask=mask, position_ids=positions[:, start:], **cache_argument(cache)).logits
+        for b, real in enumerate(fresh.bool()):
+            alone = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+            model(inputs["input_ids"][b : b + 1, inputs["attention_mask"][b].bool()], **cache_argument(alone))
+            steps = [model(token[None, None], **cache_argument(alone)).logits[0] for token in turn[b, real]]
+            torch.testing.assert_close(made[b, real], torch.cat(steps), atol=1e-4, rtol=1e-4)
+            mine, theirs = (each.retrieval_layers[0].state.store.zones(at) for each, at in ((cache, b), (alone, 0)))  # type: ignore[union-attr]
+            assert mine == theirs
 
 
 def test_a_short_rest_of_a_prompt_in_the_loop_is_a_chunk() -> None:

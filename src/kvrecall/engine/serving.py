@@ -103,7 +103,7 @@ class Service:
             tokens = body.answer_tokens or min(tokens, self.limit - len(ids))
             if len(ids) + tokens > self.limit:
                 raise ContextLengthError("prompt and answer", self.limit, len(ids) + tokens)
-        return torch.tensor([ids]), tokens
+        return torch.tensor([ids], dtype=torch.int64, device="cpu"), tokens
 
     def _behind(self, document: Document, messages: list[tuple[str, str]]) -> list[int]:
         roles = [role for role, _ in messages]
