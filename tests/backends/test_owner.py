@@ -317,6 +317,8 @@ def test_threads_at_random_beside_two_requests(name: str, model: Any, tmp_path: 
     assert [each.new_tokens[0] for each in made] == want
     for number, fork in forks[:6]:
         new = fork.get_seq_length() - users[number].ids.shape[1]
+        if new == len(want[number]):  # taken behind the last step
+            continue
         plain = kvrecall.RetrievalCache(model.config, METHODS[name])
         replace(users[number], new_tokens=new + 1).alone(model, plain)
         logits = [fed(model, each, torch.tensor([want[number][new : new + 1]])) for each in (fork, plain)]
