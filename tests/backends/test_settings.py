@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from kvrecall.backends.transformers import settings
 from kvrecall.backends.transformers.settings import config_digest
@@ -112,3 +112,9 @@ def test_version_1_hashes_what_it_did() -> None:
     config = config_of("llama", vocab_size=64)
     assert config_digest(config, 1) == config_digest(config_of("llama", vocab_size=64, rms_norm_eps=0.1), 1)
     assert config_digest(config, 1) != config_digest(config_of("llama", vocab_size=65), 1)
+
+
+def test_a_setting_that_is_switched_off_is_another_model() -> None:
+    """None is a value of its own where the default is another one."""
+    soft, hard = (Gemma2Config(attn_logit_softcapping=cap) for cap in (50.0, None))
+    assert config_digest(soft) != config_digest(hard)

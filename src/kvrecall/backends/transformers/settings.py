@@ -43,7 +43,7 @@ def _computing(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
     told: dict[str, Any] = {}
     for name, value in settings.items():
         plain = name == "layer_types" and set(value or ()) <= {"full_attention"}
-        if value is not None and value != defaults.get(name) and not plain and not _COMPUTES_NOTHING.fullmatch(str(name)):
+        if value != defaults.get(name) and not plain and not _COMPUTES_NOTHING.fullmatch(str(name)):
             told[str(name)] = _computing(value, {}) if isinstance(value, dict) else value
     return told
 
