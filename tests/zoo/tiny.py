@@ -217,7 +217,8 @@ def tiny_model(family: Family) -> Any:
     model = auto.from_config(deepcopy(config), dtype=torch.float32).eval()
     spread(model)
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.eos_token_id = None
+        for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):  # what is forced is no answer of the model
+            setattr(model.generation_config, name, None)
         model.generation_config.pad_token_id = 0
         if config.is_encoder_decoder:
             model.generation_config.decoder_start_token_id = 1

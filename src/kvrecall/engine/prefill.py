@@ -76,12 +76,14 @@ def read_chunk(
     """Feeds the next part of a prompt `[B, T]` into the cache, inside `attach`. After an exception layers may have different
     lengths until `align`."""
     given, longest = {}, input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
-    if "position_ids" in inspect.signature(type(model.base_model).forward).parameters:  # some count from 0 in every call
+    # Padding shifts positions; some models with running states count from 0 in every call. Others know better than 0, 1, 2, …
+    counted = attention_mask is not None or bool(cache.fixed_layers())
+    if counted and "position_ids" in inspect.signature(type(model.base_model).forward).parameters:
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         given["position_ids"] = (seen.cumsum(1) - 1).clamp_min(0)[:, chunk]
     with cache.reading_prompt(longest):
         model.base_model(
-            input_ids=input_ids[:, chunk],
+            input_ids=input_ids[:, chunk].contiguous(),
             attention_mask=None if attention_mask is None else attention_mask[:, : chunk.stop],
             **given,
             **cache_argument(cache),
