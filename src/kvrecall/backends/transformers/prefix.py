@@ -34,15 +34,15 @@ def keep_prefix(
     if cache.valid is not None:
         padding[:, :width] = ~cache.valid[:, :width].to(padding.device)
     moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding on one side only
-    common = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width)
+    shared = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width)
+    common = min(shared, most)
     if common < held and not cache.tokens.known:
         remedy = "Call reset() first, or use a new cache."
         raise ParameterError("cache", "tokens that can be compared with the prompt's ids", "embeddings or images", remedy)
-    if needed and not common:
+    if needed and not shared:
         expected = f"the {held:,} tokens that the cache holds, or some of the first of them, and more behind them"
         remedy = "Pass the whole conversation; for another prompt use a new cache, reset(), or a cache.fork() made before."
         raise ShapeError("input_ids", expected, "another prompt", remedy)
-    common = min(common, most)
     if not common or cache.grows_too_long(final_tokens):
         cache.reset()
     return cache.rewind(common)
