@@ -20,8 +20,11 @@ PROMPT_LEARNING = "Its learned tokens are in no RetrievalCache: use adapters in 
 _REFUSED = {
     "doge": "attention that computes with its mask, which has to be of queries by keys",
     "dory": "layers that run several times, with copies of the cache's layers or keys read from them",
-}
-"""Families that would otherwise fail with another library's error."""
+} | dict.fromkeys(
+    ("exaone4_5", "hyperclovax_vision_v2", "kosmos-2.5", "omniasr"),
+    "answers that differ, or an error, where a prompt is read in parts or gone on with on a fork",
+)
+"""Families that would otherwise fail with another library's error, or give other answers in parts."""
 
 _STEADY_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 CHANGING_ROTARY = ("longrope", "dynamic")
