@@ -356,3 +356,17 @@ def test_learned_tokens_before_the_prompt_are_refused(model: Any, kind: str, tmp
     ):
         with pytest.raises(ParameterError, match="expected one that reads the prompt's tokens alone"):
             use()
+
+
+def test_weights_that_cannot_be_read_are_told_apart_by_writes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processes that share them: two unknown hashes are not taken for one model."""
+    monkeypatch.setattr(weights, "digest", lambda decoder: None)
+    own = deepcopy(model)
+    cache = read(own)
+    answer(own, cache)
+    with torch.no_grad():
+        own.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    held = cache.get_seq_length()
+    with pytest.raises(CacheWriterError):
+        answer(own, cache)
+    assert cache.get_seq_length() == held

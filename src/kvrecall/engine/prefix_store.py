@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.prefix import shared_tokens
-from kvrecall.core.errors import ParameterError
 
 LEAST_TOKENS = 256
 """Fewer tokens are read again rather than kept or forked."""
@@ -34,10 +33,7 @@ class PrefixStore:
             if tokens < LEAST_TOKENS:
                 break
             fork = cache.fork()
-            try:
-                fork.crop(tokens - fork.get_seq_length())
-            except ParameterError:  # sliding windows and running states cannot give tokens back
-                continue
+            fork.crop(tokens - fork.get_seq_length())
             if cache in self._kept:
                 self._kept.remove(cache)
                 self._kept.append(cache)

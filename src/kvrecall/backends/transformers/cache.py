@@ -180,7 +180,8 @@ class RetrievalCache(Cache):
     def meet(self, model: PreTrainedModel) -> None:
         """Before a forward pass: the model with its adapters must compute as it did when it filled the cache.
 
-        Raises CacheWriterError if it does not, SessionError for a loaded cache. An empty cache may be filled by any.
+        Raises CacheWriterError if it does not, SessionError for a loaded cache. An empty cache may be filled by any. Weights
+        that cannot be read (sharded) are the same as long as none has been written or replaced.
         """
         now, before = computation_of(model), self._writer
         if now is before:
@@ -188,7 +189,7 @@ class RetrievalCache(Cache):
         if before is None and self._session is not None:
             self._session.meet(model)
             self._model = ref(model)
-        elif before is not None and not before.fingerprint.fits(now.fingerprint):
+        elif before is not None and (before.fingerprint.weights is None or before.fingerprint != now.fingerprint):
             if self.get_seq_length():
                 raise CacheWriterError(str(before), str(now))
             self.statistics = None

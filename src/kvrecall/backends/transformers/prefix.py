@@ -52,8 +52,8 @@ def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False)
     """How many first tokens of a prompt `[1, T]` a fork of the cache can stand for, cut to them, without changing the answer.
 
     cache: one sequence; it has read a prompt and decoded nothing. whole: all of its tokens, or none. At least two tokens are
-    left to be read, because a single one would be a decode step. Running states cannot be cut. A cache that remembers the
-    prompt's last queries is cut only if it remembers as many as a new one would.
+    left to be read, because a single one would be a decode step. Running states, and windows that have moved on, cannot be cut.
+    A cache that remembers the prompt's last queries is cut only if it remembers as many as a new one would.
     """
     held, total = cache.get_seq_length(), input_ids.shape[1]
     common = min(cache.tokens.common_prefix(input_ids), total - 2)

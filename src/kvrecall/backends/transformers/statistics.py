@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrain
 from kvrecall.backends.transformers import statistics_file
 from kvrecall.backends.transformers.attention import OBSERVER_TAG, retrieval_attention, retrieval_mask
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of
+from kvrecall.backends.transformers.fingerprint import Fingerprint, computation_of
 from kvrecall.backends.transformers.rotary import Rotaries, evaluating, local, rotaries_of, same_random_numbers, text_decoder
 from kvrecall.backends.transformers.statistics_file import StatisticsFile
 from kvrecall.backends.transformers.switch import decoder_configs, switched
@@ -93,8 +93,8 @@ class ModelStatistics:
 
 _lock = threading.RLock()
 _known: WeakKeyDictionary[PreTrainedModel, dict[Any, ModelStatistics]] = WeakKeyDictionary()
-_sources: WeakKeyDictionary[PreTrainedModel, tuple[Any, Source]] = WeakKeyDictionary()
-"""The last tokenizer that was given for a model, and its source."""
+_sources: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Source]]] = WeakKeyDictionary()
+"""By whether one was given: the last tokenizer for a model, and its source."""
 
 
 def statistics_of(model: PreTrainedModel, tokenizer: Any = None) -> ModelStatistics:
@@ -104,10 +104,10 @@ def statistics_of(model: PreTrainedModel, tokenizer: Any = None) -> ModelStatist
     out-of-memory errors.
     """
     with _lock:
-        source, fingerprint = _source_of(model, tokenizer), fingerprint_of(model)
-        known = _known.setdefault(model, {})
+        source, computation = _source_of(model, tokenizer), computation_of(model)
+        known, fingerprint = _known.setdefault(model, {}), computation.fingerprint
         own = statistics_file.own_text(fingerprint)
-        key = fingerprint, source.digest, own
+        key = computation, source.digest, own  # also tells apart weights that cannot be read
         found = known.pop(key, None) or (None if own is None else _read(model, own[0], fingerprint))
         if found is None:
             path = None if _several_processes() else statistics_file.path_for(fingerprint, source.digest)
@@ -206,11 +206,12 @@ def _read(model: PreTrainedModel, path: Path, fingerprint: Fingerprint) -> Model
 
 def _source_of(model: PreTrainedModel, tokenizer: Any) -> Source:
     """tokenizer: None for the one beside the model's files, without asking the network, if there is one."""
-    held = _sources.get(model)
-    if held is None or held[0] is not tokenizer:
+    held = _sources.setdefault(model, {})
+    given = tokenizer is not None
+    if given not in held or held[given][0] is not tokenizer:
         used = tokenizer
         if used is None and model.name_or_path:
             with suppress(Exception):  # no files, a library that is missing, code of its own
                 used = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
-        held = _sources[model] = tokenizer, Source.of(model.config, used)
-    return held[1]
+        held[given] = tokenizer, Source.of(model.config, used)
+    return held[given][1]
