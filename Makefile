@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test notebooks test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci lint docs wheel format bench-cpu bench-gpu clean
+.PHONY: help install demo test test-kernels notebooks test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci lint docs wheel format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,8 +33,11 @@ SLOWEST  := --durations=10 --durations-min=1
 # two models. They are fetched while tests are collected and others run; a test that needs one waits, or says why it is missing.
 test: $(STAMP) ## Run the test suite (ARGS="-k name" to choose, WORKERS= for one process)
 	$(if $(ARGS),,$(BIN)/python -m scripts.offline_models smollm2-135m qwen2.5-coder-0.5b >/dev/null 2>&1 &) \
-	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) --ignore=tests/interpreted $(NOTEBOOKS) $(ARGS)
+	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) -m "not kernels" --ignore=tests/interpreted $(NOTEBOOKS) $(ARGS)
 	$(PARALLEL) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) tests/interpreted
+
+test-kernels: $(STAMP) ## Compile every kernel for the head sizes that the test suite leaves out
+	$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) $(SLOWEST) -m kernels tests/engine $(ARGS)
 
 # They are documentation, and `make test` has the tests of all that they call.
 NOTEBOOKS := --deselect tests/examples/test_notebooks.py::test_all_cells_run

@@ -1,7 +1,8 @@
 """One engine of vLLM in a process of its own: python engine.py JOB.json, which says what to make and where to write answers.
 
 A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}; or with "requests" in
-place of rounds and tokens: so many, which come, end and are aborted at random.
+place of rounds and tokens: so many, which come, end and are aborted at random. With "interpreted", vLLM takes its Model Runner
+V2, which needs Triton: its kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ import os
 import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
+
+
+def interpret_triton() -> None:
+    """Lets vLLM find Triton on a CPU. Must run before Triton or vLLM is imported."""
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton import backends
+
+    backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +47,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     config = llm.llm_engine.vllm_config
     return {
-        "rounds": rounds, "preemptions": counts.get("vllm:num_preemptions", 0),
+        "rounds": rounds, "v2": getattr(config, "use_v2_model_runner", False),
+        "preemptions": counts.get("vllm:num_preemptions", 0),
         **{name: counts.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")},
         "start": start, "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
     }  # fmt: skip
@@ -77,23 +88,25 @@ def inspected(llm: Any) -> dict[str, Any]:
 
 
 def soak(llm: Any, requests: int) -> dict[str, Any]:
-    """Answers of the requests that end by themselves, and what the engine has lost. All choices follow from a seed."""
+    """Answers of the requests that end by themselves, and what the engine has lost. All choices follow from a seed; what a
+    request asks does not depend on the engine's course."""
     from vllm import SamplingParams
 
     draw, engine = Random(5), llm.llm_engine
     free = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
     before, first = free(), [draw.randrange(3, 512) for _ in range(300)]
+    asked = [(draw.choice([1, 9, 70, 260]), draw.randrange(2), draw.randrange(1, 24)) for _ in range(requests)]
+    prompts = [first * shares + [draw.randrange(3, 512) for _ in range(count)] for count, shares, _ in asked]
     coming = list(range(requests))
     going: set[str] = set()
     ended: dict[str, list[int]] = {}
     files = 0
     while coming or going:
         while coming and (not going or draw.random() < 0.4):
-            name = str(coming.pop(0))
-            own = [draw.randrange(3, 512) for _ in range(draw.choice([1, 9, 70, 260]))]
-            asked = SamplingParams(max_tokens=draw.randrange(1, 24), temperature=0, ignore_eos=True, detokenize=False)
-            engine.add_request(name, {"prompt_token_ids": first * draw.randrange(2) + own}, asked)
-            going.add(name)
+            number = coming.pop(0)
+            sampling = SamplingParams(max_tokens=asked[number][2], temperature=0, ignore_eos=True, detokenize=False)
+            engine.add_request(str(number), {"prompt_token_ids": prompts[number]}, sampling)
+            going.add(str(number))
         if going and draw.random() < 0.1:
             gone = draw.choice(sorted(going))
             engine.abort_request([gone])
@@ -102,16 +115,22 @@ def soak(llm: Any, requests: int) -> dict[str, Any]:
             if made.finished and made.request_id in going:
                 ended[made.request_id] = list(made.outputs[0].token_ids)
                 going.discard(made.request_id)
-        if len(coming) == requests // 2:
+        if not files and len(coming) <= requests // 2:
             files = len(os.listdir("/proc/self/fd"))
     while engine.has_unfinished_requests():
         engine.step()
-    return {"ended": ended, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files}
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return {
+        "ended": ended, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files,
+        "preemptions": counts.get("vllm:num_preemptions", 0),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     job = json.loads(Path(sys.argv[1]).read_text())
+    if job.get("interpreted"):
+        interpret_triton()
     if job["settings"].get("tensor_parallel_size", 1) > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -205,6 +206,32 @@ def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> Non
     job, few = {"requests": int(os.environ.get("KVRECALL_VLLM_REQUESTS", "150"))}, {"max_num_seqs": 8, "max_model_len": 1024}
     made, expected = (answers(home, job, own, **few) for own in (METHODS["balanced"], None))
     assert made["ended"] == expected["ended"] and len(made["ended"]) > job["requests"] // 2
+    assert made["lost"] == 0 and made["files"] <= 0
+
+
+ON_V2 = {"interpreted": True}
+has_v2 = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.v1.worker.cpu.model_runner") is None, reason="this vLLM has Model Runner V2 on GPUs only"
+)
+
+
+@has_v2
+def test_model_runner_v2_gives_the_same_tokens(home: Path, stock: dict[str, Any]) -> None:
+    """Prompts in chunks, mixed batches, shared and cached prefixes; the warm-up of the runner takes no block."""
+    made = answers(home, TWICE | ON_V2 | {"inspected": True, "tokens": 12}, METHODS["balanced"], num_gpu_blocks_override=120)
+    assert made["v2"] and tokens(made) == [[[each[0][:12]] for each in one] for one in tokens(stock)]
+    assert cached(made) == cached(stock)
+    assert made["start"]["written"] == {"pages": [0], "rows": [0], "window": [0]} and made["start"]["free"] == 119
+
+
+@has_v2
+def test_model_runner_v2_preempts_aborts_and_loses_no_block(home: Path) -> None:
+    job, few = {"requests": 30}, {"max_num_seqs": 8, "max_model_len": 1024}
+    made = answers(home, job | ON_V2, METHODS["balanced"], num_gpu_blocks_override=48, **few)
+    expected = answers(home, job, None, **few)
+    assert made["preemptions"] > 0 and len(made["ended"]) > job["requests"] // 2
+    assert made["ended"].keys() & expected["ended"].keys()
+    assert all(expected["ended"].get(name, ids) == ids for name, ids in made["ended"].items())
     assert made["lost"] == 0 and made["files"] <= 0
 
 

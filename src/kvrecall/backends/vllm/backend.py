@@ -130,18 +130,18 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._plan: PassPlan | None = None
+        self.plan: PassPlan | None = None
+        """On a GPU."""
         served = Served.of(vllm_config)
         served.builders |= dict.fromkeys(layer_names, self)
         self._drafts, size = served.drafts, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
-            self._plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, size, device, self._drafts)
-            served.plans.append(self._plan)
+            self.plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, size, device, self._drafts)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
-        asked = self._batch(told, size) if self._plan is None else Pass.of(told, self._plan, size, self._drafts)
+        asked = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts)
         return RetrievalMetadata(asked, told.slot_mapping, size)
 
     def _batch(self, told: Any, size: int) -> Batch:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+TESTED = ("0.26", "0.32", "0.33")
+"""Releases of vLLM that kvrecall's tests run with."""
 _BACKEND = "kvrecall.backends.vllm.backend.RetrievalBackend"
 _registered = False
 
@@ -15,7 +17,7 @@ _registered = False
 def register() -> None:
     """Entry point of vLLM's group `vllm.general_plugins`. May be called again.
 
-    With an unsupported vLLM version it registers nothing and gives a RuntimeWarning."""
+    With a vLLM that lacks what is needed it registers nothing and gives a RuntimeWarning."""
     global _registered
     if _registered:
         return
@@ -23,9 +25,8 @@ def register() -> None:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
-        warnings.warn(
-            f"kvrecall's attention backend does not work with this version of vLLM: {error}", RuntimeWarning, stacklevel=2
-        )
+        told = f"this vLLM lacks what it needs ({error}). Tested are {', '.join(TESTED)}."
+        warnings.warn(f"kvrecall's attention backend is not registered: {told}", RuntimeWarning, stacklevel=2)
         return
     from kvrecall.backends.vllm import metrics
 
@@ -37,6 +38,15 @@ def register() -> None:
     _registered = True
 
 
+def _tell_version() -> None:
+    """Warns of a vLLM that kvrecall's tests do not run with."""
+    from vllm import __version__
+
+    if ".".join(__version__.split(".")[:2]) not in TESTED:
+        told = f"kvrecall is tested with vLLM {', '.join(TESTED)}, and this is {__version__}. Check its answers."
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+
 def _choose_worker(platform: Any, custom: Any) -> None:
     """Makes the platform choose kvrecall's worker for engines with the backend, unless the user chose a worker."""
     own = platform.check_and_update_config.__func__
@@ -44,6 +54,7 @@ def _choose_worker(platform: Any, custom: Any) -> None:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto" and vllm_config.attention_config.backend == custom:
+            _tell_version()
             parallel.worker_cls = "kvrecall.backends.vllm.worker.Worker"
         own(cls, vllm_config)
 

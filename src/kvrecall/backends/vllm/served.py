@@ -62,7 +62,6 @@ class Served:
         """Whether the worker calls `give` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
         """By number, for layers with pages."""
-        self.plans: list[PassPlan] = []
         self.impls: list[Any] = []
         """The layers' `RetrievalImpl`."""
         self.observer: Observer | None = None
@@ -170,13 +169,19 @@ class Served:
             perf_counter() - locked,
         )  # fmt: skip
 
+    @property
+    def _plans(self) -> list[PassPlan]:
+        """Of the latest builders. vLLM makes others before, for a trial of its graphs."""
+        return [plan for plan in {id(each): each.plan for each in self.builders.values()}.values() if plan is not None]
+
     def counts(self) -> Counts:
         """This rank's counters since the engine was ready. Synchronises with a GPU."""
-        return Counts.of(self.layers.values(), self.plans)
+        return Counts.of(self.layers.values(), self._plans)
 
+    @torch.inference_mode()
     def forget_counts(self) -> None:
-        """Resets the counters."""
-        forget(self.layers.values(), self.plans)
+        """Resets the counters. In inference mode, since vLLM may have made them there."""
+        forget(self.layers.values(), self._plans)
 
     def device_layer(self, number: int, shape: LayerShape, params: AttentionParams) -> DeviceLayer:
         """A layer on a GPU; layers of one shape share scratch."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from kvrecall.backends.vllm.capacity import Capacity, ahead_of
 from kvrecall.backends.vllm.metrics import Teller
@@ -22,6 +22,11 @@ from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 _log = logging.getLogger("vllm.kvrecall")
 
@@ -87,13 +92,19 @@ class Worker(StockWorker):
         Served.of(self.vllm_config).begin(kv_cache_config)
 
     _teller: Teller | None = None
+    _warms_up = False
+    """Whether the passes are vLLM's own warm-up: `execute_model` of requests that it makes up."""
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up first, since vLLM watches for compilers from the end of its own warm-up on. Starts the counters' thread
         after graphs have been recorded, because it would disturb recording."""
         served, parallel = Served.of(self.vllm_config), self.vllm_config.parallel_config
         served.warm_up()
-        made = super().compile_or_warm_up_model()
+        self._warms_up = True
+        try:
+            made = super().compile_or_warm_up_model()
+        finally:
+            self._warms_up = False
         served.forget_counts()
         if self._teller is None:
             device = served.shapes[0].device
@@ -104,7 +115,10 @@ class Worker(StockWorker):
         """This rank's counters (`counts.Counts`). Synchronises with the device."""
         return asdict(Served.of(self.vllm_config).counts())
 
+    @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._warms_up:
+            use_block_0(scheduler_output)
         served, highest = Served.of(self.vllm_config), highest_block(scheduler_output)
         served.watch.look()
         if self._teller is not None:
@@ -114,6 +128,14 @@ class Worker(StockWorker):
         for blocks, computed in beginning(scheduler_output):
             served.refill(blocks, computed)
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+
+def use_block_0(scheduler_output: Any) -> None:
+    """Gives the requests of a pass block 0, which no sequence has, in place of all others. Those may not have memory yet."""
+    cached = scheduler_output.scheduled_cached_reqs
+    for new in scheduler_output.scheduled_new_reqs:
+        new.block_ids = tuple([0] * len(ids) for ids in new.block_ids)
+    cached.new_block_ids = [each and tuple([0] * len(ids) for ids in each) for each in cached.new_block_ids]
 
 
 def highest_block(scheduler_output: Any) -> int | None:
