@@ -31,7 +31,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     log: list[str] = []
     logging.getLogger("vllm.kvrecall").addFilter(lambda told: log.append(told.getMessage()) or True)  # vLLM drops handlers
-    llm: Any = LLM(model=job["model"], skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, **job["settings"])
+    settings = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, **job["settings"]}
+    llm: Any = LLM(model=job["model"], **settings)
     start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:
         return soak(llm, job["requests"])
