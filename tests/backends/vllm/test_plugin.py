@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -36,11 +37,11 @@ def made(settings=None, **asked):
 """
 
 
-def told(code: str) -> object:
-    """What a process prints last, as JSON, after `START`."""
+def told(code: str, ends: int = 0) -> tuple[Any, str]:
+    """What a process prints last, as JSON, and the last line of its log. code: behind `START`. ends: its exit code."""
     run = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    assert run.returncode == ends, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1]), ["", *run.stderr.splitlines()][-1]
 
 
 @needs_vllm
@@ -51,47 +52,46 @@ VllmConfig()
 print(json.dumps(loaded()))
 """
     here = "kvrecall.backends.vllm"
-    assert told(code) == ["kvrecall", "kvrecall.backends", here, f"{here}.plugin"]
+    assert told(code)[0] == ["kvrecall", "kvrecall.backends", here, f"{here}.plugin"]
 
 
 @needs_vllm
-def test_an_engine_that_asks_for_kvrecall_gets_its_worker_and_metrics_but_no_compiler() -> None:
-    """vLLM's CPU workers look through all modules for kernels, and fail at what some compilers keep in theirs."""
+def test_an_engine_that_asks_for_kvrecall() -> None:
+    """It gets kvrecall's worker and metrics, and no compiler: vLLM's CPU workers look through all modules for kernels, and fail
+    at what some compilers keep in theirs. Layers with a sliding window are vLLM's; a layer with sinks refuses them itself. If
+    another process refuses and vLLM's own error says less, the log ends with the reason."""
     code = """
+import subprocess
+from types import SimpleNamespace
 from prometheus_client import generate_latest
+from vllm.platforms import current_platform
 plugin.register()
 asked = [dict(backend="CUSTOM"), dict(backend_per_kind={"full_attention": "CUSTOM"})]
 workers = [made(**each).parallel_config.worker_cls for each in asked]
-print(json.dumps([workers, b"kvrecall:searches" in generate_latest(), "numba" in sys.modules]))
-"""
-    assert told(code) == [[plugin.WORKER] * 2, True, False]
-
-
-@needs_vllm
-def test_layers_with_a_sliding_window_are_left_to_vllm_and_sinks_are_refused_by_the_layer() -> None:
-    code = """
-from types import SimpleNamespace
-from vllm.platforms import current_platform
-plugin.register()
 shape = dict(use_mla=False, use_sparse=False, kv_cache_dtype="auto")
 kinds = [(False, False), (True, False), (True, True), (False, True)]
 layers = [SimpleNamespace(has_sliding_window=window, has_sink=sink, **shape) for window, sink in kinds]
-print(json.dumps(["RetrievalBackend" in current_platform.get_attn_backend_cls(Names.CUSTOM, layer) for layer in layers]))
+ours = ["RetrievalBackend" in current_platform.get_attn_backend_cls(Names.CUSTOM, layer) for layer in layers]
+print(json.dumps([workers, b"kvrecall:searches" in generate_latest(), "numba" in sys.modules, ours]), flush=True)
+
+child = "from kvrecall.backends.vllm.refusals import kept\\nwith kept(): {}"
+error = "from kvrecall.core.errors import ParameterError as E; raise E('x', 'a', 'b', 'Do c.')"
+subprocess.run([sys.executable, "-c", child.format(error)], stderr=subprocess.DEVNULL)
+Names["no such backend"]  # an error of vLLM's
 """
-    assert told(code) == [True, False, False, True]
+    found, last = told(code, ends=1)
+    assert found == [[plugin.WORKER] * 2, True, False, [True, False, False, True]]
+    assert last == "kvrecall: x: expected a, got 'b'. Do c."
 
 
 @needs_vllm
 def test_the_custom_backend_of_another_plugin_stays_its_own() -> None:
-    """Where vLLM takes new names, kvrecall's has one, which also another process knows."""
+    """Where vLLM takes new names, kvrecall's has one, which also another process knows. Who has kvrecall's settings and the
+    other's name is told, in the log's last line."""
     code = """
 import pickle, subprocess
 register_backend(Names.CUSTOM, "other.plugin.Backend")
 plugin.register()
-try:
-    made(backend="CUSTOM")
-except ValueError as error:
-    said = str(error)
 name = found = None
 if hasattr(Names, "register"):
     config = made(backend=plugin.OTHER_NAME)
@@ -99,32 +99,15 @@ if hasattr(Names, "register"):
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).backend.get_path())"
     run = subprocess.run([sys.executable, "-c", code], input=packed, capture_output=True, check=True)
     found = run.stdout.decode().split()[-1]
-print(json.dumps([Names.CUSTOM.get_path(), said, name, found]))
-"""
-    path, said, name, found = told(code)  # pyright: ignore[reportGeneralTypeIssues]
-    assert path == "other.plugin.Backend"
-    assert "attention backend CUSTOM: expected kvrecall's, got \"another plugin's (other.plugin.Backend)\"" in said
-    assert "VLLM_PLUGINS=kvrecall" in said
-    if name is not None:
-        assert name == plugin.OTHER_NAME and f"--attention-backend {name}" in said
-        assert found == "kvrecall.backends.vllm.backend.RetrievalBackend"
-
-
-@needs_vllm
-def test_a_refused_start_ends_with_the_reason() -> None:
-    """Also if another process refuses, and vLLM's own error says less."""
-    code = """
-import subprocess
-plugin.register()
+print(json.dumps([Names.CUSTOM.get_path(), name, found]), flush=True)
 made(backend="CUSTOM")
-child = "from kvrecall.backends.vllm.refusals import kept\\nwith kept(): {}"
-error = "from kvrecall.core.errors import ParameterError as E; raise E('x', 'a', 'b', 'Do c.')"
-subprocess.run([sys.executable, "-c", child.format(error)], stderr=subprocess.DEVNULL)
-from vllm.utils.import_utils import resolve_obj_by_qualname
-resolve_obj_by_qualname("no.such")
 """
-    run = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=240)
-    assert run.returncode == 1 and run.stderr.splitlines()[-1] == "kvrecall: x: expected a, got 'b'. Do c."
-    config = START + "plugin.register()\nmade({'method': 'prkv'}, backend='CUSTOM')"
-    run = subprocess.run([sys.executable, "-c", config], capture_output=True, text=True, timeout=240)
-    assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("kvrecall: vLLM with method=prkv: ")
+    (path, name, found), last = told(code, ends=1)
+    assert path == "other.plugin.Backend"
+    assert last.startswith(
+        "kvrecall: attention backend CUSTOM: expected kvrecall's, got \"another plugin's (other.plugin.Backend)\""
+    )
+    assert "VLLM_PLUGINS=kvrecall" in last
+    if name is not None:
+        assert name == plugin.OTHER_NAME and f"--attention-backend {name}" in last
+        assert found == "kvrecall.backends.vllm.backend.RetrievalBackend"
