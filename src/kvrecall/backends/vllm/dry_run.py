@@ -76,7 +76,8 @@ def _own(error: BaseException) -> KVRecallError | None:
 
 def _message(error: Exception) -> str:
     """What vLLM says is wrong, without pydantic's copy of all arguments."""
-    said = "; ".join(str(each["msg"]) for each in _entries(error)) or str(error) or type(error).__name__
+    parts = [str(each.get("ctx", {}).get("error") or each["msg"]) for each in _entries(error)]
+    said = "; ".join(parts) or str(error) or type(error).__name__
     return " ".join(said.split())
 
 
