@@ -74,7 +74,7 @@ layers = [SimpleNamespace(has_sliding_window=window, has_sink=sink, **shape) for
 ours = ["RetrievalBackend" in current_platform.get_attn_backend_cls(Names.CUSTOM, layer) for layer in layers]
 print(json.dumps([workers, b"kvrecall:searches" in generate_latest(), "numba" in sys.modules, ours]), flush=True)
 
-child = "from kvrecall.backends.vllm.refusals import kept\\nwith kept(): {}"
+child = "from kvrecall.backends.vllm.last_line import kept\\nwith kept(): {}"
 error = "from kvrecall.core.errors import ParameterError as E; raise E('x', 'a', 'b', 'Do c.')"
 subprocess.run([sys.executable, "-c", child.format(error)], stderr=subprocess.DEVNULL)
 Names["no such backend"]  # an error of vLLM's

@@ -3,8 +3,8 @@
 vLLM's pages hold summaries of keys instead of keys and values. The rows lie in host memory under the same physical block id and
 live as long as the block. So prefix caching, preemption, abort and several answers are vLLM's own.
 
-1. `plugin.py`: registers the backend when vLLM starts. `checks.py`: what of vLLM's options cannot be served. `refusals.py`: the
-   reason as the log's last line.
+1. `plugin.py`: registers the backend when vLLM starts. `checks.py`: what of vLLM's options cannot be served.
+   `last_line.py`: why, in the last line of the log.
 2. `settings.py`: the user's settings. `served.py`: the state of one engine. `statistics.py`: key statistics of its model.
 3. `backend.py`: the classes that vLLM needs. `window.py`: the recent tokens, a cache group of vLLM. `window_pages.py`: the
 manager of its pages. `page_sizes.py`: pages beside layers with a sliding window. `refill.py`: restores the window of a sequence

@@ -98,23 +98,23 @@ def _asks(vllm_config: Any) -> bool:
     given = vllm_config.additional_config
     others = next((member for member in chosen if member is not None and member.name == "CUSTOM"), None)
     if others is not None and isinstance(given, Mapping) and "kvrecall" in given:
-        from kvrecall.backends.vllm import refusals
+        from kvrecall.backends.vllm import last_line
         from kvrecall.core.errors import ParameterError
 
         remedy = "Set VLLM_PLUGINS=kvrecall, so that vLLM loads no other plugin."
-        if _other_member() is not None:
+        if OTHER_NAME in type(others).__members__:  # not if the other plugin was loaded later
             remedy = f"Give --attention-backend {OTHER_NAME}, or set VLLM_PLUGINS=kvrecall."
-        refusals.tell_last()
-        with refusals.kept():
+        last_line.tell_last()
+        with last_line.kept():
             raise ParameterError("attention backend CUSTOM", "kvrecall's", f"another plugin's ({others.get_path()})", remedy)
     return False
 
 
 def _begin(vllm_config: Any) -> None:
     """Counters for `/metrics`, and kvrecall's worker, unless the user chose one."""
-    from kvrecall.backends.vllm import metrics, refusals
+    from kvrecall.backends.vllm import last_line, metrics
 
-    refusals.tell_last()
+    last_line.tell_last()
     metrics.register()
     if vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = WORKER
@@ -122,10 +122,10 @@ def _begin(vllm_config: Any) -> None:
 
 def _check(vllm_config: Any) -> None:
     """Raises errors of `kvrecall.core.errors` for what can be refused before weights are loaded."""
-    from kvrecall.backends.vllm import refusals
+    from kvrecall.backends.vllm import last_line
     from kvrecall.backends.vllm.checks import checked
 
-    with refusals.kept():
+    with last_line.kept():
         checked(vllm_config)
 
 

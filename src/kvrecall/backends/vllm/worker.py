@@ -15,9 +15,9 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from kvrecall.backends.vllm.capacity import Capacity, ahead_of
+from kvrecall.backends.vllm.last_line import kept
 from kvrecall.backends.vllm.metrics import Teller
 from kvrecall.backends.vllm.page_sizes import alike
-from kvrecall.backends.vllm.refusals import kept
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.threads import one_thread_after_fork
