@@ -274,6 +274,7 @@ CONFIG = SimpleNamespace(
         ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
         ("model_config", SimpleNamespace(use_mla=True), "latent attention"),
+        ("model_config", SimpleNamespace(is_mm_prefix_lm=True), "in both directions.*text alone"),
         (
             "scheduler_config",
             SimpleNamespace(disable_hybrid_kv_cache_manager=True),

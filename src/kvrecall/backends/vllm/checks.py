@@ -75,6 +75,10 @@ def _check_options(config: Any) -> None:
             getattr(cache, "sliding_window", None) is not None, "such layers are vLLM's own, so nothing is left to retrieve"
         ),
     }  # fmt: skip
+    if getattr(model, "is_mm_prefix_lm", False):
+        what, why = "vLLM with kvrecall and images whose tokens attend in both directions", "there is no kernel for it"
+        text = """Serve text alone (`--limit-mm-per-prompt '{"image": 0}'`, vLLM 0.32), or use another attention backend."""
+        raise CompositionError(what, why, text)
     for name, (asked, why) in refused.items():
         if asked:
             raise CompositionError(f"vLLM with kvrecall and {name}", why, "Leave it out, or use another attention backend.")
