@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from kvrecall.backends.vllm import dry_run
 from kvrecall.cli import serve
 from kvrecall.core import extras
 from tests.cli.conftest import Cli
@@ -23,6 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for module in (serve, extras):
         monkeypatch.setattr(module, "find_spec", lambda name: name in found or None)
     monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(dry_run, "rehearsed", lambda options: f"{options[0]} was not loaded")
     return found
 
 
@@ -34,7 +36,7 @@ def test_vllm_where_it_is_installed(cli: Cli, installed: set[str]) -> None:
         ("--port", "8000"), ("--additional-config", json.dumps({"kvrecall": told["kvrecall"]})),
     ):  # fmt: skip
         assert told["command"][told["command"].index(name) + 1] == value
-    assert "--dtype" not in told["command"]
+    assert "--dtype" not in told["command"] and told["unchecked"] == "org/model was not loaded"
     served = cli.json("serve", "org/model", "--method", "exact@64", "--context", "32k", "--dry-run")
     assert served["command"] == told["command"]
     installed.remove("vllm")
@@ -45,6 +47,7 @@ def test_what_stands_behind_two_dashes_is_handed_on(cli: Cli) -> None:
     given = ("--port", "9000", "-tp", "2", "--enable-prefix-caching")
     result = cli("serve", "org/model", "--method", "exact", "--port", 1, "--dry-run", "--", *given)
     command = shlex.split(result.stdout)
+    assert "org/model was not loaded" in result.stderr.replace("\n", " ")
     assert tuple(command[-len(given) :]) == given and command.count("--port") == 1
 
 

@@ -151,6 +151,7 @@ def _engine(asked: Engine | None) -> Engine:
 def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool, as_json: bool) -> Result:
     """Becomes vLLM's server, unless it is a dry run."""
     from kvrecall.backends.vllm.command import serve_command
+    from kvrecall.backends.vllm.dry_run import rehearsed
     from kvrecall.models import KNOWN
 
     if model in KNOWN:
@@ -161,9 +162,11 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
         notes().print("note: another attention backend was asked for: vLLM serves without kvrecall", soft_wrap=True)
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
+        unchecked = rehearsed(command.options)
+        notes().print(f"note: vLLM's options were checked; {unchecked}", soft_wrap=True)
         if not as_json:
             print(shlex.join(command.arguments))
-        return told
+        return told | {"unchecked": unchecked}
     _without_json(as_json)
     leave_environment()
     sys.stdout.flush()

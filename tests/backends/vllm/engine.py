@@ -47,11 +47,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         )
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     config = llm.llm_engine.vllm_config
+    ours = "kvrecall" in config.additional_config
     return {
         "rounds": rounds, "v2": getattr(config, "use_v2_model_runner", False),
         "preemptions": counts.get("vllm:num_preemptions", 0),
         **{name: counts.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")},
         "start": start, "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
+        "searches": llm.collective_rpc("retrieval_counts")[0]["searches"] if ours else 0,
     }  # fmt: skip
 
 
@@ -60,17 +62,17 @@ def inspected(llm: Any) -> dict[str, Any]:
     from kvrecall.backends.vllm.served import Served
 
     served = Served.of(llm.llm_engine.vllm_config)
-    names, layers = list(served.groups), llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     windows = {window.name for window, _ in served.windows.values()}
     held = {
-        "pages": [layers[name].kv_cache for name in names if name not in windows],
+        "pages": [layers[name].kv_cache for name in served.windows],
         "window": [layers[name].kv_cache for name in windows], "rows": [host.rows for _, host in served.windows.values()],
     }  # fmt: skip
     written = {
         name: sorted({b for each in all_ for b in each.flatten(1).ne(0).any(1).nonzero().flatten().tolist()})
         for name, all_ in held.items()
     }
-    assert all(len(all_) == 3 for all_ in held.values())
+    assert all(len(all_) == len(served.impls) for all_ in held.values())
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     statistics = {
         impl.number: {

@@ -17,7 +17,7 @@ from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.index.sphere.config import SphereConfig
 from tests.backends.vllm import test_paged as paged
-from tests.backends.vllm.test_paged import BLOCKS, DIM, HEADS, PARAMS, SHAPE, SIZE, method_of
+from tests.backends.vllm.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
 
 PAGE, LONGEST, MOST = 8, 1024, 4
 
@@ -45,7 +45,8 @@ class Device:
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
         width = width_of(index, method.rest_config(), SHAPE)
-        self.layer_pages = torch.full((BLOCKS, width * SIZE * HEADS), 255, dtype=torch.uint8, device=self.on)
+        content = width * SIZE * HEADS
+        self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
         self.layer.bind(self.layer_pages, self.host)
         self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on)
         self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts)

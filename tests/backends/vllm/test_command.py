@@ -84,7 +84,8 @@ def test_another_attention_backend_serves_without_ours() -> None:
     for given in (["--attention-backend", "FLASH_ATTN"], ["--attention_backend=FLASH_ATTN"]):
         made = serve_command("org/model", {}, {}, given)
         assert not made.retrieves and "CUSTOM" not in made.arguments
-    assert serve_command("org/model", EXACT, {}, ["--attention-backend", "custom"]).retrieves
+    for name in ("custom", "KVRECALL"):
+        assert serve_command("org/model", EXACT, {}, ["--attention-backend", name]).retrieves
 
 
 def test_plugins_without_ours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
 from tests.index.sphere.with_statistics import Halves
 
-HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 4, 64, 64, 40
+HEADS, GROUP, DIM, SIZE, BLOCKS, PADDING = 2, 4, 64, 64, 40, 448
+"""PADDING: bytes between pages, which nothing may read or write."""
 SHAPE = LayerShape(1, HEADS * GROUP, HEADS, DIM, torch.float32, torch.device("cpu"))
 ROTARY = Halves(DIM)
 """Kept, since tables of its turns live as long as it does."""
@@ -83,7 +84,9 @@ class Bench:
     def __post_init__(self) -> None:
         index, means, shape = Settings(self.method).index, self.method.rest_config(), self.shape
         self.summaries = summaries_of(index, replace(shape, statistics=statistics()), SIZE)
-        self.pages = torch.full((BLOCKS, width_of(index, means, shape) * SIZE * HEADS), 255, dtype=torch.uint8)
+        width = width_of(index, means, shape) * SIZE * HEADS
+        self.whole = torch.full((BLOCKS, width + PADDING), 255, dtype=torch.uint8)
+        self.pages = self.whole[:, :width]
         self.summaries.bind(self.pages)
         self.host = HostBlocks(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
@@ -115,6 +118,7 @@ class Bench:
         self.layer.store(k, v, torch.tensor(slots), batch, self.window)
         out = torch.full_like(q, float("nan"))
         self.layer.attend(q, k, v, batch, self.window, out)
+        assert (self.whole[:, self.pages.shape[1] :] == 255).all()
         return {name: out[begins[i] : begins[i + 1]] for i, name in enumerate(new)}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
@@ -23,6 +23,7 @@ from kvrecall.backends.vllm.device import Pass
 from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
 from kvrecall.engine.plan_vllm import VllmPlan, plan_vllm
+from kvrecall.index.statistics import KeyStatistics
 
 SMALL = {"sink_tokens": 16, "local_tokens": 64}
 METHODS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,8 @@ def answers(home: Path, job: dict[str, Any], kvrecall: dict[str, Any] | None, **
     """What an engine makes of a job. kvrecall: settings of our backend; None for vLLM's own."""
     settings = ENGINE | engine
     if kvrecall is not None:
-        settings |= {"attention_backend": "CUSTOM", "additional_config": {"kvrecall": {**SMALL, "top_k": 4096, **kvrecall}}}
+        own = {"kvrecall": {**SMALL, "top_k": 4096, **kvrecall}}
+        settings = {"attention_backend": "CUSTOM", "additional_config": own} | settings
     out, told = home / "out.json", home / "job.json"
     out.unlink(missing_ok=True)
     told.write_text(json.dumps({"model": str(home / "tiny"), "settings": settings, "out": str(out), **job}))
@@ -116,6 +118,43 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home
     assert not made["usage"]
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model, two of whose three layers have a sliding window of 64 tokens."""
+    folder = tmp_path_factory.mktemp("windowed")
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        sliding_window=64, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.ndim == 2:
+                weights.normal_(0, 4.0 if "lm_head" in name else 0.08)
+    model.save_pretrained(folder / "tiny")
+    return folder
+
+
+def same_statistics(told: dict[str, Any], expected: KeyStatistics) -> None:
+    assert told["tokens"] == expected.tokens == 1024
+    for name in ("key_mean", "key_covariance", "query_second"):
+        found, wanted = torch.tensor(told[name], dtype=torch.float64), getattr(expected, name)
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+
+
+def test_layers_with_a_sliding_window_are_vllm_s_own(windowed: Path) -> None:
+    """The other layer is ours, over padded pages. Prefixes are found in the caches of all. All take part in the statistics."""
+    expected, made = (answers(windowed, TWICE | {"inspected": own is not None}, own) for own in (None, METHODS["balanced"]))
+    assert tokens(made) == tokens(expected) and len({t for each in tokens(made)[0] for t in each[0]}) > 24
+    assert cached(made)[1][3] and cached(made)[1][5] and made["searches"] > 0
+    told, model = made["start"]["statistics"], Gemma3ForCausalLM.from_pretrained(windowed / "tiny").eval()
+    assert told.keys() == {"1"}
+    same_statistics(told["1"], observed(model, Source.of(model.config, None).ids, rotaries_of(model))[1])
+
+
 def test_an_engine_computes_the_statistics_that_transformers_has(home: Path) -> None:
     """Nothing was prepared. Its passes have 256 tokens, and those of transformers 1,024."""
     told = answers(home, {"rounds": [[[5, 6, 7]]], "tokens": 1, "inspected": True}, METHODS["balanced"])["start"]["statistics"]
@@ -123,10 +162,7 @@ def test_an_engine_computes_the_statistics_that_transformers_has(home: Path) -> 
     expected = observed(model, Source.of(model.config, None).ids, rotaries_of(model))
     assert told.keys() == {str(number) for number in expected}
     for number, own in expected.items():
-        assert told[str(number)]["tokens"] == own.tokens == 1024
-        for name in ("key_mean", "key_covariance", "query_second"):
-            found, wanted = torch.tensor(told[str(number)][name], dtype=torch.float64), getattr(own, name)
-            assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+        same_statistics(told[str(number)], own)
 
 
 def test_rows_may_lie_beside_the_pages(home: Path, stock: dict[str, Any]) -> None:
@@ -265,6 +301,19 @@ CONFIG = SimpleNamespace(
         ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
         ("model_config", SimpleNamespace(use_mla=True), "latent attention"),
+        ("model_config", SimpleNamespace(is_mm_prefix_lm=True), "in both directions.*text alone"),
+        (
+            "scheduler_config",
+            SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+            "--disable-hybrid-kv-cache-manager: .*Leave it out",
+        ),
+        ("cache_config", SimpleNamespace(cache_dtype="auto", sliding_window=256), "layers all have a sliding window"),
+        (
+            "cache_config",
+            SimpleNamespace(cache_dtype="auto", user_specified_block_size=True, block_size=96),
+            "block_size: expected a power of two from 64 on",
+        ),
+        ("parallel_config", SimpleNamespace(worker_cls="vllm.v1.worker.worker_base.WorkerBase"), "worker_cls: .*subclass"),
         ("additional_config", {"kvrecall": {"method": "prkv"}}, "Served are"),
     ],
 )
@@ -272,6 +321,17 @@ def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, 
     assert Served(CONFIG).settings.method.top_k
     with pytest.raises(KVRecallError, match=told):
         Served(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
+def test_the_model_s_own_dtype_may_be_named_for_the_cache(dtype: torch.dtype, named: str) -> None:
+    def config(cache_dtype: str) -> Any:
+        parts = {"model_config": SimpleNamespace(dtype=dtype), "cache_config": SimpleNamespace(cache_dtype=cache_dtype)}
+        return SimpleNamespace(**(vars(CONFIG) | parts))
+
+    assert Served(config(named)).settings == Served(config("auto")).settings
+    with pytest.raises(KVRecallError, match=f"stored in the model's dtype .{named}"):
+        Served(config({"float16": "bfloat16", "bfloat16": "float16"}[named]))
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [(None, 1), (3, 4)])

@@ -3,17 +3,17 @@
 vLLM's pages hold summaries of keys instead of keys and values. The rows lie in host memory under the same physical block id and
 live as long as the block. So prefix caching, preemption, abort and several answers are vLLM's own.
 
-1. `plugin.py`: registers the backend when vLLM starts.
-2. `settings.py`: the user's settings. `served.py`: what one engine serves and refuses. `maps.py`: key statistics of the served
-   model.
+1. `plugin.py`: registers the backend when vLLM starts. `checks.py`: what of vLLM's options cannot be served.
+   `last_line.py`: why, in the last line of the log.
+2. `settings.py`: the user's settings. `served.py`: the state of one engine. `statistics.py`: key statistics of its model.
 3. `backend.py`: the classes that vLLM needs. `window.py`: the recent tokens, a cache group of vLLM. `window_pages.py`: the
-manager of its pages. `refill.py`: restores the window of a sequence that begins behind cached blocks. `worker.py`, `memory.py`,
-`capacity.py`: limit the blocks to what device and host hold. `warmup.py`: the passes before the first prompt. `counts.py`:
-counters of steps; `metrics.py`: vLLM's `/metrics`.
+manager of its pages. `page_sizes.py`: pages beside layers with a sliding window. `refill.py`: restores the window of a sequence
+that begins behind cached blocks. `worker.py`, `memory.py`, `capacity.py`: limit the blocks to what device and host hold.
+`warmup.py`: the passes before the first prompt. `counts.py`: counters of steps; `metrics.py`: vLLM's `/metrics`.
 4. `stream.py`: rows in host memory, and copies back to a GPU. 5. On a CPU: `paged.py`, one layer; `summaries.py`, the content
 of pages and its search; `means.py`, the means of pages. 6. On a GPU: `plan.py`, the plan of a pass; `device.py`, one layer;
 `kernels.py`; `finite.py`, the check for finite keys and values. 7. `command.py`: the command by which `kvrecall serve` starts
-vLLM's server.
+vLLM's server; `dry_run.py`: what that start would refuse.
 
-`plugin`, `served`, `window`, `window_pages`, `worker` and `backend` import vLLM; the others do not.
+`plugin`, `dry_run`, `served`, `window`, `window_pages`, `worker` and `backend` import vLLM; the others do not.
 """

@@ -32,17 +32,10 @@ from kvrecall.backends.vllm.device import DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.means import PagedMeans, means_in
 from kvrecall.backends.vllm.paged import Batch, PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
+from kvrecall.backends.vllm.plugin import WORKER, own_name
 from kvrecall.backends.vllm.served import Served
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS
-from kvrecall.backends.vllm.summaries import (
-    LEAST_BLOCK,
-    check_block_size,
-    check_device,
-    least_block,
-    summaries_of,
-    summary_bytes,
-    width_of,
-)
+from kvrecall.backends.vllm.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
+from kvrecall.backends.vllm.summaries import check_device, summaries_of, summary_bytes, width_of
 from kvrecall.backends.vllm.warmup import Layout, Limits, Told, trials
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
@@ -61,7 +54,7 @@ class RetrievalBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return own_name()
 
     @staticmethod
     def get_impl_cls() -> type[RetrievalImpl]:
@@ -168,7 +161,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         }  # fmt: skip
         for name, given in refused.items():
             if given is not None and given is not False:
-                remedy = "Give such layers to another attention backend (`attention_config.backend_per_kind`)."
+                remedy = "Nothing of kvrecall serves such a model: leave its attention backend out."
                 raise CompositionError(f"vLLM with kvrecall and {name}", "there is no kernel for it", remedy)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype, self.attn_type = num_kv_heads or num_heads, kv_cache_dtype, attn_type
@@ -192,8 +185,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         settings = self._served.settings
         check_device(device, settings.index)
         if not self._served.gives_later:
-            remedy = "Leave it out, or subclass kvrecall.backends.vllm.worker.Worker."
-            raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", remedy)
+            raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
         self._name, self.number = name, extract_layer_index(name)
         self._shape = shape = with_statistics(shape, self._served.no_statistics(self.number, shape))

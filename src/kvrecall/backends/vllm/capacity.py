@@ -14,8 +14,8 @@ from torch import Tensor
 from kvrecall.backends.vllm.device import DeviceLayer, Scratch
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
-from kvrecall.backends.vllm.summaries import check_block_size, least_block, width_of
+from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings, check_block_size, least_block
+from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvrecall.backends.vllm.plugin import OTHER_NAME
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import parse_json
@@ -23,20 +24,21 @@ _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """The command. arguments: program first. config: of kvrecall's backend, as passed on. retrieves: False if the user chose
-    another attention backend."""
+    """The command. arguments: program first. options: of `vllm serve`, model first. config: of kvrecall's backend, as passed
+    on. retrieves: False if the user chose another attention backend."""
 
     arguments: list[str]
+    options: list[str]
     config: dict[str, Any]
     settings: Settings
     retrieves: bool
 
 
-def serve_command(model: str, config: Mapping[str, Any], options: Mapping[str, object], given: Sequence[str]) -> ServeCommand:
+def serve_command(model: str, config: Mapping[str, Any], flags: Mapping[str, object], given: Sequence[str]) -> ServeCommand:
     """The command `vllm serve` for a model.
 
-    config: settings of kvrecall's backend (`Settings.of`). options: of `vllm serve`, by name without dashes; None is left out.
-    given: the user's options; they override `options`, and their `--additional-config` is merged into `config`.
+    config: settings of kvrecall's backend (`Settings.of`). flags: of `vllm serve`, by name without dashes; None is left out.
+    given: the user's options; they override `flags`, and their `--additional-config` is merged into `config`.
     Raises errors of `kvrecall.core.errors` for unsupported settings.
     """
     theirs, rest = _without_config(given)
@@ -44,13 +46,13 @@ def serve_command(model: str, config: Mapping[str, Any], options: Mapping[str, o
     merged = {**theirs, "kvrecall": {**config, **own} if isinstance(own, Mapping) else own}
     settings = Settings.of(merged)
     named = {_name(text) for text in rest}
-    chosen = {_BACKEND: "CUSTOM", "--block-size": BLOCK_TOKENS} | {f"--{name}": value for name, value in options.items()}
+    chosen = {_BACKEND: "CUSTOM", "--block-size": BLOCK_TOKENS} | {f"--{name}": value for name, value in flags.items()}
     ours = [text for name, value in chosen.items() if value is not None and name not in named for text in (name, str(value))]
-    retrieves = _BACKEND not in named or _last(rest, _BACKEND).upper() == "CUSTOM"
+    retrieves = _BACKEND not in named or _last(rest, _BACKEND).upper() in ("CUSTOM", OTHER_NAME)
     if retrieves:
         _check_plugins(os.environ.get("VLLM_PLUGINS"))
-    arguments = [*start_of(model), *ours, _CONFIG, json.dumps(merged), *rest]
-    return ServeCommand(arguments, merged["kvrecall"], settings, retrieves)
+    options = [*ours, _CONFIG, json.dumps(merged), *rest]
+    return ServeCommand([*start_of(model), *options], [model, *options], merged["kvrecall"], settings, retrieves)
 
 
 def start_of(model: str) -> list[str]:

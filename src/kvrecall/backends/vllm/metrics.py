@@ -53,14 +53,20 @@ _registered = False
 
 
 def register() -> None:
-    """Names the folder and adds the metrics to prometheus' registry, in every process of a server, before others start. May be
-    called again."""
+    """Names the folder and adds the metrics to prometheus' registry, where vLLM makes its config: in the server's process,
+    before others start. May be called again."""
     global _registered
     if _registered:
         return
-    os.environ.setdefault(_FOLDER, str(Path(tempfile.gettempdir()) / f"kvrecall-vllm-{os.getpid()}-{secrets.token_hex(8)}"))
+    _folder()
     REGISTRY.register(_Counted())
     _registered = True
+
+
+def _folder() -> Path:
+    """The folder that the environment names, or a new name."""
+    new = Path(tempfile.gettempdir()) / f"kvrecall-vllm-{os.getpid()}-{secrets.token_hex(8)}"
+    return Path(os.environ.setdefault(_FOLDER, str(new)))
 
 
 class Teller:
@@ -69,7 +75,7 @@ class Teller:
     def __init__(self, read: Callable[[], Counts], engine: int, rank: int, device: torch.device) -> None:
         """read: returns the counters. engine: number of the engine, if several share the requests. rank: within the engine."""
         self._read, self._passes, self._told = read, 0, -1
-        folder = Path(os.environ[_FOLDER])
+        folder = _folder()
         folder.mkdir(mode=0o700, exist_ok=True)
         self._path = folder / f"{engine}-{rank}.json"
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

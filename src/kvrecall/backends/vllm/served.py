@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
 
 from kvrecall.backends.transformers.rotary import Rotaries
+from kvrecall.backends.vllm.checks import checked, drafts_of
 from kvrecall.backends.vllm.counts import Counts, forget
 from kvrecall.backends.vllm.device import TOGETHER, DeviceLayer, Scratch
 from kvrecall.backends.vllm.finite import FiniteWatch
@@ -22,12 +24,10 @@ from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.paged import PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.refill import refill
-from kvrecall.backends.vllm.settings import Settings
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.warmup import Limits
 from kvrecall.backends.vllm.window import WindowLayer
-from kvrecall.backends.vllm.window_pages import drafts_of
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
@@ -36,9 +36,6 @@ from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 
 _log = logging.getLogger("vllm.kvrecall")
-
-_DRAFTS = ("ngram", "suffix")
-"""Kinds of speculation that look up drafts in the text. Each drafted token is decoded as if alone."""
 
 _served: Served | None = None
 """This process's engine; there is one at a time."""
@@ -50,7 +47,7 @@ class Served:
     def __init__(self, vllm_config: Any) -> None:
         """Raises errors of `kvrecall.core.errors` for unsupported settings and combinations."""
         self._config = vllm_config
-        self.settings = Settings.of(vllm_config.additional_config)
+        self.settings = checked(vllm_config)
         self._scratch: dict[LayerShape, Scratch] = {}
         self.watch = FiniteWatch()
         self.shapes: list[LayerShape] = []
@@ -74,8 +71,6 @@ class Served:
         """vLLM's cache group of every layer."""
         self._hosts: list[HostBlocks] = []
         self._given, self._warm = 1, False
-        _check(vllm_config)
-        self.settings.check_drafts(self.drafts)
 
     @staticmethod
     def of(vllm_config: Any) -> Served:
@@ -210,53 +205,31 @@ class Served:
     def _rotaries(self) -> Rotaries:
         return rotaries_of_config(self._config.model_config.hf_config)
 
-    def _ours(self, layer: Any) -> bool:
-        return isinstance(layer, WindowLayer) or getattr(layer, "impl", None) in self.impls
+    @property
+    def names(self) -> set[str]:
+        """The names of the served layers and their windows."""
+        layers = self._config.compilation_config.static_forward_context
+        return {n for n, x in layers.items() if isinstance(x, WindowLayer) or getattr(x, "impl", None) in self.impls}
 
     def compute_statistics(self, model: Any) -> None:
         """Computes the statistics of this rank's layers by the loaded model, and hands them to the layers."""
-        if not self.needs_statistics or not self.impls:
+        if not self.impls:
+            why = "no layer of this model, or of this pipeline stage, attends to everything"
+            raise CompositionError("vLLM with kvrecall", why, "Leave its attention backend out, or take fewer stages.")
+        if not self.needs_statistics:
             return
-        layers = self._config.compilation_config.static_forward_context
-        others = [n for n, x in layers.items() if isinstance(x, AttentionLayerBase) and not self._ours(x)]
-        if others:
+        layers, ours = self._config.compilation_config.static_forward_context, self.names
+        rest = {n: x for n, x in layers.items() if isinstance(x, AttentionLayerBase) and n not in ours}
+        windows = {extract_layer_index(n): rest.pop(n) for n, x in list(rest.items()) if getattr(x, "sliding_window", None)}
+        if others := [*rest]:
             told = "kvrecall: statistics of keys are less exact: %s and %d more layers of other backends take no part"
             _log.warning(told, others[0], len(others) - 1)
         self.observer = Observer()
         try:
             rotaries = {impl.number: self._rotaries.layers[impl.number].rotary for impl in self.impls}
-            found = compute(model, self._config, self.observer, rotaries)
+            with self.observer.attending(windows):
+                found = compute(model, self._config, self.observer, rotaries)
         finally:
             self.observer = None
         for impl in self.impls:
             impl.take_statistics(found[impl.number])
-
-
-def _check(config: Any) -> None:
-    """Raises CompositionError for features of vLLM that do not work with rows in host memory."""
-    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    speculation = getattr(config, "speculative_config", None)
-    refused = {
-        "a KV connector": (config.kv_transfer_config is not None, "it would move pages without their rows"),
-        "decode context parallelism": (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1, "a sequence's window cannot be shared out"
-        ),
-        "prefill context parallelism": (
-            getattr(parallel, "prefill_context_parallel_size", 1) > 1, "a sequence's window cannot be shared out"
-        ),
-        "dual-batch overlap": (getattr(parallel, "enable_dbo", False), "both halves of a batch would search at once"),
-        f"speculation by {getattr(speculation, 'method', None)}": (
-            speculation is not None and speculation.method not in _DRAFTS, "only drafts that the CPU looks up are known to work"
-        ),
-        "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
-        f"kv_cache_dtype={cache.cache_dtype}": (
-            cache.cache_dtype != "auto", "rows are stored in the model's dtype"
-        ),
-        "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
-        'mamba_cache_mode="align"': (
-            getattr(cache, "mamba_cache_mode", None) == "align", "it copies pages without their rows"
-        ),
-    }  # fmt: skip
-    for name, (asked, why) in refused.items():
-        if asked:
-            raise CompositionError(f"vLLM with kvrecall and {name}", why, "Leave it out, or use another attention backend.")

@@ -21,6 +21,8 @@ METHODS = ("pariskv-balanced", "pariskv", "exact")
 
 BLOCK_TOKENS = 1024
 """Default of tokens per block: a program of a search reads one or two blocks."""
+LEAST_BLOCK = 64
+"""Tokens of the smallest block, so that every part of a page is a multiple of the kernels' widest load."""
 LOCAL_TOKENS = 1024
 """Default of tokens of the window: most questions and answers fit into it."""
 
@@ -40,6 +42,17 @@ _REASONS = {
     "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
 }
 """Fields of a method that serving does not support, and the reason."""
+
+
+def least_block(means: PageMeans | None) -> int:
+    """Tokens of the smallest block whose page can hold summaries and these means."""
+    return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
+
+
+def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
+    """Raises ParameterError for an unsupported block size."""
+    if tokens < least or tokens.bit_count() != 1:
+        raise ParameterError("block_size", f"a power of two from {least} on", tokens, f"Give --block-size {BLOCK_TOKENS}.")
 
 
 def spelled(method: str) -> dict[str, Any]:
@@ -113,6 +126,10 @@ class Settings:
         if drafts >= self.method.local_tokens:
             told = f"more than the {drafts} tokens of a draft, which are attended in full"
             raise ParameterError("local_tokens", told, self.method.local_tokens, "Take more.")
+
+    def check_block_size(self, tokens: int) -> None:
+        """Raises ParameterError for an unsupported block size of vLLM."""
+        check_block_size(tokens, least_block(self.method.rest_config()))
 
     @property
     def index(self) -> SphereConfig | ExactConfig:

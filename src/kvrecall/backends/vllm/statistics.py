@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -48,10 +49,42 @@ class Observer:
         past, how = self._rows.get(number), (params.scaling, params.softcap)
         own = attend_causal(q, k, v, *how)
         parts = [] if past is None else [attend_block(q, past, *how)]
-        rows = torch.stack([k, v], 2)
-        self._rows[number] = rows if past is None else torch.cat([past, rows], 1)
+        self._keep(number, k, v)
         self._queries.setdefault(number, []).append(q.clone())
         return merge_in_turn([own], parts).out[0].transpose(0, 1).to(queries.dtype)
+
+    @contextmanager
+    def attending(self, layers: Mapping[int, Any]) -> Iterator[None]:
+        """Takes the attention of vLLM's own layers with a sliding window, by number, which attend to nothing without pages."""
+        for number, layer in layers.items():
+            layer.impl.forward = partial(self._in_window, number)
+        try:
+            yield
+        finally:
+            for layer in layers.values():
+                del layer.impl.forward
+
+    def _in_window(
+        self, number: int, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, cache: Any, metadata: Any, output: Tensor,
+        **more: Any,
+    ) -> Tensor:  # fmt: skip
+        """As a layer's `AttentionImpl.forward`: a token attends to the last `sliding_window` tokens, itself included."""
+        impl, rows = layer.impl, self._keep(number, keys.transpose(0, 1), values.transpose(0, 1))
+        total, own, group = rows.shape[1], len(queries), queries.shape[1] // len(rows)
+        k, v = (x.repeat_interleave(group, 0).float() for x in rows.unbind(2))
+        logits = queries.transpose(0, 1).float() @ k.mT * impl.scale
+        if impl.logits_soft_cap:
+            logits = impl.logits_soft_cap * torch.tanh(logits / impl.logits_soft_cap)
+        places = torch.arange(total, device=rows.device)
+        back = places[total - own :, None] - places
+        logits.masked_fill_((back < 0) | (back >= layer.sliding_window), float("-inf"))
+        return output.copy_((logits.softmax(-1) @ v).transpose(0, 1))
+
+    def _keep(self, number: int, keys: Tensor, values: Tensor) -> Tensor:
+        """Adds keys, values `[H_kv, T, D]`. Returns all rows of the layer, `[H_kv, n, K|V, D]`."""
+        past, rows = self._rows.get(number), torch.stack([keys, values], 2)
+        self._rows[number] = made = rows if past is None else torch.cat([past, rows], 1)
+        return made
 
     def statistics(self, number: int, rotary: Rotary) -> KeyStatistics:
         """Of the layer's tokens so far."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.backends.vllm.means import bytes_per_token
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS
+from kvrecall.backends.vllm.settings import LEAST_BLOCK, check_block_size
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection
@@ -27,9 +27,6 @@ from kvrecall.index.sphere.pages import CodeLayout, LentPages
 from kvrecall.index.sphere.schedule import stage_sizes
 from kvrecall.index.tokens import best_tokens
 from kvrecall.select.gqa import reduce_scores, search_queries
-
-LEAST_BLOCK = 64
-"""Tokens of the smallest page, so that every part is a multiple of the kernels' widest load."""
 
 
 class Summaries(ABC):
@@ -57,17 +54,6 @@ def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> Non
     if device.type != "cpu" and not kernels_available(device):
         remedy = "Use another attention backend there."
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
-
-
-def least_block(means: PageMeans | None) -> int:
-    """Tokens of the smallest block whose page can hold summaries and these means."""
-    return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
-
-
-def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
-    """Raises ParameterError for an unsupported block size."""
-    if tokens < least or tokens.bit_count() != 1:
-        raise ParameterError("block_size", f"a power of two from {least} on", tokens, f"Give --block-size {BLOCK_TOKENS}.")
 
 
 def width_of(index: SphereConfig | ExactConfig, means: PageMeans | None, shape: LayerShape) -> int:

@@ -18,7 +18,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
 from kvrecall.backends.vllm.capacity import ahead_of, window_page_tokens
-from kvrecall.backends.vllm.window_pages import WindowSpec, drafts_of, passes_of
+from kvrecall.backends.vllm.checks import drafts_of
+from kvrecall.backends.vllm.plugin import own_name
+from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 
@@ -49,7 +51,7 @@ class WindowBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return own_name()
 
     @staticmethod
     def get_impl_cls() -> Any:

@@ -102,11 +102,5 @@ def passes_of(vllm_config: Any) -> int:
     return cdiv(vllm_config.max_in_flight_tokens, vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def drafts_of(vllm_config: Any) -> int:
-    """Draft tokens per sequence and decode step."""
-    told = getattr(vllm_config, "speculative_config", None)
-    return 0 if told is None else told.num_speculative_tokens
-
-
 KVCacheSpecRegistry._ensure_registered()  # vLLM must register its own first; it does so only in an empty registry
 KVCacheSpecRegistry.register(WindowSpec, WindowManager)

@@ -15,7 +15,9 @@ import torch
 from vllm.platforms import current_platform
 
 from kvrecall.backends.vllm.capacity import Capacity, ahead_of
+from kvrecall.backends.vllm.last_line import kept
 from kvrecall.backends.vllm.metrics import Teller
+from kvrecall.backends.vllm.page_sizes import alike
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.threads import one_thread_after_fork
@@ -39,6 +41,7 @@ else:
 class Worker(StockWorker):
     """This platform's worker, for engines with kvrecall's backend."""
 
+    @kept()
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         if not current_platform.is_cpu():  # vLLM gives the workers of a CPU threads of their own
             one_thread_after_fork()
@@ -47,6 +50,12 @@ class Worker(StockWorker):
         super().load_model(*args, **kwargs)
         served.compute_statistics(self.model_runner.get_model())
 
+    @kept()
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """What each layer caches, in pages of one size. Raises ParameterError for an unsupported block size."""
+        return alike(super().get_kv_cache_spec(), Served.of(self.vllm_config).names)
+
+    @kept()
     def determine_available_memory(self) -> int:
         """Device bytes for pages, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of
         the longest length does not fit."""
@@ -57,8 +66,9 @@ class Worker(StockWorker):
             served.settings, served.shapes, size, served.longest, passes_of(config), ranks, ahead_of(served.drafts),
             max(len(group.layer_names) for group in groups),
         )  # fmt: skip
+        per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
         if served.settings.residency == "device":
-            return self._with_rows(available, capacity.device_block_bytes, size)
+            return self._with_rows(available, per_block, size)
         plan = served.plan = capacity.host
         kinds = [group.kv_cache_spec for group in groups]
         needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
@@ -68,7 +78,6 @@ class Worker(StockWorker):
         asked = config.cache_config.num_gpu_blocks_override
         if asked is not None and asked > plan.blocks:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", asked, "Lower it.")
-        per_block = capacity.device_block_bytes
         allowed = min(available, plan.blocks * per_block)
         _log.info(
             "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d); %d tokens need %d",
@@ -87,6 +96,7 @@ class Worker(StockWorker):
         _log.info("kvrecall: %d blocks of %d tokens, rows on the device", blocks, size)
         return blocks * per_block
 
+    @kept()
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         Served.of(self.vllm_config).begin(kv_cache_config)
@@ -95,6 +105,7 @@ class Worker(StockWorker):
     _warms_up = False
     """Whether the passes are vLLM's own warm-up: `execute_model` of requests that it makes up."""
 
+    @kept()
     def compile_or_warm_up_model(self) -> Any:
         """Warms up first, since vLLM watches for compilers from the end of its own warm-up on. Starts the counters' thread
         after graphs have been recorded, because it would disturb recording."""

@@ -40,7 +40,7 @@ from kvrecall.select.cpu import max_softmax, mean_softmax, top_k_of, union
 _CHUNK = 2048
 _NONE = np.empty((0, 0, 0, 0, 0), np.int16)
 """No products, in their dtype: `_search` is then compiled once for both kinds of tables."""
-_NO_WEIGHTS = np.empty((0, 0), np.uint16), np.empty((0, 0), np.uint32)
+_NO_WEIGHTS = np.empty(0, np.uint16), np.empty(0, np.uint32)
 """Codes in numbers of two and of four bytes, where weights have another size: `_search` is compiled once for all weights."""
 _MEAN_SOFTMAX, _MAX, _PER_HEAD, _MEAN_Q, _MAX_SOFTMAX = 0, 1, 2, 3, 4
 _MODES = {
@@ -72,7 +72,7 @@ def search_batch(
     stage1: "collision" (tables are made here) or "product" (tables of the reference). shifts: per sequence
     fp32 `[H_kv, G', R]`, <q, c> by spans of tokens, added to products with centred keys; None without centres.
     """
-    layout, codes = pages.layout, pages.tensor
+    layout, (codes, stride) = pages.layout, _side_by_side(pages.tensor)
     bits, kind = as_bits(codes.view(layout.weight_dtype))
     halves, words = (bits if bits.dtype == none.dtype else none for none in _NO_WEIGHTS)
     blocks = np.zeros((len(tables), max(len(own) for own in tables)), np.int32)
@@ -95,8 +95,9 @@ def search_batch(
             added[b, ..., : own.shape[-1]] = own
             whole[b, ..., : own.shape[-1]] = whole_shifts(queries[b], own)
     ids, found = _search(
-        codes.numpy(), halves, words, kind, blocks, layout.block_size, np.array(layout.starts), layout.norms, counts.numpy(),
-        np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64), queries.contiguous().numpy(),
+        codes.numpy(), stride, halves, words, kind, blocks, layout.block_size, np.array(layout.starts), layout.norms,
+        counts.numpy(), np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64),
+        queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
         barred, barred_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
@@ -104,9 +105,17 @@ def search_batch(
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
 
+def _side_by_side(blocks: Tensor) -> tuple[Tensor, int]:
+    """(all bytes from the first block's first to the last block's last one, uint8 `[n]`; bytes from block to block) of blocks
+    uint8 `[blocks, bytes]`, between which other bytes may lie."""
+    (count, width), stride = blocks.shape, blocks.stride(0)
+    return blocks.as_strided((max(0, (count - 1) * stride + width),), (1,)), stride
+
+
 @parallel_njit()
 def _search(
     codes,
+    stride,
     halves,
     words,
     kind,
@@ -134,9 +143,9 @@ def _search(
     added,
     whole,
 ):
-    """codes: uint8 `[blocks, bytes]`; halves, words: the same memory in numbers of two and of four bytes, where weights have
-    that size. The parts of a block of `size` tokens begin at the bytes `starts`; weighed: whether there are norms. tables:
-    int32 `[b, W]`, the blocks of each searched sequence."""
+    """codes: uint8 `[n]`, with `stride` bytes from block to block; halves, words: the same memory in numbers of two and of four
+    bytes, where weights have that size. The parts of a block of `size` tokens begin at the bytes `starts`; weighed: whether
+    there are norms. tables: int32 `[b, W]`, the blocks of each searched sequence."""
     b_n, heads, group, dim = queries.shape
     blocks, item = dim // 8, 1 if kind == SMALL else 4 if kind == FLOAT32 else 2
     sets = group if mode == _PER_HEAD else 1
@@ -169,9 +178,9 @@ def _search(
         if start < end:
             for first in range(start // size * size, end, size):
                 block, left, right = tables[b, first // size], max(start, first), min(end, first + size)
-                norms = part(codes, block, starts[3], heads, h, size, 1) if weighed else codes[:0, :0]
+                norms = part(codes, block, stride, starts[3], h, size, 1) if weighed else codes[:0].reshape(0, 1)
                 scan(
-                    part(codes, block, starts[0], heads, h, size, blocks),
+                    part(codes, block, stride, starts[0], h, size, blocks),
                     first,
                     bonus[b, h],
                     left,
@@ -186,7 +195,7 @@ def _search(
                     SPAN,
                 )
                 if zero_norms[b]:
-                    weights = part(codes, block, starts[2], heads, h, size, blocks * item)
+                    weights = part(codes, block, stride, starts[2], h, size, blocks * item)
                     bar_zero_norms(weights, first, left, right, coarse[b, h], histogram[b, h, :, c])
             if barred_counts[b] > 0:
                 bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
@@ -223,8 +232,8 @@ def _search(
                         words,
                         kind,
                         block,
+                        stride,
                         starts,
-                        heads,
                         h,
                         size,
                         base,

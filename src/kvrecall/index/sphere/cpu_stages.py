@@ -16,10 +16,12 @@ _AHEAD = 16
 
 
 @njit(cache=True, inline="always")
-def part(codes, block, start, heads, h, size, width):
-    """One part of one KV head's codes, `[size, width]`, in a block of `codes` `[blocks, ·]`; the part begins at `start`."""
+def part(codes, block, stride, start, h, size, width):
+    """One part of one KV head's codes, `[size, width]`, in a block of `codes` `[n]`, which has `stride` numbers from block to
+    block. The part begins at number `start` of its block."""
     rows = size * width
-    return codes[block, start + h * rows : start + (h + 1) * rows].reshape(size, width)
+    first = block * stride + start + h * rows
+    return codes[first : first + rows].reshape(size, width)
 
 
 @njit(cache=True)
@@ -244,18 +246,20 @@ def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_lar
 
 
 @njit(cache=True)
-def rerank_block(codes, halves, words, kind, block, starts, heads, h, size, base, pairs, chosen, out, keep_larger, added, span):
+def rerank_block(
+    codes, halves, words, kind, block, stride, starts, h, size, base, pairs, chosen, out, keep_larger, added, span
+):
     """`rerank` of tokens of one block, which begins with token `base`. halves, words: the codes in numbers of two and of four
     bytes, in which weights of these sizes lie."""
     blocks = pairs.shape[0]
-    signs = part(codes, block, starts[0], heads, h, size, blocks)
-    magnitudes = part(codes, block, starts[1], heads, h, size, 3 * blocks)
+    signs = part(codes, block, stride, starts[0], h, size, blocks)
+    magnitudes = part(codes, block, stride, starts[1], h, size, 3 * blocks)
     if kind == SMALL:
-        weights = part(codes, block, starts[2], heads, h, size, blocks)
+        weights = part(codes, block, stride, starts[2], h, size, blocks)
         rerank(signs, magnitudes, weights, base, kind, pairs, chosen, out, keep_larger, added, span)
     elif kind == FLOAT32:
-        singles = part(words, block, starts[2] // 4, heads, h, size, blocks)
+        singles = part(words, block, stride // 4, starts[2] // 4, h, size, blocks)
         rerank(signs, magnitudes, singles, base, kind, pairs, chosen, out, keep_larger, added, span)
     else:
-        shorts = part(halves, block, starts[2] // 2, heads, h, size, blocks)
+        shorts = part(halves, block, stride // 2, starts[2] // 2, h, size, blocks)
         rerank(signs, magnitudes, shorts, base, kind, pairs, chosen, out, keep_larger, added, span)
