@@ -161,7 +161,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     for name in [n for n in sys.modules if n.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    with pytest.raises(MissingPackageError, match=r'pip install "kvrecall\[eval\]"'):
+    with pytest.raises(MissingPackageError, match=r'pip install "\.\[eval\]"'):
         importlib.import_module(MODULE)
 
 

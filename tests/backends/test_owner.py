@@ -290,11 +290,12 @@ def test_threads_at_random_beside_two_requests(name: str, model: Any, tmp_path: 
     caches = [kvrecall.RetrievalCache(model.config, METHODS[name]) for _ in users]
     forks: list[tuple[int, kvrecall.RetrievalCache]] = []
     over, draw, refused = threading.Event(), random.Random(name), [0]
+    changed: set[int] = set()  # caches that were free, because their request had ended, and that now hold something else
 
     def others() -> None:
         while not over.wait(draw.uniform(0, 0.004)):
             number, what = draw.randrange(2), draw.choice(OPERATIONS)
-            if not users[number].ids.shape[1] < caches[number].get_seq_length():  # the request is not in its decode steps
+            if number in changed or caches[number].get_seq_length() <= users[number].ids.shape[1]:  # not in its decode steps
                 continue
             try:
                 if what == "fork":
@@ -303,6 +304,7 @@ def test_threads_at_random_beside_two_requests(name: str, model: Any, tmp_path: 
                     caches[number].stats()
                 else:
                     CHANGES[what](caches[number], model, tmp_path)
+                    changed.update([number] if what not in ("reserve", "align", "save") else [])
             except CacheInUseError:
                 refused[0] += 1
             except ParameterError as error:  # a captured or otherwise refused step is an error by name, too

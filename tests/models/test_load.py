@@ -54,7 +54,7 @@ def test_gguf_packages_are_named_when_missing(tmp_path: Path, models_folder: Pat
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelFilesError, match=r"kvrecall\[demo\]"):
+    with pytest.raises(ModelFilesError, match=r'pip install "\.\[demo\]"'):
         load(tmp_path / "m.gguf")
 
 

@@ -67,7 +67,10 @@ def digest(decoder: nn.Module) -> str | None:
         numbers = numbers.to(torch.bfloat16 if value.is_floating_point() else torch.int64)
         chosen.append((numbers.device, numbers.dtype))
         samples.setdefault(chosen[-1], []).append(numbers)
-    hosted = {kind: iter(_hosted(torch.cat(found)).split([*map(len, found)])) for kind, found in samples.items()}
+    hosted: dict[tuple[torch.device, torch.dtype], Iterator[Tensor]] = {}
+    for kind, found in samples.items():
+        with torch.autocast(kind[0].type, enabled=False):  # it would join them in the dtype of the caller's thread
+            hosted[kind] = iter(_hosted(torch.cat(found)).split([*map(len, found)]))
     for kind in chosen:
         sha.update(next(hosted[kind]).numpy().tobytes())
     return sha.hexdigest()
