@@ -39,13 +39,19 @@ def register() -> None:
 
 def _choose_worker(platform: Any, custom: Any) -> None:
     """Makes the platform choose kvrecall's worker for engines with the backend, unless the user chose a worker."""
+    from kvrecall.backends.vllm.machine import note_launch
+    from kvrecall.backends.vllm.refused import choose_scheduler
+
     own = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        parallel = vllm_config.parallel_config
-        if parallel.worker_cls == "auto" and vllm_config.attention_config.backend == custom:
+        parallel, asked = vllm_config.parallel_config, vllm_config.attention_config.backend == custom
+        if parallel.worker_cls == "auto" and asked:
             parallel.worker_cls = "kvrecall.backends.vllm.worker.Worker"
         own(cls, vllm_config)
+        if asked:
+            note_launch(parallel)
+            choose_scheduler(vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 
