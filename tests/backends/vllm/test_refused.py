@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,3 +57,25 @@ def test_requests_without_memory_end_with_an_error(engine: dict[str, Any], home:
     assert tokens(made)[1 : 1 + len(alone)] == [[each] for each in right] and tokens(made)[-1] == [right[0]]
     for found, reasons, wanted in zip(tokens(made)[0], ended[0], right, strict=True):
         assert found == wanted if reasons == ["length"] else found[0] == wanted[0][: len(found[0])]
+
+
+def test_vllm_has_what_the_scheduler_uses() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler as Stock
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    from kvrecall.backends.vllm.scheduler import AsyncScheduler, Scheduler
+
+    for used, parameters in (
+        (BlockPool.touch, ["blocks"]), (BlockPool.evict_blocks, ["block_ids"]), (KVCacheManager.get_block_ids, ["request_id"]),
+        (Stock.finish_requests, ["request_ids", "finished_status"]),
+        (Stock.update_from_output, ["scheduler_output", "model_runner_output"]),
+    ):  # fmt: skip
+        assert list(signature(used).parameters) == ["self", *parameters]
+    for ours in (Scheduler, AsyncScheduler):
+        assert ours.update_from_output is not Stock.update_from_output and issubclass(ours, Stock)
+    made = EngineCoreOutput(request_id="a", new_token_ids=[], finish_reason=None)
+    assert not EngineCoreOutputs().outputs and made.request_id == "a"
+    assert RequestStatus.is_finished(RequestStatus.FINISHED_ERROR) and not RequestStatus.is_finished(RequestStatus.PREEMPTED)
