@@ -6,13 +6,19 @@ import json
 import os
 import shlex
 import socket
+from itertools import takewhile
+from pathlib import Path
 
 import pytest
+import torch
 
 from kvrecall.backends.vllm import dry_run
+from kvrecall.backends.vllm.settings import Settings
 from kvrecall.cli import serve
 from kvrecall.core import extras
+from kvrecall.engine.plan_vllm import host_sequences
 from tests.cli.conftest import Cli
+from tests.engine.test_plan import LLAMA_8B
 
 BOTH = {"vllm", "fastapi", "uvicorn", "transformers"}
 
@@ -49,6 +55,43 @@ def test_what_stands_behind_two_dashes_is_handed_on(cli: Cli) -> None:
     command = shlex.split(result.stdout)
     assert "org/model was not loaded" in result.stderr.replace("\n", " ")
     assert tuple(command[-len(given) :]) == given and command.count("--port") == 1
+
+
+def option(command: list[str], name: str) -> list[str]:
+    """The values of an option, of all times that it stands there."""
+    places = [i for i, text in enumerate(command) if text == name]
+    return [value for i in places for value in takewhile(lambda text: not text.startswith("-"), command[i + 1 :])]
+
+
+@pytest.mark.parametrize(("gpu", "sizes"), [(True, [1, 2, 4, *range(8, 65, 8)]), (False, [])])
+def test_how_many_sequences_decode_together_follows_from_the_plan(
+    gpu: bool, sizes: list[int], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory for 15 sequences of 32K tokens on each of two engines makes 60, rounded up to 64."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    LLAMA_8B.save_pretrained(tmp_path)
+    told = host_sequences(
+        LLAMA_8B, Settings.of({"kvrecall": {"host_memory": "160GiB"}}), context_tokens=32768, ranks=2, engines=2,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert told == 15
+    ours = ("serve", tmp_path, "--context", "32k", "--set", "host_memory=160GiB", "--dry-run")
+    made = cli(*ours, "--", "-tp", "2", "--data-parallel-size", "2")
+    command = shlex.split(made.stdout)
+    assert option(command, "--max-num-seqs") == ["64"] and "at most 64 sequences" in made.stderr.replace("\n", " ")
+    assert [int(text) for text in option(command, "--cudagraph-capture-sizes")] == sizes
+    chosen = shlex.split(cli(*ours, "--", "--max-num-seqs", "4").stdout)
+    assert option(chosen, "--max-num-seqs") == ["4"]
+    assert option(chosen, "--cudagraph-capture-sizes") == (["1", "2", "4"] if gpu else [])
+    eager = shlex.split(cli(*ours, "--", "--enforce-eager").stdout)
+    assert option(eager, "--max-num-seqs") and not option(eager, "--cudagraph-capture-sizes")
+
+
+def test_a_model_that_is_not_here_decodes_64_sequences_together(cli: Cli) -> None:
+    told = cli.json("serve", "org/model", "--method", "exact", "--context", "32k", "--dry-run")
+    assert option(told["command"], "--max-num-seqs") == ["64"]
+    other = cli("serve", "org/model", "--dry-run", "--", "--attention-backend", "FLASH_ATTN")
+    assert not option(shlex.split(other.stdout), "--max-num-seqs")
 
 
 def test_vllm_takes_the_place_of_this_process(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

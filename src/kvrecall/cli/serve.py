@@ -18,7 +18,7 @@ from kvrecall.cli.session import open_session
 from kvrecall.cli.threads import leave_environment
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.counts import byte_count
-from kvrecall.core.errors import MissingPackageError, ModelFilesError, ParameterError, install_command
+from kvrecall.core.errors import KVRecallError, MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
 
 
@@ -160,6 +160,8 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     command = serve_command(model, wanted, flags, given)
     if not command.retrieves:
         notes().print("note: another attention backend was asked for: vLLM serves without kvrecall", soft_wrap=True)
+    else:
+        command = serve_command(model, wanted, flags | _batch(model, command.settings, flags, given), given)
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
         unchecked = rehearsed(command.options)
@@ -172,6 +174,50 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command.arguments[0], command.arguments)  # signals and exit codes become vLLM's own
+
+
+def _batch(model: str, settings: Any, flags: dict[str, Any], given: list[str]) -> dict[str, Any]:
+    """Options for how many sequences decode together and which batches are recorded. Says what they are."""
+    import torch
+
+    from kvrecall.backends.vllm.batch import recorded_batches, sequences_for
+    from kvrecall.backends.vllm.command import names_graphs, number_given
+
+    most = number_given(given, "--max-num-seqs") or sequences_for(_room(model, settings, flags, given))
+    told: dict[str, Any] = {"max-num-seqs": most}
+    said = f"at most {most} sequences decode together (--max-num-seqs)"
+    if torch.cuda.is_available() and not names_graphs(given):
+        told["cudagraph-capture-sizes"] = sizes = recorded_batches(most)
+        said += f"; graphs are recorded for {', '.join(map(str, sizes))} (--cudagraph-capture-sizes)"
+    notes().print(said, soft_wrap=True)
+    return told
+
+
+def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) -> int | None:
+    """How many sequences of the longest length fit into host memory; None if the model's config is not here."""
+    import torch
+
+    from kvrecall.backends.transformers.families import context_limit
+    from kvrecall.backends.vllm.command import number_given
+    from kvrecall.backends.vllm.settings import BLOCK_TOKENS
+    from kvrecall.engine.plan_vllm import host_sequences
+    from kvrecall.models.config import local_config
+
+    config = local_config(model)
+    if config is None:
+        return None
+    tokens = number_given(given, "--max-model-len") or flags["max-model-len"] or context_limit(config)
+    if tokens is None or settings.residency == "device":
+        return None
+    try:
+        return host_sequences(
+            config, settings, context_tokens=tokens, ranks=number_given(given, "--tensor-parallel-size", "-tp") or 1,
+            engines=number_given(given, "--data-parallel-size-local", "-dpl", "--data-parallel-size", "-dp") or 1,
+            dtype=torch.float32 if "float32" in (flags["dtype"], *given) else torch.bfloat16,
+            block_size=number_given(given, "--block-size") or BLOCK_TOKENS,
+        )  # fmt: skip
+    except (KVRecallError, ValueError):  # vLLM will tell what it does not serve
+        return None
 
 
 def _without_json(as_json: bool) -> None:

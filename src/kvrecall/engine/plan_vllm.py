@@ -90,14 +90,8 @@ def plan_vllm(
     settings.check_drafts(drafts)
     if settings.residency == "device":
         raise ParameterError("residency", "host", "device", "Rows on the device take what full attention takes: plan for that.")
-    layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-    if not layers:
-        raise ParameterError("model", "one with full-attention layers", "none", "kvrecall serves such layers.")
-    if model.query_heads % ranks:
-        raise ParameterError("ranks", f"a divisor of the model's {model.query_heads} query heads", ranks, "vLLM needs it.")
-    heads = max(1, model.kv_heads // ranks)
-    shape = LayerShape(1, model.query_heads // ranks, heads, model.head_dim, dtype, torch.device("cpu"))
-    shapes = [shape] * layers
+    shapes = _shapes(config, model, ranks, dtype)
+    layers, heads = len(shapes), shapes[0].kv_heads
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts))
     weights = _parameters(config) * dtype.itemsize // ranks
     scratch = scratch_bytes(settings, shapes, batch, context_tokens, block_size, drafts)
@@ -115,6 +109,28 @@ def plan_vllm(
         device_blocks, blocks, blocks * block_size, capacity.sequences(blocks), held * capacity.host.block_bytes * ranks,
         held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, blocks >= max(capacity.needed, 1 + held),
     )  # fmt: skip
+
+
+def host_sequences(
+    config: PretrainedConfig, settings: Settings, *, context_tokens: int, ranks: int, engines: int, dtype: torch.dtype,
+    block_size: int = BLOCK_TOKENS,
+) -> int:  # fmt: skip
+    """How many sequences of up to `context_tokens` tokens host memory holds for each of `engines` engines of `ranks` GPUs.
+    Raises ParameterError as `plan_vllm`."""
+    shapes = _shapes(config, ModelSignature.of(config), ranks, dtype)
+    capacity = Capacity.of(settings, shapes, block_size, context_tokens, _PASSES, ranks * engines)
+    return capacity.sequences(capacity.host.blocks)
+
+
+def _shapes(config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype) -> list[LayerShape]:
+    """Of the layers that kvrecall serves, on one rank."""
+    layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    if not layers:
+        raise ParameterError("model", "one with full-attention layers", "none", "kvrecall serves such layers.")
+    if model.query_heads % ranks:
+        raise ParameterError("ranks", f"a divisor of the model's {model.query_heads} query heads", ranks, "vLLM needs it.")
+    heads = max(1, model.kv_heads // ranks)
+    return [LayerShape(1, model.query_heads // ranks, heads, model.head_dim, dtype, torch.device("cpu"))] * layers
 
 
 def _parameters(config: PretrainedConfig) -> int:

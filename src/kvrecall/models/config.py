@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,17 @@ from kvrecall.models.load import first_line, quiet, require_gguf_packages
 from kvrecall.models.registry import known_config
 from kvrecall.models.resolve import resolve
 from kvrecall.models.unpack import find_unpacked
+
+
+def local_config(spec: str) -> Any:
+    """The transformers config of a folder or a cached hub repository; None if it cannot be read without the network."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(os.path.expanduser(spec), trust_remote_code=False, local_files_only=True)
+    except Exception:  # transformers raises many kinds
+        return None
 
 
 def load_config(spec: str | Path) -> Any:

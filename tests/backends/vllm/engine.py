@@ -43,7 +43,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for prompts in job["rounds"]:
         made = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         rounds.append(
-            [{"tokens": [list(x.token_ids) for x in each.outputs], "cached": each.num_cached_tokens} for each in made]
+            [
+                {
+                    "tokens": [list(x.token_ids) for x in each.outputs],
+                    "cached": each.num_cached_tokens,
+                    "reasons": [x.finish_reason for x in each.outputs],
+                }
+                for each in made
+            ]
         )
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     config = llm.llm_engine.vllm_config
@@ -134,6 +141,7 @@ if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
     if job.get("interpreted"):
         interpret_triton()
+    os.environ.update(job.get("environment", {}))
     if job["settings"].get("tensor_parallel_size", 1) > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     else:

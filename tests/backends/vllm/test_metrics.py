@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -46,6 +48,28 @@ def test_ranks_are_added_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.M
     for teller in tellers:
         teller.close()
     assert not folder.exists()
+
+
+def test_every_api_server_tells_each_counter_once(tmp_path: Path) -> None:
+    """With several of them, vLLM shows the registry of prometheus' multiprocess mode, which knows files alone."""
+    folder, shared = tmp_path / "counts", tmp_path / "prometheus"
+    folder.mkdir()
+    shared.mkdir()
+    (folder / "0-0.json").write_text(json.dumps(asdict(COUNTS)))
+    code = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from kvrecall.backends.vllm import metrics
+metrics.register()
+metrics.register()
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+    told = os.environ | {"KVRECALL_VLLM_COUNTS": str(folder), "PROMETHEUS_MULTIPROC_DIR": str(shared)}
+    servers = [subprocess.run([sys.executable, "-c", code], env=told, check=True, capture_output=True, text=True) for _ in "12"]
+    for server in servers:
+        assert server.stdout.count('kvrecall:searches_total{engine="0"} 3.0') == 1
+        assert server.stdout.count('kvrecall:fetched_rows_total{engine="0"} 40.0') == 1
 
 
 def test_vllm_starts_without_compilers() -> None:

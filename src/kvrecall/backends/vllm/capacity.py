@@ -5,8 +5,10 @@ All numbers are for one rank, with its share of the KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,16 @@ def window_blocks(local_tokens: int, page_tokens: int, longest: int, passes: int
     return min((1 + passes) * own, cdiv(longest, page_tokens) + 1)
 
 
+def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) -> int:
+    """Most blocks of one sequence, and one that vLLM reserves. specs: of vLLM's cache groups. config: vLLM's. tokens: of the
+    sequence; by default of the longest one."""
+    needed = 1
+    for spec in specs:
+        most = cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes)
+        needed += most if tokens is None else min(most, cdiv(tokens, spec.block_size))
+    return needed
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Blocks of one rank.
@@ -63,18 +75,18 @@ class Capacity:
 
     @staticmethod
     def of(
-        settings: Settings, shapes: Sequence[LayerShape], block_size: int, longest: int, passes: int, ranks: int = 1,
-        ahead: int = 0, layers: int = 0,
+        settings: Settings, shapes: Sequence[LayerShape], block_size: int, longest: int, passes: int,
+        ranks: int | Fraction = 1, ahead: int = 0, layers: int = 0, launch: str = "",
     ) -> Capacity:  # fmt: skip
         """For layers of these shapes, with pages of equal size. longest: tokens of a sequence. passes: most passes in flight.
-        layers: number in vLLM's largest cache group; by default all."""
+        layers: number in vLLM's largest cache group; by default all. ranks, launch: as for `HostPlan.of`."""
         check_block_size(block_size, least_block(settings.method.rest_config()))
         shape, local = shapes[0], settings.method.local_tokens
         width = width_of(settings.index, settings.method.rest_config(), shape)
         page = window_page_tokens(shape, width, block_size)
         return Capacity(
             block_size, page, block_size * shape.kv_heads * width * (layers or len(shapes)),
-            HostPlan.of(list(shapes), block_size, settings.host_memory, ranks), cdiv(longest, block_size),
+            HostPlan.of(list(shapes), block_size, settings.host_memory, ranks, launch), cdiv(longest, block_size),
             window_blocks(local, page, longest, passes, ahead), window_blocks(local, page, longest),
         )  # fmt: skip
 

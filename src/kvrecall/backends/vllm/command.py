@@ -20,6 +20,13 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import parse_json
 
 _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
+_GRAPHS = (
+    "--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--compilation-config", "--optimization-level",
+    "--enforce-eager", "--speculative-config",
+)  # fmt: skip
+"""Options of vLLM that cannot stand beside kvrecall's choice of graphs, or change what it would be."""
+_ABBREVIATION = len("--co")
+"""Longer beginnings of an option's name may stand for it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class ServeCommand:
 def serve_command(model: str, config: Mapping[str, Any], flags: Mapping[str, object], given: Sequence[str]) -> ServeCommand:
     """The command `vllm serve` for a model.
 
-    config: settings of kvrecall's backend (`Settings.of`). flags: of `vllm serve`, by name without dashes; None is left out.
+    config: settings of kvrecall's backend (`Settings.of`). flags: of `vllm serve`, by name without dashes; None is left out,
+    a list has several values.
     given: the user's options; they override `flags`, and their `--additional-config` is merged into `config`.
     Raises errors of `kvrecall.core.errors` for unsupported settings.
     """
@@ -47,12 +55,27 @@ def serve_command(model: str, config: Mapping[str, Any], flags: Mapping[str, obj
     settings = Settings.of(merged)
     named = {_name(text) for text in rest}
     chosen = {_BACKEND: "CUSTOM", "--block-size": BLOCK_TOKENS} | {f"--{name}": value for name, value in flags.items()}
-    ours = [text for name, value in chosen.items() if value is not None and name not in named for text in (name, str(value))]
+    taken = {name: value for name, value in chosen.items() if value is not None and name not in named}
+    ours = [text for name, value in taken.items() for text in (name, *map(str, value if isinstance(value, list) else [value]))]
     retrieves = _BACKEND not in named or _last(rest, _BACKEND).upper() in ("CUSTOM", OTHER_NAME)
     if retrieves:
         _check_plugins(os.environ.get("VLLM_PLUGINS"))
     options = [*ours, _CONFIG, json.dumps(merged), *rest]
     return ServeCommand([*start_of(model), *options], [model, *options], merged["kvrecall"], settings, retrieves)
+
+
+def number_given(given: Sequence[str], *names: str) -> int | None:
+    """The number that the user gave an option by one of its names; None without one."""
+    found = next((text for name in names if (text := _last(given, name))), "")
+    return int(found) if found.isdecimal() else None
+
+
+def names_graphs(given: Sequence[str]) -> bool:
+    """Whether the user's options say something about recorded graphs, or about compilation or drafts, which change them."""
+    names = [_name(text) for text in given if text.startswith("--")]
+    return any(text.startswith(("-cc", "-O")) for text in given) or any(
+        len(name) > _ABBREVIATION and option.startswith(name) for name in names for option in _GRAPHS
+    )
 
 
 def start_of(model: str) -> list[str]:
@@ -104,7 +127,7 @@ def _is_config(name: str) -> bool:
 
 def _name(text: str) -> str:
     """The name of an option; vLLM accepts underscores for dashes."""
-    return text.split("=", 1)[0].split(".", 1)[0].replace("_", "-") if text.startswith("--") else ""
+    return text.split("=", 1)[0].split(".", 1)[0].replace("_", "-") if text.startswith("-") else ""
 
 
 def _last(texts: Sequence[str], name: str) -> str:

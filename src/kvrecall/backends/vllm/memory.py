@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
+from kvrecall.backends.vllm import promises
 from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.index.base import LayerShape
 
 _SHARE = 0.8
@@ -15,6 +17,8 @@ _SLAB_BYTES = 4 << 30
 """Bytes of all layers that are page-locked at a time."""
 AT_START_BYTES = 32 << 30
 """Most bytes of all layers that are page-locked at the start, at some 0.1 s per GiB."""
+_SPARE_BYTES = 1 << 30
+"""Available memory that is left to others when memory is taken, so that the system does not have to end processes."""
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -32,16 +36,20 @@ def bytes_of(given: object, name: str = "host_memory") -> int:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Host memory of one rank. block_bytes: of a block in all layers."""
+    """Host memory of one rank. block_size: tokens. block_bytes: of a block in all layers. limit: bytes that it may take."""
 
+    block_size: int
     block_bytes: int
     limit: int
 
     @staticmethod
-    def of(shapes: list[LayerShape], block_size: int, asked: int | None, ranks: int) -> HostPlan:
-        """For layers of these shapes. asked: bytes for all ranks of this machine; None: a share of the free memory."""
-        total = int(available_host_bytes() * _SHARE) if asked is None else asked
-        return HostPlan(sum(HostBlocks.block_bytes(shape, block_size) for shape in shapes), total // max(1, ranks))
+    def of(
+        shapes: list[LayerShape], block_size: int, asked: int | None, ranks: int | Fraction = 1, launch: str = ""
+    ) -> HostPlan:
+        """For layers of these shapes. asked: bytes for all engines and ranks of this machine; None: a share of the free memory.
+        ranks: bytes of a block in all of them, as a multiple of this rank's. launch: of the engine (`promises`)."""
+        total = int(promises.free_bytes(launch) * _SHARE) if asked is None else asked
+        return HostPlan(block_size, HostBlocks.of_all(shapes, block_size), int(total // ranks))
 
     @property
     def blocks(self) -> int:
@@ -52,6 +60,12 @@ class HostPlan:
     def at_start(self) -> int:
         """Most blocks that are page-locked at the start."""
         return min(self.blocks, AT_START_BYTES // self.block_bytes)
+
+    def check(self, blocks: int) -> None:
+        """Raises HostMemoryError if the system has no memory for so many more blocks."""
+        need, available = blocks * self.block_bytes, max(0, available_host_bytes() - _SPARE_BYTES)
+        if need > available:
+            raise HostMemoryError(need, available, blocks * self.block_size)
 
     @property
     def slab(self) -> int:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from prometheus_client.core import REGISTRY, CounterMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from kvrecall.core.whole_files import write_text
@@ -60,6 +61,7 @@ def register() -> None:
         return
     _folder()
     REGISTRY.register(_Counted())
+    _add_to_multiprocess()
     _registered = True
 
 
@@ -67,6 +69,18 @@ def _folder() -> Path:
     """The folder that the environment names, or a new name."""
     new = Path(tempfile.gettempdir()) / f"kvrecall-vllm-{os.getpid()}-{secrets.token_hex(8)}"
     return Path(os.environ.setdefault(_FOLDER, str(new)))
+
+
+def _add_to_multiprocess() -> None:
+    """With several API servers, each shows files that all of them write, in place of prometheus' registry. Now it also shows
+    these metrics, of all engines."""
+    own = MultiProcessCollector.collect
+
+    def collect(self: MultiProcessCollector) -> Iterator[Any]:
+        yield from own(self)
+        yield from _Counted().collect()
+
+    MultiProcessCollector.collect = collect
 
 
 class Teller:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -20,16 +21,18 @@ from kvrecall.backends.vllm.checks import checked, drafts_of
 from kvrecall.backends.vllm.counts import Counts, forget
 from kvrecall.backends.vllm.device import TOGETHER, DeviceLayer, Scratch
 from kvrecall.backends.vllm.finite import FiniteWatch
+from kvrecall.backends.vllm.machine import launch_of
 from kvrecall.backends.vllm.memory import HostPlan
 from kvrecall.backends.vllm.paged import PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
+from kvrecall.backends.vllm.promises import Promise, Record
 from kvrecall.backends.vllm.refill import refill
+from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
 from kvrecall.backends.vllm.warmup import Limits
 from kvrecall.backends.vllm.window import WindowLayer
-from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.core.launch import cdiv
+from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
@@ -70,7 +73,10 @@ class Served:
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self._hosts: list[HostBlocks] = []
-        self._given, self._warm = 1, False
+        self._given, self._blocks, self._warm = 1, 1, False
+        self._promise: Promise | None = None
+        self.refused: int | None = None
+        """Blocks with memory, after the system refused more."""
 
     @staticmethod
     def of(vllm_config: Any) -> Served:
@@ -121,12 +127,37 @@ class Served:
             refill(window.kv_cache, pages, host, own, start, computed)
 
     def give(self, blocks: int) -> None:
-        """Gives memory to the first `blocks` blocks of all layers."""
-        if blocks > self._given:
-            slab = 1 if self.plan is None else self.plan.slab
-            self._given = cdiv(blocks, slab) * slab
-            for host in self._hosts:
-                host.give(self._given)
+        """Gives memory to the first `blocks` blocks of all layers. If the system refuses, `refused` tells how many have it,
+        and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
+        if self.plan is None:
+            return
+        while self.refused is None and self._given < min(blocks, self._blocks):
+            try:
+                self._take(min((self._given // self.plan.slab + 1) * self.plan.slab, self._blocks))
+            except KVRecallError as error:
+                if not self._warm or self._promise is None or not can_refuse(self._config):
+                    raise
+                self._promise.tell(refused=self._given)
+                self.refused = self._given
+                _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", self._given, self._blocks, error)
+
+    def _take(self, blocks: int) -> None:
+        assert self.plan is not None
+        self.plan.check(blocks - min((host.given for host in self._hosts), default=0))
+        for host in self._hosts:
+            host.give(blocks)
+        self._given = blocks
+        if self._promise is not None:
+            with suppress(OSError, SessionError):
+                self._promise.tell(taken=blocks * self.plan.block_bytes)
+
+    def promise(self, blocks: int) -> None:
+        """Lets other engines of this machine know that this rank may take host memory for so many blocks."""
+        assert self.plan is not None
+        parallel = self._config.parallel_config
+        own = Record(launch_of(parallel), parallel.data_parallel_index, blocks * self.plan.block_bytes)
+        with suppress(OSError, SessionError):
+            self._promise = Promise(own)
 
     def begin(self, kv_cache_config: Any) -> None:
         """Called when vLLM has allocated its pages: stores the cache group of each layer. Host memory of one sequence of the
@@ -134,6 +165,7 @@ class Served:
         groups = enumerate(kv_cache_config.kv_cache_groups)
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         self._hosts.clear()  # they were for a trial
+        self._blocks = kv_cache_config.num_blocks
         if self.plan is not None:
             self.give(min(self.first_blocks, self.plan.at_start))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -48,6 +48,11 @@ class HostBlocks:
     def block_bytes(shape: LayerShape, block_size: int) -> int:
         """Bytes of a block of one layer."""
         return shape.kv_heads * block_size * 2 * shape.head_dim * shape.dtype.itemsize
+
+    @staticmethod
+    def of_all(shapes: Iterable[LayerShape], block_size: int) -> int:
+        """Bytes of a block in layers of these shapes."""
+        return sum(HostBlocks.block_bytes(shape, block_size) for shape in shapes)
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """keys, values `[T, H_kv, D]`; slots int64 `[T]`."""

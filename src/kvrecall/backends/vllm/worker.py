@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from kvrecall.backends.vllm.capacity import Capacity, ahead_of
+from kvrecall.backends.vllm.capacity import Capacity, ahead_of, needed_blocks
 from kvrecall.backends.vllm.last_line import kept
+from kvrecall.backends.vllm.machine import launch_of, ranks_here
 from kvrecall.backends.vllm.metrics import Teller
 from kvrecall.backends.vllm.page_sizes import alike
+from kvrecall.backends.vllm.refused import left_out
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
-from kvrecall.core.launch import cdiv
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -61,24 +62,24 @@ class Worker(StockWorker):
         the longest length does not fit."""
         available, served, config = super().determine_available_memory(), Served.of(self.vllm_config), self.vllm_config
         groups = get_kv_cache_groups(config, self.get_kv_cache_spec())
-        size, ranks = config.cache_config.block_size, config.parallel_config.world_size
+        size, launch = config.cache_config.block_size, launch_of(config.parallel_config)
+        ranks = ranks_here(config.parallel_config, self.rank, HostBlocks.of_all(served.shapes, size))
         capacity = Capacity.of(
             served.settings, served.shapes, size, served.longest, passes_of(config), ranks, ahead_of(served.drafts),
-            max(len(group.layer_names) for group in groups),
+            max(len(group.layer_names) for group in groups), launch,
         )  # fmt: skip
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
         if served.settings.residency == "device":
             return self._with_rows(available, per_block, size)
         plan = served.plan = capacity.host
-        kinds = [group.kv_cache_spec for group in groups]
-        needed = 1 + sum(cdiv(kind.max_memory_usage_bytes(config), kind.page_size_bytes) for kind in kinds)
-        served.first_blocks = needed
+        served.first_blocks = needed = needed_blocks([group.kv_cache_spec for group in groups], config)
         if plan.blocks < needed:
             raise HostMemoryError(needed * plan.block_bytes, plan.limit, served.longest)
         asked = config.cache_config.num_gpu_blocks_override
         if asked is not None and asked > plan.blocks:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", asked, "Lower it.")
         allowed = min(available, plan.blocks * per_block)
+        served.promise(allowed // per_block)
         _log.info(
             "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d); %d tokens need %d",
             allowed // per_block, size, plan.limit / 2**30, plan.blocks, available // per_block, served.longest, needed,
@@ -88,7 +89,7 @@ class Worker(StockWorker):
     def _with_rows(self, available: int, per_block: int, size: int) -> int:
         """Device bytes for pages of `per_block` bytes each, if the rows of the blocks lie on the device, too."""
         served, asked = Served.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
-        rows = sum(HostBlocks.block_bytes(shape, size) for shape in served.shapes)
+        rows = HostBlocks.of_all(served.shapes, size)
         blocks = available // (per_block + rows)
         if asked is not None and asked > blocks:  # vLLM does not check it
             told = f"at most {blocks:,}, the device has no more with their rows"
@@ -136,6 +137,8 @@ class Worker(StockWorker):
             self._teller.passed()
         if highest is not None:
             served.give(highest + 1)
+        if served.refused is not None:
+            scheduler_output = left_out(scheduler_output, served.refused)
         for blocks, computed in beginning(scheduler_output):
             served.refill(blocks, computed)
         return super().execute_model(scheduler_output, *args, **kwargs)

@@ -1,0 +1,52 @@
+"""Host memory that the system refuses while an engine runs: requests that need it end with an error, and the engine goes on.
+
+1. A worker finds that blocks of a pass get no memory. It tells the scheduler (`promises.py`), puts block 0, which no sequence
+has, in their place, and runs the pass. 2. When the result comes, the scheduler (`scheduler.py`) ends all requests with such
+blocks and drops their tokens. It never hands these blocks out again. 3. From then on it also ends requests that need more
+blocks than are left. Does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+from kvrecall.backends.vllm.machine import ranks_elsewhere
+
+_SCHEDULERS = "kvrecall.backends.vllm.scheduler"
+
+
+def choose_scheduler(config: Any) -> None:
+    """Makes vLLM take kvrecall's scheduler, unless another one was chosen."""
+    told = config.scheduler_config
+    if told.scheduler_cls is None:
+        told.scheduler_cls = f"{_SCHEDULERS}.{'AsyncScheduler' if told.async_scheduling else 'Scheduler'}"
+
+
+def can_refuse(config: Any) -> bool:
+    """Whether there is a scheduler that a rank can tell: kvrecall's, on the machine of all ranks."""
+    chosen = config.scheduler_config.scheduler_cls
+    return isinstance(chosen, str) and chosen.startswith(_SCHEDULERS) and not ranks_elsewhere(config.parallel_config)
+
+
+def handed_out(scheduler_output: Any) -> Iterator[tuple[str, Any]]:
+    """(request, block ids by cache group) of all sequences that a pass gives blocks to, its own or cached ones."""
+    cached = scheduler_output.scheduled_cached_reqs
+    yield from ((new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs)
+    yield from ((name, ids) for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids)
+
+
+def left_out(scheduler_output: Any, blocks: int) -> Any:
+    """The pass with block 0 in place of blocks from number `blocks` on. The scheduler's own copy stays as it is."""
+
+    def kept(groups: Any) -> Any:
+        return groups and tuple([b if b < blocks else 0 for b in ids] for ids in groups)
+
+    told = copy(scheduler_output)
+    told.scheduled_new_reqs = [copy(new) for new in told.scheduled_new_reqs]
+    for new in told.scheduled_new_reqs:
+        new.block_ids = kept(new.block_ids)
+    told.scheduled_cached_reqs = cached = copy(told.scheduled_cached_reqs)
+    cached.new_block_ids = [kept(groups) for groups in cached.new_block_ids]
+    return told

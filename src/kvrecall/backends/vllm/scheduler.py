@@ -1,0 +1,92 @@
+"""vLLM's scheduler, which ends requests whose blocks get no host memory (`refused.py`)."""
+
+# Only imported where vLLM is installed.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as StockAsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from kvrecall.backends.vllm.capacity import needed_blocks
+from kvrecall.backends.vllm.machine import launch_of
+from kvrecall.backends.vllm.promises import Watch
+from kvrecall.backends.vllm.refused import handed_out
+
+_log = logging.getLogger("vllm.kvrecall")
+
+
+class _Refusing:
+    _blocks: int | None = None
+    """Blocks with memory, after a refusal."""
+    _watch: Watch | None = None
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Before vLLM looks at the tokens of a pass, ends the requests that the pass had no memory for."""
+        if self._watch is None:
+            parallel = self.vllm_config.parallel_config
+            self._watch = Watch(launch_of(parallel), parallel.data_parallel_index)
+        ended: list[Any] = []
+        refused = self._watch.refused()
+        if refused is not None:
+            ended += self._withdraw(refused)
+        if self._blocks is not None:
+            ended += self._end(self._without_memory(scheduler_output), "the system refused host memory for its blocks")
+            ended += self._end(self._too_long(), "it needs more host memory than the system has left for all requests")
+        made = super().update_from_output(scheduler_output, model_runner_output)  # pyright: ignore[reportAttributeAccessIssue]
+        for request in ended:
+            told = EngineCoreOutput(
+                request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason()
+            )
+            made.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(told)
+        return made
+
+    def _withdraw(self: Any, blocks: int) -> list[Any]:
+        """Takes the blocks from number `blocks` on out of use for ever. Returns the requests that it ends."""
+        manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
+        last = len(pool.blocks) if self._blocks is None else self._blocks
+        if blocks >= last:
+            return []
+        self._blocks = blocks
+        has = [r.request_id for r in self.running if _highest(manager.get_block_ids(r.request_id)) >= blocks]
+        ended = self._end(has, "the system refused host memory for its blocks")
+        pool.evict_blocks(set(range(blocks, last)))
+        pool.touch(pool.blocks[blocks:last])  # a reference that nobody gives back
+        return ended
+
+    def _without_memory(self: Any, scheduler_output: Any) -> list[str]:
+        """Requests of a pass to which it handed out blocks without memory. Some may have been preempted since."""
+        return [name for name, groups in handed_out(scheduler_output) if _highest(groups) >= self._blocks]
+
+    def _too_long(self: Any) -> list[str]:
+        """Waiting requests that need more blocks than have memory."""
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        waiting = [r for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
+        ahead = 2 * (1 + self.num_spec_tokens)  # tokens of passes in flight
+        return [r.request_id for r in waiting if needed_blocks(specs, self.vllm_config, r.num_tokens + ahead) > self._blocks]
+
+    def _end(self: Any, names: Iterable[str], why: str) -> list[Any]:
+        ended = self.finish_requests(list(names), RequestStatus.FINISHED_ERROR)
+        for request in ended:
+            _log.error(
+                "kvrecall: request %s ends with an error after %d tokens: %s", request.request_id, request.num_tokens, why
+            )
+        return ended
+
+
+def _highest(groups: Iterable[Iterable[int]]) -> int:
+    return max((block for ids in groups for block in ids), default=0)
+
+
+class Scheduler(_Refusing, StockScheduler):
+    """For engines that schedule a pass when the one before has ended."""
+
+
+class AsyncScheduler(_Refusing, StockAsyncScheduler):
+    """For engines with asynchronous scheduling."""

@@ -1,0 +1,27 @@
+"""A worker that takes host memory block by block, and whose last rank gets none from block KVRECALL_TEST_BLOCKS on."""
+
+from __future__ import annotations
+
+import os
+
+from kvrecall.backends.vllm import memory, stream, worker
+from kvrecall.core.errors import ParameterError
+
+AT_START = 10
+
+
+class Worker(worker.Worker):
+    def determine_available_memory(self) -> int:
+        """Changes what all layers of this process use from now on."""
+        most, own = int(os.environ["KVRECALL_TEST_BLOCKS"]), stream.HostBlocks.give
+
+        def give(host: stream.HostBlocks, blocks: int) -> None:
+            if blocks > most:
+                raise ParameterError("host memory", "memory that a GPU can read", "a refusal to page-lock it", "")
+            own(host, blocks)
+
+        if self.rank == self.parallel_config.world_size - 1:
+            stream.HostBlocks.give = give
+        memory._SLAB_BYTES = 1
+        memory.HostPlan.at_start = AT_START  # pyright: ignore[reportAttributeAccessIssue]
+        return super().determine_available_memory()

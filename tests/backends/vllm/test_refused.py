@@ -1,0 +1,81 @@
+"""Host memory that is refused while an engine runs ends the requests that need it, and nothing else."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+from kvrecall.backends.vllm.refused import can_refuse, choose_scheduler, handed_out, left_out
+from tests.backends.vllm.test_served import METHODS, SHARED, answers, home, prompts, tokens  # noqa: F401
+
+
+def test_blocks_without_memory_are_left_out_of_a_copy() -> None:
+    cached = SimpleNamespace(req_ids=["b", "c"], new_block_ids=[None, ([0, 8], [4])])
+    told = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="a", block_ids=([3, 9], [7]))], scheduled_cached_reqs=cached
+    )
+    made = left_out(told, 8)
+    assert dict(handed_out(made)) == {"a": ([3, 0], [7]), "c": ([0, 0], [4])}
+    assert dict(handed_out(told)) == {"a": ([3, 9], [7]), "c": ([0, 8], [4])}
+    assert made.scheduled_cached_reqs.new_block_ids[0] is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "world", "expected"), [(None, 2, True), (None, 4, False), ("other.Scheduler", 2, False), (object, 2, False)]
+)
+def test_only_our_scheduler_on_this_machine_can_be_told(chosen: Any, world: int, expected: bool) -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=chosen, async_scheduling=True),
+        parallel_config=SimpleNamespace(world_size=world, local_world_size=2),
+    )
+    choose_scheduler(config)
+    assert can_refuse(config) is expected
+    if chosen is None:
+        assert config.scheduler_config.scheduler_cls.endswith(".AsyncScheduler")
+
+
+@pytest.mark.parametrize("engine", [{}, {"tensor_parallel_size": 2}], ids=["one-rank", "two-ranks"])
+def test_requests_without_memory_end_with_an_error(engine: dict[str, Any], home: Path) -> None:  # noqa: F811
+    """30 of 120 blocks have memory. Prompts that come together do not fit, so some end with an error. Each of them alone fits
+    and is answered right, also behind a beginning that it shares with one that has failed. What can never fit ends, too."""
+    longest = prompts([1900], shared=0, seed=7)
+    alone = [[prompt] for prompt in SHARED]
+    job = {"rounds": [SHARED, *alone, longest, alone[0]], "tokens": 24, "environment": {"KVRECALL_TEST_BLOCKS": "30"}}
+    made = answers(
+        home, job, METHODS["balanced"], num_gpu_blocks_override=120, worker_cls="tests.backends.vllm.refusing.Worker", **engine
+    )
+    expected = answers(home, {"rounds": [SHARED], "tokens": 24}, None)
+    ended = [[each["reasons"] for each in one] for one in made["rounds"]]
+    assert ["error"] in ended[0] and all(reasons in (["error"], ["length"]) for reasons in ended[0])
+    assert ended[1:] == [[["length"]]] * len(alone) + [[["error"]], [["length"]]]
+    right = tokens(expected)[0]
+    assert tokens(made)[1 : 1 + len(alone)] == [[each] for each in right] and tokens(made)[-1] == [right[0]]
+    for found, reasons, wanted in zip(tokens(made)[0], ended[0], right, strict=True):
+        assert found == wanted if reasons == ["length"] else found[0] == wanted[0][: len(found[0])]
+
+
+def test_vllm_has_what_the_scheduler_uses() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler as Stock
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    from kvrecall.backends.vllm.scheduler import AsyncScheduler, Scheduler
+
+    for used, parameters in (
+        (BlockPool.touch, ["blocks"]), (BlockPool.evict_blocks, ["block_ids"]), (KVCacheManager.get_block_ids, ["request_id"]),
+        (Stock.finish_requests, ["request_ids", "finished_status"]),
+        (Stock.update_from_output, ["scheduler_output", "model_runner_output"]),
+    ):  # fmt: skip
+        assert list(signature(used).parameters) == ["self", *parameters]
+    for ours in (Scheduler, AsyncScheduler):
+        assert ours.update_from_output is not Stock.update_from_output and issubclass(ours, Stock)
+    made = EngineCoreOutput(request_id="a", new_token_ids=[], finish_reason=None)
+    assert not EngineCoreOutputs().outputs and made.request_id == "a"
+    assert RequestStatus.is_finished(RequestStatus.FINISHED_ERROR) and not RequestStatus.is_finished(RequestStatus.PREEMPTED)
