@@ -47,3 +47,14 @@ def test_the_highest_block_of_a_pass() -> None:
 
     assert highest_block(told([([3, 8], [5])], [None, ([], [11])])) == 11
     assert highest_block(told([], [None])) is None
+
+
+def test_requests_of_a_warm_up_take_one_block_per_cache_group() -> None:
+    pytest.importorskip("vllm")
+    from kvrecall.backends.vllm.worker import highest_block, use_few_blocks
+
+    cached = SimpleNamespace(new_block_ids=[None, ([9], [4, 8])])
+    told = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(block_ids=([3, 8], [5]))], scheduled_cached_reqs=cached)
+    use_few_blocks(told)
+    assert told.scheduled_new_reqs[0].block_ids == ([0, 0], [1]) and cached.new_block_ids == [None, ([0], [1, 1])]
+    assert highest_block(told) == 1

@@ -130,7 +130,7 @@ class Worker(StockWorker):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._warms_up:
-            use_block_0(scheduler_output)
+            use_few_blocks(scheduler_output)
         served, highest = Served.of(self.vllm_config), highest_block(scheduler_output)
         served.watch.look()
         if self._teller is not None:
@@ -144,12 +144,17 @@ class Worker(StockWorker):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 
-def use_block_0(scheduler_output: Any) -> None:
-    """Gives the requests of a pass block 0, which no sequence has, in place of all others. Those may not have memory yet."""
+def use_few_blocks(scheduler_output: Any) -> None:
+    """Gives the requests of a pass one block per cache group, 0 for the first: others may not have memory yet. Groups need blocks
+    of their own, because a block is the same memory for all of them."""
+
+    def own(ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+        return tuple([group] * len(each) for group, each in enumerate(ids))
+
     cached = scheduler_output.scheduled_cached_reqs
     for new in scheduler_output.scheduled_new_reqs:
-        new.block_ids = tuple([0] * len(ids) for ids in new.block_ids)
-    cached.new_block_ids = [each and tuple([0] * len(ids) for ids in each) for each in cached.new_block_ids]
+        new.block_ids = own(new.block_ids)
+    cached.new_block_ids = [ids and own(ids) for ids in cached.new_block_ids]
 
 
 def highest_block(scheduler_output: Any) -> int | None:
