@@ -145,8 +145,8 @@ class Worker(StockWorker):
 
 
 def use_few_blocks(scheduler_output: Any) -> None:
-    """Gives the requests of a pass one block per cache group, 0 for the first: others may not have memory yet. Groups need blocks
-    of their own, because a block is the same memory for all of them."""
+    """Gives the requests of a pass one block per cache group, 0 for the first: others may not have memory yet. Each group needs
+    its own, because a block is the same memory for all groups."""
 
     def own(ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
         return tuple([group] * len(each) for group, each in enumerate(ids))
