@@ -46,6 +46,9 @@ _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `_DENSE_ROWS` page means per program, and most programs for them per KV head."""
 _MOST_PARTS = 64
 """Parts that one program merges."""
+_BRANCHED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether a long search is divided into branches of the graph. With torch 2.13 and Triton 3.7 each of four branches scanned for
+135 us (H100, an engine for 256K), and one alone for 9."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,8 @@ class DeviceLayer:
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
-            beside(divided(pairs, branches(len(pairs), self.scratch.longest)), q, part)
+            count = branches(len(pairs), self.scratch.longest) if _BRANCHED else 1
+            beside(divided(pairs, count), q, part)
             merge_step(
                 q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
                 into=out[own],
