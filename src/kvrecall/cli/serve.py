@@ -165,7 +165,7 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
         unchecked = rehearsed(command.options)
-        notes().print(f"note: vLLM's options were checked; {unchecked}", soft_wrap=True)
+        notes().print(f"note: {unchecked}", soft_wrap=True)
         if not as_json:
             print(shlex.join(command.arguments))
         return told | {"unchecked": unchecked}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrecall.backends.vllm import plugin
+from kvrecall.backends.vllm.checks import WORKER
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM has an environment of its own: make test-vllm")
 
@@ -91,7 +92,7 @@ subprocess.run([sys.executable, "-c", child.format(error)], stderr=subprocess.DE
 Names["no such backend"]  # an error of vLLM's
 """
     found, last = told(code, ends=1)
-    assert found == [[plugin.WORKER] * 2, True, False, [True, False, False, True]]
+    assert found == [[WORKER] * 2, True, False, [True, False, False, True]]
     assert last == "kvrecall: x: expected a, got 'b'. Do c."
 
 

@@ -28,11 +28,12 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from kvrecall.backends.vllm.checks import WORKER
 from kvrecall.backends.vllm.device import DeviceLayer, Pass, Window
 from kvrecall.backends.vllm.means import PagedMeans, means_in
 from kvrecall.backends.vllm.paged import Batch, PagedLayer
 from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.plugin import WORKER, own_name
+from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
 from kvrecall.backends.vllm.summaries import check_device, summaries_of, summary_bytes, width_of

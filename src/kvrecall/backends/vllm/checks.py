@@ -8,10 +8,10 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
-from kvrecall.backends.vllm.plugin import WORKER
 from kvrecall.backends.vllm.settings import Settings
 from kvrecall.core.errors import CompositionError, ParameterError
 
+WORKER = "kvrecall.backends.vllm.worker.Worker"
 _DRAFTS = ("ngram", "suffix")
 """Kinds of speculation that look up drafts in the text. Each drafted token is decoded as if alone."""
 

@@ -13,12 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvrecall.core.errors import KVRecallError, ParameterError
 
+NO_VLLM = "vLLM is not installed here: its options were not checked"
 NO_CONFIG = "the model's config is not on this machine: only the names of options were checked"
 NO_WEIGHTS = "memory, and what the model's layers need, are checked at the start"
 
@@ -26,6 +28,8 @@ NO_WEIGHTS = "memory, and what the model's layers need, are checked at the start
 def rehearsed(options: Sequence[str]) -> str:
     """What was not checked. options: of `vllm serve`, model first. Raises what the start would raise: kvrecall's errors, and
     a ParameterError with the message of vLLM's."""
+    if find_spec("vllm") is None:
+        return NO_VLLM
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(_rehearse, list(options)).result()
 

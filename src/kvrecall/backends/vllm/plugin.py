@@ -5,7 +5,7 @@ makes its config, in the server's process, before it starts others.
 """
 
 # Only imported where vLLM is installed.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 TESTED = ("0.26", "0.32", "0.33")
 """Releases of vLLM that kvrecall's tests run with."""
 _BACKEND = "kvrecall.backends.vllm.backend.RetrievalBackend"
-WORKER = "kvrecall.backends.vllm.worker.Worker"
 OTHER_NAME = "KVRECALL"
 """The backend's name where another plugin has taken CUSTOM."""
 _registered = False
@@ -123,6 +122,7 @@ def _asks(vllm_config: Any) -> bool:
 def _begin(vllm_config: Any) -> None:
     """Counters for `/metrics`, and kvrecall's worker, unless the user chose one."""
     from kvrecall.backends.vllm import last_line, metrics
+    from kvrecall.backends.vllm.checks import WORKER
 
     _tell_version()
     last_line.tell_last()
