@@ -17,7 +17,7 @@ from kvrecall.index.sphere.codes import weight_values
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
-from tests.index.sphere.with_statistics import Halves, Model
+from tests.index.sphere.with_statistics import Halves, Model, usual
 from tests.layers import DIM, ZONES, left_padded, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -132,7 +132,7 @@ def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
 
     Without a rotary embedding: centres of spans are rounded otherwise by kernels, so no key lies exactly at them.
     """
-    layer = state(replace(METHODS[name], local_tokens=2, update_interval=2), 1, told=False)
+    layer = state(replace(METHODS[name], local_tokens=2, update_interval=2), 1, statistics=usual(2, 2, DIM, turned=False))
     start(layer, [90])
     layers, joined = in_slots([layer], 64)
     assert isinstance(layer.index, SphereIndex)
