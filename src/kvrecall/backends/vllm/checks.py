@@ -5,7 +5,6 @@ Imports no kernels and no compilers, because it runs where vLLM makes its config
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import Any
 
 from kvrecall.backends.vllm.settings import Settings
@@ -35,8 +34,9 @@ def checked(vllm_config: Any) -> Settings:
 
 
 def _check_worker(chosen: str) -> None:
-    """Raises ParameterError for a worker class, as `module.Class`, that is not kvrecall's nor derived from it."""
-    if chosen != WORKER and WORKER not in (f"{kind.__module__}.{kind.__qualname__}" for kind in resolve_name(chosen).__mro__):
+    """Raises ParameterError for a worker class of vLLM, as `module.Class`. Others may derive from kvrecall's; their layers ask
+    (`backend.py`), because to import one here would load compilers."""
+    if chosen.startswith("vllm."):
         raise ParameterError(
             "worker_cls", "kvrecall's worker, which restores windows", chosen, f"Leave it out, or subclass {WORKER}."
         )
