@@ -51,4 +51,4 @@ shutil.rmtree(wheel.parent)
 PYTHON
 fi
 "$folder/bin/pip" install --quiet --no-deps --editable .
-"$folder/bin/pip" install --quiet pytest pytest-timeout hypothesis
+"$folder/bin/pip" install --quiet pytest pytest-timeout pytest-xdist hypothesis

@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM
 from tests.backends.vllm.test_served import home  # noqa: F401
 from tests.tiny import word_tokenizer
 
+pytestmark = pytest.mark.xdist_group("server")  # one process starts one server
 CODE = "from kvrecall.cli import main; main()"
 PROMPT = torch.randint(3, 512, (300,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -94,7 +95,8 @@ def server(home: Path) -> Iterator[Server]:  # noqa: F811
         port = free.getsockname()[1]
     ours = ["--engine", "vllm", "--port", port, "--context", "2k", "--dtype", "float32"]
     ours += [text for one in ("top_k=4096", "sink_tokens=16", "local_tokens=64") for text in ("--set", one)]
-    theirs = ["--enforce-eager", "--max-num-seqs", 8, "--max-num-batched-tokens", 256, "--served-model-name", "tiny"]
+    theirs = ["--enforce-eager", "--max-num-seqs", 8, "--max-num-batched-tokens", 256, "--block-size", 128]
+    theirs += ["--served-model-name", "tiny"]
     command = [sys.executable, "-c", CODE, "serve", home / "tiny", *ours, "--", *theirs]
     told = os.environ | {"KVRECALL_MODELS": str(home / "models"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     log = home / "server.log"
@@ -123,7 +125,7 @@ def expected(home: Path) -> str:  # noqa: F811
 
 def test_the_server_is_vllm_s_own_process(server: Server) -> None:
     said = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
-    assert b"CUSTOM" in said and b"1024" in said and b"2048" in said and CODE.encode() not in said
+    assert b"CUSTOM" in said and b"128" in said and b"2048" in said and CODE.encode() not in said
 
 
 def test_clients_at_once_get_what_one_gets_alone(server: Server, expected: str) -> None:

@@ -87,7 +87,8 @@ def _hook_config(platform: Any) -> None:
     own = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        asks = _asks(vllm_config)
+        # An engine in a process of its own makes its config again when its cache is there. `block_size` is the smallest group's then.
+        asks = vllm_config.cache_config.num_gpu_blocks is None and _asks(vllm_config)
         if asks:
             _begin(vllm_config)
         own(cls, vllm_config)
