@@ -97,7 +97,7 @@ test-vllm: $(VLLM_ENV)/.installed ## Run the tests of vLLM's backend, in an envi
 VLLM_CI := not several_answers and not small_budgets and not two_ranks and not two-ranks and not scarce and not host_memory and not v2_preempts and not beside_the_pages and not was_planned and not (warms_up and device) and not (covers and (exact or products))
 
 test-vllm-ci: $(VLLM_ENV)/.installed ## Run those of them that a change must pass, and tell their time
-	time $(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --durations=8 tests/backends/vllm \
+	time $(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --durations=8 tests/backends/vllm \
 	  -k "$(VLLM_CI)" $(ARGS)
 
 $(VLLM_ENV)/.installed: pyproject.toml scripts/install_vllm.sh

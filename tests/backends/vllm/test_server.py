@@ -25,7 +25,6 @@ from transformers import LlamaForCausalLM
 from tests.backends.vllm.test_served import home  # noqa: F401
 from tests.tiny import word_tokenizer
 
-pytestmark = pytest.mark.xdist_group("server")  # one process starts one server
 CODE = "from kvrecall.cli import main; main()"
 PROMPT = torch.randint(3, 512, (300,), generator=torch.Generator().manual_seed(5)).tolist()
 

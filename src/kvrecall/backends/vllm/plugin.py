@@ -87,7 +87,7 @@ def _hook_config(platform: Any) -> None:
     own = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        # An engine in a process of its own makes its config again when its cache is there. `block_size` is the smallest group's then.
+        # An engine in its own process makes its config again when it has its cache. `block_size` is then its smallest group's.
         asks = vllm_config.cache_config.num_gpu_blocks is None and _asks(vllm_config)
         if asks:
             _begin(vllm_config)
