@@ -275,7 +275,7 @@ class Bench:
         if self.args.engine != "kvrecall":
             assert not short
             return
-        from kvrecall.backends.vllm import stream
+        from kvrecall.step import stream
 
         if not hasattr(Bench, "_pieces"):
             Bench._pieces = stream.Stream.pieces  # type: ignore[attr-defined]

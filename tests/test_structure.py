@@ -30,7 +30,7 @@ STAGES = {
     "attend": {"merge"},  # the splits of one attention are merged like any other parts
     "merge": set(),
 }
-DRIVERS = {"layer", "methods", "baselines", "engine", "backends", "models", "cli", "evaluate"}
+DRIVERS = {"layer", "step", "methods", "baselines", "engine", "backends", "models", "cli", "evaluate"}
 """What may see several stages."""
 DRIVER_FILES = {"static/sets.py"}
 """A static set is judged by an index, read from the cache and fetched ahead."""
@@ -57,8 +57,8 @@ THIRD_PARTY = {
     "_mask_length",
 }  # fmt: skip
 """Names of torch, transformers, vLLM and Python that have no public form."""
-FREE = [*COMMON, *STAGES, "layer", "methods", "baselines"]
-"""Folders that import without transformers."""
+FREE = [*COMMON, *STAGES, "layer", "step", "methods", "baselines"]
+"""Folders that import without transformers and vLLM."""
 SEAM = {"backends/__init__.py", "backends/base.py", "backends/interrupt.py", "backends/memory.py"}
 """What a backend without transformers shares with that one, which imports without it, too."""
 

@@ -247,11 +247,11 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     dim: int, group: int, dtype: torch.dtype, method: str, capability: int, drafts: int, launches: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
-    from kvrecall.backends.vllm.plan import PassPlan
-    from kvrecall.backends.vllm.stream import HostBlocks
-    from kvrecall.backends.vllm.summaries import width_of
     from kvrecall.index.sphere import SphereConfig
+    from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+    from kvrecall.step.plan import PassPlan
+    from kvrecall.step.stream import HostBlocks
+    from kvrecall.step.summaries import width_of
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     rest = "page-means:page_tokens=4" if method == "balanced" else None

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvrecall.backends.vllm.capacity import held_bytes
-from kvrecall.backends.vllm.device import DeviceLayer
-from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.settings import Settings
 from kvrecall.core.errors import KVRecallError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.plan_vllm import plan_vllm
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
+from kvrecall.step.capacity import held_bytes
+from kvrecall.step.device import DeviceLayer
+from kvrecall.step.plan import PassPlan
+from kvrecall.step.settings import Settings
 from tests.engine.test_plan import LLAMA_8B
 
 GIVEN = {"method": "pariskv-balanced", "host_memory": "214GiB"}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.backends.vllm import test_paged as paged
-from tests.backends.vllm.on_device import Device
-from tests.backends.vllm.test_paged import cut, dense, tokens
+from tests.step import test_paged as paged
+from tests.step.on_device import Device
+from tests.step.test_paged import cut, dense, tokens
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

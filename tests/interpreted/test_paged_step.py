@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.backends.vllm.counts import Counts, forget
-from kvrecall.backends.vllm.device import Pass, Window
-from kvrecall.backends.vllm.warmup import Layout, Limits, Told, trials
-from tests.backends.vllm import test_paged as paged
-from tests.backends.vllm.on_device import MOST, PAGE, Device
-from tests.backends.vllm.test_paged import DIM, GROUP, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
+from kvrecall.step.counts import Counts, forget
+from kvrecall.step.device import Pass, Window
+from kvrecall.step.warmup import Layout, Limits, Told, trials
+from tests.step import test_paged as paged
+from tests.step.on_device import MOST, PAGE, Device
+from tests.step.test_paged import DIM, GROUP, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
 GIVEN = paged.GIVEN[:2]
 

@@ -124,7 +124,7 @@ def _url(host: str, port: int) -> str:
 
 def _settings(method: str | None, settings: list[str] | None) -> Result:
     """The method and its settings for the vLLM backend; its default if no method is given."""
-    from kvrecall.backends.vllm.settings import METHODS, spelled
+    from kvrecall.step.settings import METHODS, spelled
 
     return {**spelled(method or METHODS[0]), **options.settings_of(settings)}
 
@@ -199,9 +199,9 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
 
     from kvrecall.backends.transformers.families import context_limit
     from kvrecall.backends.vllm.command import number_given
-    from kvrecall.backends.vllm.settings import BLOCK_TOKENS
     from kvrecall.engine.plan_vllm import host_sequences
     from kvrecall.models.config import local_config
+    from kvrecall.step.settings import BLOCK_TOKENS
 
     config = local_config(model)
     if config is None:

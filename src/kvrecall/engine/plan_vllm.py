@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.backends.vllm.capacity import Capacity, ahead_of, scratch_bytes
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
+from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes
+from kvrecall.step.settings import BLOCK_TOKENS, Settings
 
 UTILIZATION = 0.9
 """vLLM's default share of a GPU."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from kvrecall.backends.vllm import memory, stream, worker
+from kvrecall.backends.vllm import worker
 from kvrecall.core.errors import ParameterError
+from kvrecall.step import memory, stream
 
 AT_START = 10
 

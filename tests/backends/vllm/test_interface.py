@@ -18,9 +18,9 @@ from vllm.platforms import current_platform
 
 from kvrecall.backends.vllm import worker
 from kvrecall.backends.vllm.backend import RetrievalBackend, RetrievalBuilder, RetrievalImpl
-from kvrecall.backends.vllm.warmup import Told
 from kvrecall.backends.vllm.window import WindowBackend, WindowBuilder, WindowLayer
 from kvrecall.backends.vllm.window_pages import WindowManager, WindowSpec
+from kvrecall.step.warmup import Told
 
 
 def gpu_worker(monkeypatch: pytest.MonkeyPatch) -> type:

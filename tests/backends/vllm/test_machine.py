@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvrecall.backends.vllm.machine import launch_of, note_launch, ranks_here, shared
-from kvrecall.backends.vllm.memory import HostPlan
-from kvrecall.backends.vllm.stream import HostBlocks
-from tests.backends.vllm.test_paged import SHAPE, SIZE
+from kvrecall.step.memory import HostPlan
+from kvrecall.step.stream import HostBlocks
+from tests.step.test_paged import SHAPE, SIZE
 
 
 @pytest.mark.parametrize(

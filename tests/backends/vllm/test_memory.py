@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrecall.backends.vllm.memory import HostPlan, bytes_of
-from kvrecall.backends.vllm.stream import HostBlocks, runs
-from tests.backends.vllm.test_paged import SHAPE, SIZE
+from kvrecall.step.memory import HostPlan, bytes_of
+from kvrecall.step.stream import HostBlocks, runs
+from tests.step.test_paged import SHAPE, SIZE
 
 
 def test_a_plan_counts_the_blocks_of_all_layers_and_ranks() -> None:

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("prometheus_client", reason="vLLM has an environment of its own: make test-vllm")
 
 from kvrecall.backends.vllm import metrics
-from kvrecall.backends.vllm.counts import Counts
+from kvrecall.step.counts import Counts
 
 COUNTS = Counts(searches=3, searched_tokens=900, selected_rows=60, fetched_rows=40, fetched_bytes=40960)
 

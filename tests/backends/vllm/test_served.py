@@ -19,11 +19,11 @@ from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaC
 
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
-from kvrecall.backends.vllm.device import Pass
 from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
 from kvrecall.engine.plan_vllm import VllmPlan, plan_vllm
 from kvrecall.index.statistics import KeyStatistics
+from kvrecall.step.device import Pass
 
 SMALL = {"sink_tokens": 16, "local_tokens": 64}
 METHODS: dict[str, dict[str, Any]] = {

@@ -29,21 +29,21 @@ from vllm.v1.attention.backend import (
 )
 
 from kvrecall.backends.vllm.checks import WORKER
-from kvrecall.backends.vllm.device import DeviceLayer, Pass, Window
-from kvrecall.backends.vllm.means import PagedMeans, means_in
-from kvrecall.backends.vllm.paged import Batch, PagedLayer
-from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.served import Served
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
-from kvrecall.backends.vllm.summaries import check_device, summaries_of, summary_bytes, width_of
-from kvrecall.backends.vllm.warmup import Layout, Limits, Told, trials
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.base import HEAD_DIMS
+from kvrecall.step.device import DeviceLayer, Pass, Window
+from kvrecall.step.means import PagedMeans, means_in
+from kvrecall.step.paged import Batch, PagedLayer
+from kvrecall.step.plan import PassPlan
+from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
+from kvrecall.step.summaries import check_device, summaries_of, summary_bytes, width_of
+from kvrecall.step.warmup import Layout, Limits, Told, trials
 
 
 class RetrievalBackend(AttentionBackend):

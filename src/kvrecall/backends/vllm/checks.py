@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrecall.backends.vllm.settings import Settings
 from kvrecall.core.errors import CompositionError, ParameterError
+from kvrecall.step.settings import Settings
 
 WORKER = "kvrecall.backends.vllm.worker.Worker"
 _DRAFTS = ("ngram", "suffix")

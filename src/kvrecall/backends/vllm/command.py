@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.backends.vllm.plugin import OTHER_NAME
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import parse_json
+from kvrecall.step.settings import BLOCK_TOKENS, Settings
 
 _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
 _GRAPHS = (

@@ -34,7 +34,7 @@ from prometheus_client.registry import Collector
 from kvrecall.core.whole_files import write_text
 
 if TYPE_CHECKING:
-    from kvrecall.backends.vllm.counts import Counts
+    from kvrecall.step.counts import Counts
 
 _FOLDER = "KVRECALL_VLLM_COUNTS"
 """The environment variable that names the folder."""

@@ -14,10 +14,10 @@ from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from kvrecall.backends.vllm.capacity import needed_blocks
 from kvrecall.backends.vllm.machine import launch_of
-from kvrecall.backends.vllm.promises import Watch
 from kvrecall.backends.vllm.refused import handed_out
+from kvrecall.step.capacity import needed_blocks
+from kvrecall.step.promises import Watch
 
 _log = logging.getLogger("vllm.kvrecall")
 

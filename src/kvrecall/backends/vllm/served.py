@@ -18,25 +18,25 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvrecall.backends.transformers.rotary import Rotaries
 from kvrecall.backends.vllm.checks import checked, drafts_of
-from kvrecall.backends.vllm.counts import Counts, forget
-from kvrecall.backends.vllm.device import TOGETHER, DeviceLayer, Scratch
-from kvrecall.backends.vllm.finite import FiniteWatch
 from kvrecall.backends.vllm.machine import launch_of
-from kvrecall.backends.vllm.memory import HostPlan
-from kvrecall.backends.vllm.paged import PagedLayer
-from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.promises import Promise, Record
-from kvrecall.backends.vllm.refill import refill
 from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
-from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
-from kvrecall.backends.vllm.warmup import Limits
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
+from kvrecall.step.counts import Counts, forget
+from kvrecall.step.device import TOGETHER, DeviceLayer, Scratch
+from kvrecall.step.finite import FiniteWatch
+from kvrecall.step.memory import HostPlan
+from kvrecall.step.paged import PagedLayer
+from kvrecall.step.plan import PassPlan
+from kvrecall.step.promises import Promise, Record
+from kvrecall.step.refill import refill
+from kvrecall.step.stream import DeviceBlocks, HostBlocks
+from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
 

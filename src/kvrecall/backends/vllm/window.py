@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
-from kvrecall.backends.vllm.capacity import ahead_of, window_page_tokens
 from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
+from kvrecall.step.capacity import ahead_of, window_page_tokens
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvrecall.backends.vllm.capacity import window_blocks
 from kvrecall.core.launch import cdiv
+from kvrecall.step.capacity import window_blocks
 
 
 class WindowManager(SlidingWindowManager):

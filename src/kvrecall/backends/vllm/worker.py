@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from kvrecall.backends.vllm.capacity import Capacity, ahead_of, needed_blocks
 from kvrecall.backends.vllm.last_line import kept
 from kvrecall.backends.vllm.machine import launch_of, ranks_here
 from kvrecall.backends.vllm.metrics import Teller
 from kvrecall.backends.vllm.page_sizes import alike
 from kvrecall.backends.vllm.refused import left_out
 from kvrecall.backends.vllm.served import Served
-from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
+from kvrecall.step.capacity import Capacity, ahead_of, needed_blocks
+from kvrecall.step.stream import HostBlocks
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups

@@ -1,4 +1,4 @@
-"""The passes that an engine runs before it serves, so that the first prompt waits for no compiler. Does not import vLLM.
+"""The passes that an engine runs before it serves, so that the first prompt waits for no compiler.
 
 A first prompt needs kernels of Triton, which are compiled per dtype and alignment, plans of cuDNN, which are made per size,
 and on a CPU the functions of numba. The passes run the layers' own functions over random numbers, in block 0. No sequence has
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import cudnn
-from kvrecall.backends.vllm.stream import PLACES, STREAMED_TOKENS
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
+from kvrecall.step.stream import PLACES, STREAMED_TOKENS
 
 _FEW = 96
 """Tokens of a chunk on a CPU, where nothing depends on the size."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvrecall.backends.vllm.settings import LOCAL_TOKENS, METHODS, Settings
 from kvrecall.core.errors import KVRecallError
 from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.registry import names
+from kvrecall.step.settings import LOCAL_TOKENS, METHODS, Settings
 
 
 def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:

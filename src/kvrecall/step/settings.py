@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvrecall.backends.vllm.memory import bytes_of
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.index.exact import ExactConfig
 from kvrecall.index.page_means import PageMeans
@@ -15,6 +14,7 @@ from kvrecall.methods.base import Method
 from kvrecall.methods.registry import class_names, method_class
 from kvrecall.methods.settings import from_settings
 from kvrecall.methods.spec import RECOMMENDED_NAME, parse
+from kvrecall.step.memory import bytes_of
 
 METHODS = ("pariskv-balanced", "pariskv", "exact")
 """Methods that can be served. Their summary of a key depends only on the key and its position, so blocks can be shared."""

@@ -67,7 +67,7 @@ class PassPlan:
         """begins: int32 `[b + 1]`, first token of each sequence in the pass. lengths: int32 `[b]`, tokens of each sequence,
         including the pass. blocks: int32 `[b, W]`, block tables. decodes: how many of the first rows decode, at most
         1 + drafts tokens each. Returns int32 `[n, W]`, the block table of every decoded token's sequence."""
-        from kvrecall.backends.vllm.kernels import plan_kernel
+        from kvrecall.step.kernels import plan_kernel
 
         count = len(lengths)
         if count:

@@ -1,4 +1,4 @@
-"""Restores the window of a sequence that begins behind filled blocks, from their rows. Does not import vLLM."""
+"""Restores the window of a sequence that begins behind filled blocks, from their rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvrecall.backends.vllm.stream import HostBlocks
+from kvrecall.step.stream import HostBlocks
 
 
 def refill(rows: Tensor, pages: Sequence[int], host: HostBlocks, blocks: Sequence[int], start: int, stop: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.backends.vllm.refill import refill
-from kvrecall.backends.vllm.stream import HostBlocks
-from tests.backends.vllm.test_paged import HEADS, SHAPE, SIZE
+from kvrecall.step.refill import refill
+from kvrecall.step.stream import HostBlocks
+from tests.step.test_paged import HEADS, SHAPE, SIZE
 
 PAGE, BLOCKS, PAGES = 16, [5, 2, 7], [0] * 3 + [9, 0, 4, 1, 3, 8, 2, 6, 7]
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.backends.vllm.device import Chunk, DeviceLayer, Pass, Window
-from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.settings import Settings
-from kvrecall.backends.vllm.stream import DeviceBlocks, HostBlocks
-from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.index.sphere.config import SphereConfig
-from tests.backends.vllm import test_paged as paged
-from tests.backends.vllm.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
+from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+from kvrecall.step.plan import PassPlan
+from kvrecall.step.settings import Settings
+from kvrecall.step.stream import DeviceBlocks, HostBlocks
+from kvrecall.step.summaries import width_of
+from tests.step import test_paged as paged
+from tests.step.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
 
 PAGE, LONGEST, MOST = 8, 1024, 4
 

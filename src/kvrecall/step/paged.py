@@ -1,4 +1,4 @@
-"""One layer over vLLM's blocks: rows in host memory, summaries in pages, and attention. Does not import vLLM.
+"""One layer over blocks, driven by the host: rows in host memory, summaries in pages, and attention.
 
 Row of (block b, KV head h, offset o): `[b, h, o]` of one mapping `[blocks, H_kv, block_size, K|V, D]`, in host memory.
 """
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected
-from kvrecall.backends.vllm.means import PagedMeans
-from kvrecall.backends.vllm.stream import HostBlocks
-from kvrecall.backends.vllm.summaries import Summaries
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, Budget, Partial, Rows, StepStats
 from kvrecall.index.base import LayerShape
 from kvrecall.merge import merge, merge_in_turn
 from kvrecall.methods.base import Method
+from kvrecall.step.means import PagedMeans
+from kvrecall.step.stream import HostBlocks
+from kvrecall.step.summaries import Summaries
 
 
 @dataclass(frozen=True)

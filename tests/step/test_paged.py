@@ -10,10 +10,6 @@ from torch import Tensor
 
 from kvrecall import methods
 from kvrecall.attend.reference import attend_rows
-from kvrecall.backends.vllm.means import PagedMeans, means_in
-from kvrecall.backends.vllm.paged import Batch, HostBlocks, PagedLayer
-from kvrecall.backends.vllm.settings import Settings
-from kvrecall.backends.vllm.summaries import check_device, summaries_of, summary_bytes, width_of
 from kvrecall.core.errors import NonFiniteError, ParameterError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
@@ -22,6 +18,10 @@ from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
+from kvrecall.step.means import PagedMeans, means_in
+from kvrecall.step.paged import Batch, HostBlocks, PagedLayer
+from kvrecall.step.settings import Settings
+from kvrecall.step.summaries import check_device, summaries_of, summary_bytes, width_of
 from tests.index.sphere.with_statistics import Halves
 
 HEADS, GROUP, DIM, SIZE, BLOCKS, PADDING = 2, 4, 64, 64, 40, 448

@@ -1,4 +1,4 @@
-"""Kernels over vLLM's blocks: the plan of a pass, and a layer's work besides the search.
+"""Kernels over blocks: the plan of a pass, and a layer's work besides the search.
 
 The device reads tokens and block tables of a pass itself, because with asynchronous scheduling the host only knows bounds.
 Lengths include the new tokens. A row of the batch may decode several tokens, a draft's: each has a row of the plan.

@@ -1,4 +1,4 @@
-"""How much a vLLM engine can hold, for its worker and for `kvrecall plan --engine vllm`. Does not import vLLM.
+"""How much an engine can hold, for its worker and for `kvrecall plan --engine vllm`.
 
 All numbers are for one rank, with its share of the KV heads.
 """
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.backends.vllm.device import DeviceLayer, Scratch
-from kvrecall.backends.vllm.memory import HostPlan
-from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.settings import BLOCK_TOKENS, Settings, check_block_size, least_block
-from kvrecall.backends.vllm.summaries import width_of
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
+from kvrecall.step.device import DeviceLayer, Scratch
+from kvrecall.step.memory import HostPlan
+from kvrecall.step.plan import PassPlan
+from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, least_block
+from kvrecall.step.summaries import width_of
 
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:

@@ -1,7 +1,7 @@
-"""One layer over vLLM's blocks on a GPU: the kernels of a decode step, and prompts in chunks. Does not import vLLM.
+"""One layer over blocks on a GPU: the kernels of a decode step, and prompts in chunks.
 
 A decode step never waits for the host, so it can be recorded: kernels read the decoding sequences, their lengths and block
-tables from device memory (`plan.py`). The search is the sphere index's, over vLLM's pages.
+tables from device memory (`plan.py`). The search is the sphere index's, over the engine's pages.
 """
 
 # Kernel launches take arguments that type checkers do not know.
@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
-from kvrecall.backends.vllm.means import means_in
-from kvrecall.backends.vllm.plan import ROW, PassPlan, candidates, kept_sequences
-from kvrecall.backends.vllm.stream import HostBlocks, Stream
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
@@ -35,6 +32,9 @@ from kvrecall.index.sphere.turns import SPAN
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
+from kvrecall.step.means import means_in
+from kvrecall.step.plan import ROW, PassPlan, candidates, kept_sequences
+from kvrecall.step.stream import HostBlocks, Stream
 
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
@@ -228,7 +228,7 @@ class DeviceLayer:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, own: slice, window: Window, pairs: range) -> None:
         """Selected rows, sinks, window and the new token, for `pairs` of the pass's tokens `own` and KV heads."""
-        from kvrecall.backends.vllm.kernels import paged_step_kernel
+        from kvrecall.step.kernels import paged_step_kernel
 
         scratch, maps, centring, codes, params, shape = (
             self.scratch, self._maps, self._centring, self._codes, self._params, self.shape
@@ -277,7 +277,7 @@ class DeviceLayer:
 
     def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
-        from kvrecall.backends.vllm.kernels import mean_kernel, store_kernel
+        from kvrecall.step.kernels import mean_kernel, store_kernel
 
         if not asked.chunks:
             return

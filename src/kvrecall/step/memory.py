@@ -1,15 +1,15 @@
-"""How many blocks fit into host memory. Does not import vLLM."""
+"""How many blocks fit into host memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvrecall.backends.vllm import promises
-from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.index.base import LayerShape
+from kvrecall.step import promises
+from kvrecall.step.stream import HostBlocks
 
 _SHARE = 0.8
 """Share of the free host memory that an engine takes by default."""

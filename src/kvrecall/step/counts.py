@@ -1,4 +1,4 @@
-"""Counters of searches and fetches in decode steps. Does not import vLLM."""
+"""Counters of searches and fetches in decode steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.backends.vllm.device import DeviceLayer
-from kvrecall.backends.vllm.paged import PagedLayer
-from kvrecall.backends.vllm.plan import PassPlan
 from kvrecall.core.structs import StepStats
+from kvrecall.step.device import DeviceLayer
+from kvrecall.step.paged import PagedLayer
+from kvrecall.step.plan import PassPlan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from kvrecall.backends.vllm.finite import PASSES, FiniteWatch
+from kvrecall.step.finite import PASSES, FiniteWatch
 
 
 def passes(watch: FiniteWatch, count: int) -> list[int]:

@@ -13,13 +13,13 @@ import torch
 
 import kvrecall
 from kvrecall.attend import cudnn
-from kvrecall.backends.vllm.device import TOGETHER, DeviceLayer, Pass, Window
-from kvrecall.backends.vllm.plan import PassPlan
-from kvrecall.backends.vllm.stream import PLACES, STREAMED_TOKENS, HostBlocks
-from kvrecall.backends.vllm.summaries import width_of
-from kvrecall.backends.vllm.warmup import Layout, Limits, Told, Trial, trials
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.sphere import SphereConfig
+from kvrecall.step.device import TOGETHER, DeviceLayer, Pass, Window
+from kvrecall.step.plan import PassPlan
+from kvrecall.step.stream import PLACES, STREAMED_TOKENS, HostBlocks
+from kvrecall.step.summaries import width_of
+from kvrecall.step.warmup import Layout, Limits, Told, Trial, trials
 from tests.index.sphere.with_statistics import Model
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -60,7 +60,7 @@ def test_nothing_is_compiled_later(drafts: int, keeps: bool, launches: dict[str,
     divided as for longer texts."""
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: (9, 0))
     monkeypatch.setattr("kvrecall.merge.kernels_available", lambda _: True)
-    monkeypatch.setattr("kvrecall.backends.vllm.device.branches", lambda pairs, _: 1 if pairs < 8 else min(6, pairs // 4))
+    monkeypatch.setattr("kvrecall.step.device.branches", lambda pairs, _: 1 if pairs < 8 else min(6, pairs // 4))
     passes, dense, each = Passes(drafts, keeps), METHOD.sink_tokens + METHOD.local_tokens, 1 + drafts
     for trial in trials(Limits(CHUNK, LONGEST, dense, 32, drafts, MOST * each, TOGETHER), gpu=True):
         passes.run(trial)

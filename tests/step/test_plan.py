@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrecall.backends.vllm.plan import candidates
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.sphere.schedule import as_steps, stage_sizes
+from kvrecall.step.plan import candidates
 
 SHORT = [[100, 0.7, 0.5], [1000, 0.31, 0.3], [None, 0.013, 0.2]]
 

@@ -1,5 +1,4 @@
-"""What engines of this user have promised to take of this machine's host memory, and what they were refused. Does not import
-vLLM.
+"""What engines of this user have promised to take of this machine's host memory, and what they were refused.
 
 Every rank has a record: a file in a private folder, which the rank keeps locked. Records of ended processes are not locked, so
 they do not count. All engines and ranks that one command starts are one launch: they divide memory among themselves.

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.backends.vllm import promises
-from kvrecall.backends.vllm.memory import HostPlan
-from kvrecall.backends.vllm.promises import Promise, Record, Watch, free_bytes
-from tests.backends.vllm.test_paged import SHAPE, SIZE
+from kvrecall.step import promises
+from kvrecall.step.memory import HostPlan
+from kvrecall.step.promises import Promise, Record, Watch, free_bytes
+from tests.step.test_paged import SHAPE, SIZE
 
 FREE = 1 << 40
 PROMISES = """
 import sys
-from kvrecall.backends.vllm.promises import Promise, Record
+from kvrecall.step.promises import Promise, Record
 held = Promise(Record("other", 0, 700, taken=200))
 print("made", flush=True)
 sys.stdin.read()

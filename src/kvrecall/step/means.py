@@ -1,4 +1,4 @@
-"""The mean key and value of every `page_tokens` tokens, in vLLM's pages after the summaries of single tokens.
+"""The mean key and value of every `page_tokens` tokens, in the engine's pages after the summaries of single tokens.
 
 Pages of means are counted from the beginning of the sequence, and sinks are left out. They do not cross block borders, so
 sequences that share a block share its means. A mean is computed when the page's last token is stored.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.backends.vllm.stream import HostBlocks
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.page_means import PageMeans
 from kvrecall.index.page_means.index import log_left
+from kvrecall.step.stream import HostBlocks
 
 
 def bytes_per_token(means: PageMeans, shape: LayerShape) -> int:

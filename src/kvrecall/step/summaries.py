@@ -1,4 +1,4 @@
-"""The content of vLLM's pages, written and searched by the CPU. On a GPU kernels use the same layout (`device.py`).
+"""The content of an engine's pages, written and searched by the CPU. On a GPU kernels use the same layout (`device.py`).
 
 A page of a layer is uint8 `[block_bytes]`: the summaries of `block_size` tokens for all KV heads, then their means, if the
 method has means (`means.py`). Positions count from the beginning of the sequence, sinks included; a search excludes sinks by
@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from kvrecall.backends.vllm.means import bytes_per_token
-from kvrecall.backends.vllm.settings import LEAST_BLOCK, check_block_size
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection
@@ -27,10 +25,12 @@ from kvrecall.index.sphere.pages import CodeLayout, LentPages
 from kvrecall.index.sphere.schedule import stage_sizes
 from kvrecall.index.tokens import best_tokens
 from kvrecall.select.gqa import reduce_scores, search_queries
+from kvrecall.step.means import bytes_per_token
+from kvrecall.step.settings import LEAST_BLOCK, check_block_size
 
 
 class Summaries(ABC):
-    """The summaries of one layer in vLLM's pages."""
+    """The summaries of one layer in the engine's pages."""
 
     @abstractmethod
     def bind(self, pages: Tensor) -> None:
@@ -50,7 +50,7 @@ def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> Non
     """Raises ParameterError for an unsupported device, and for an index without kernels for it."""
     if device.type == "cuda" and isinstance(index, ExactConfig):
         remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
-        raise ParameterError("method", "one with kernels over vLLM's pages on a GPU", "exact", remedy)
+        raise ParameterError("method", "one with kernels over pages on a GPU", "exact", remedy)
     if device.type != "cpu" and not kernels_available(device):
         remedy = "Use another attention backend there."
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
@@ -102,7 +102,7 @@ class _Codes(Summaries):
         shifts = [maps.shifts(query, end) for query, end in zip(grouped, ends, strict=True)]
         sizes = [stage_sizes(index.steps, end, budget.top_k, index.min_candidates_per_k) for end in ends]
         count = len(tables)
-        # Keys of zero norm are not counted in vLLM's pages, so every search reads the weights.
+        # Keys of zero norm are not counted in pages, so every search reads the weights.
         return cpu.search_batch(
             self._pages, tables, torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="cpu"), ends, [True] * count,
             list(range(count)), maps.turn(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count,
