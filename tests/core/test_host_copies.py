@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core import page_locked
-from kvrecall.core.host_copies import ToHost, packed, to_device, unpacked
+from kvrecall.core.host_copies import HostCopy, packed, to_device, unpacked
 from tests.strategies import gaussian
 
 HOST = torch.device("cpu")
@@ -33,9 +33,9 @@ def unlike() -> list[Tensor]:
 
 def test_tensors_of_the_cpu_are_handed_through() -> None:
     tensors = unlike()
-    assert all(near is tensor for near, tensor in zip(ToHost(*tensors).wait(), tensors, strict=True))
+    assert all(near is tensor for near, tensor in zip(HostCopy(*tensors).wait(), tensors, strict=True))
     assert all(near is tensor for near, tensor in zip(to_device(HOST, *tensors), tensors, strict=True))
-    assert ToHost().wait() == to_device(HOST) == []
+    assert HostCopy().wait() == to_device(HOST) == []
 
 
 def test_packed_tensors_are_the_same_again() -> None:

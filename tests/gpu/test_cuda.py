@@ -14,7 +14,7 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import NonFiniteError
-from kvrecall.core.host_copies import ToHost, to_device
+from kvrecall.core.host_copies import HostCopy, to_device
 from kvrecall.engine.prefill import prefill
 from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode
@@ -69,7 +69,7 @@ def test_small_copies_arrive_together() -> None:
     mixed = [torch.arange(15, dtype=torch.int32).view(3, 5), torch.randn(7).bfloat16(), torch.empty(2, 0), torch.randn(4, 6).T]
     far = to_device(torch.device("cuda"), *mixed)
     assert all(there.is_cuda and torch.equal(there.cpu(), here) for there, here in zip(far, mixed, strict=True))
-    near = ToHost(*far, mixed[0]).wait()
+    near = HostCopy(*far, mixed[0]).wait()
     assert all(not back.is_cuda and torch.equal(back, here) for back, here in zip(near, [*mixed, mixed[0]], strict=True))
     assert near[0].is_pinned() and near[-1] is mixed[0]
 

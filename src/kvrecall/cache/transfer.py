@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvrecall.cache.prefetch import copy_heads
 from kvrecall.core.fp8_rows import SmallRows, StoredRows
-from kvrecall.core.page_locked import staging
 
 
 class Pending:
@@ -66,20 +65,6 @@ def bring(block: StoredRows, device: torch.device) -> Tensor:
     near = torch.empty(block.shape, dtype=block.dtype, device=device)
     copy_heads(block, near)
     return near
-
-
-class AsyncRead:
-    """A copy of a small GPU tensor to the host. It starts at once; the host polls for the result and never waits."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._copy = staging(tuple(source.shape), source.dtype)
-        self._copy.copy_(source, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record(torch.cuda.current_stream(source.device))
-
-    def result(self) -> Tensor | None:
-        """The tensor's content at the start, on the CPU; None until the copy is done."""
-        return self._copy if self._done.query() else None
 
 
 @cache

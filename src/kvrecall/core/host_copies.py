@@ -11,8 +11,8 @@ _ALIGNED = 16
 """Bytes between the beginnings of tensors that are copied as one; every dtype fits."""
 
 
-class ToHost:
-    """Copies of tensors that may lie on a GPU. The GPU must not write to them before its current work is done."""
+class HostCopy:
+    """Copies of tensors that may lie on a GPU, as they are when its work so far is done. What it does later changes nothing."""
 
     def __init__(self, *tensors: Tensor) -> None:
         """Starts the copies, behind the work of the tensors' current stream."""
@@ -31,6 +31,10 @@ class ToHost:
         if self._done is not None:
             self._done.synchronize()
         return self._near
+
+    def ready(self) -> list[Tensor] | None:
+        """As `wait`, but None if a copy is not done. The host never waits."""
+        return self._near if self._done is None or self._done.query() else None
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

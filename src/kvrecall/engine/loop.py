@@ -24,7 +24,7 @@ from kvrecall.backends.transformers.capture.ranks import ranks_of
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.owner import step
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
-from kvrecall.engine.arriving import Arriving
+from kvrecall.core.host_copies import HostCopy
 from kvrecall.engine.job import Job
 from kvrecall.engine.room import fits, refuse_too_large
 from kvrecall.engine.steps import Stepper
@@ -352,10 +352,10 @@ class Loop:
                 self._end(job, error)
         if not chosen:
             return
-        arriving = Arriving(torch.cat([each.to(chosen[0][1].device) for _, each in chosen]))
+        copy = HostCopy(torch.cat([each.to(chosen[0][1].device) for _, each in chosen]))
         if len(chosen) == len(self._active) and not self._waiting:
             self._stepper.go_ahead([(job.member, each) for job, each in chosen if job.member is not None])
-        tokens = arriving.tolist()
+        tokens = copy.wait()[0].tolist()  # later work goes on
         for job, each in chosen:
             own, tokens = tokens[: len(each)], tokens[len(each) :]
             try:

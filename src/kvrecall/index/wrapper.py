@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod, update_abstractmethods
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import wraps
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from kvrecall.cache.slot_zones import ZonePlan
-from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
-from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
 from kvrecall.parts import Part
-from kvrecall.select.queries import ObservedQueries
 
 
 class Pruning(Part, ABC):
@@ -34,67 +32,41 @@ class Pruning(Part, ABC):
         """Device bytes that pruning adds for one sequence with `tokens` tokens in its retrieval zone."""
 
 
+def _forwarding(cls: type[IndexWrapper]) -> type[IndexWrapper]:
+    """Gives a wrapper every method and property of `Index` that it does not define: that of its base."""
+
+    def forward(name: str) -> Any:
+        def call(self: IndexWrapper, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self.base, name)(*args, **kwargs)
+
+        return wraps(getattr(Index, name), updated=())(call)
+
+    for name in {*vars(Index), *Index.__annotations__} - {*vars(cls), "slot_step"}:
+        if not name.startswith("_"):
+            is_method = callable(getattr(Index, name, None))
+            setattr(cls, name, forward(name) if is_method else property(attrgetter(f"base.{name}")))
+    return update_abstractmethods(cls)
+
+
+@_forwarding
 class IndexWrapper(Index):
-    """Passes everything on to `base`; a subclass may keep its own tables."""
+    """Passes everything on to `base`, but for device steps; a subclass may keep its own tables, and change selections in
+    `finish`."""
 
     def __init__(self, base: Index, *tables: TokenTable) -> None:
         self.base, self.tables = base, tables
         """The inner index, and tables that are copied with it."""
 
     @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self.base.lengths
-
-    @property
     def nbytes(self) -> int:
         return self.base.nbytes + sum(table.nbytes for table in self.tables)
-
-    def take_rows(self, sequence: int, rows: Tensor) -> None:
-        self.base.take_rows(sequence, rows)
 
     def append(self, sequence: int, keys: Tensor) -> None:
         self.base.append(sequence, keys)
 
-    def append_generated(self, sequence: int, keys: Tensor) -> None:
-        self.base.append_generated(sequence, keys)
-
     def bind(self, sources: Sequence[RowSource]) -> None:
         for part in (self.base, *self.tables):
             part.bind(sources)
-
-    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
-        self.base.end_of_prompt(sequence, observed, offset)
-
-    def mark_prompt(self, sequence: int, begin: int, end: int) -> None:
-        self.base.mark_prompt(sequence, begin, end)
-
-    def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        self.base.exclude(sequence, ids)
-
-    def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Any]:
-        return self.base.restructured(ids, keys)
-
-    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
-        self.base.restructure(sequence, ids, made)
-
-    @property
-    def watches(self) -> bool:  # type: ignore[override]
-        return self.base.watches
-
-    def watch(
-        self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
-        attended: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.base.watch(sequence, observed, resident, offset, scaling, attended)
-
-    def learn(self, sequences: list[int]) -> None:
-        self.base.learn(sequences)
-
-    def reserve(self, tokens: int) -> None:
-        self.base.reserve(tokens)
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        self.base.truncate(sequence, tokens)
 
     def mark(self, sequence: int, prompt: bool) -> Any:
         return self.base.mark(sequence, prompt), [table.lengths[sequence] for table in self.tables]
@@ -116,14 +88,13 @@ class IndexWrapper(Index):
         chosen.tables = tuple(table.select(sequences) for table in self.tables)
         return chosen
 
-    def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
-        return self.base.candidates(queries, budget, sequences)
-
-    def prepare(self, sequences: list[int]) -> None:
-        self.base.prepare(sequences)
-
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        return self.base.search(queries, budget, sequences)
+        return self.finish(self.base.search(queries, budget, sequences), queries, budget, sequences)
 
-    def slot_plan(self, sizes: ZoneSizes, top_k: int, slots: int) -> ZonePlan | None:
-        return self.base.slot_plan(sizes, top_k, slots)
+    def start_search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Callable[[], Selection]:
+        end = self.base.start_search(queries, budget, sequences)
+        return lambda: self.finish(end(), queries, budget, sequences)
+
+    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        """What a search returns, from what that of `base` has found, on the device or the CPU. The rest as for `search`."""
+        return found

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvrecall.cache.transfer import AsyncRead
 from kvrecall.core.errors import NonFiniteError
+from kvrecall.core.host_copies import HostCopy
 from kvrecall.core.structs import lasting_tensors
 
 
@@ -20,7 +20,7 @@ class NonFinite:
         self._layer = layer
         with lasting_tensors():
             self._flags = torch.zeros(sequences, dtype=torch.bool, device=device)
-        self._read: AsyncRead | None = None
+        self._read: HostCopy | None = None
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
         """Checks `[B, H_kv, T, D]`: raises NonFiniteError on a CPU, sets flags on a GPU."""
@@ -46,11 +46,11 @@ class NonFinite:
         """Checks the flags of an earlier call and starts the next read. The host never waits: errors come one call late."""
         if self._flags.device.type == "cpu":
             return
-        flags = None if self._read is None else self._read.result()
-        if flags is not None and flags.any():
+        flags = None if self._read is None else self._read.ready()
+        if flags is not None and flags[0].any():
             self.check()
         if self._read is None or flags is not None:
-            self._read = AsyncRead(self._flags)
+            self._read = HostCopy(self._flags)
 
     def select(self, sequences: list[int]) -> NonFinite:
         """Flags whose sequence i is this one's `sequences[i]`."""

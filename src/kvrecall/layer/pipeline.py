@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones
 from kvrecall.cache.transfer import bring
-from kvrecall.core.host_copies import ToHost, to_device
+from kvrecall.core.host_copies import HostCopy, to_device
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState, of_sequences
 from kvrecall.merge import merge, merge_in_turn, sink_logits
@@ -89,7 +89,7 @@ def _step(
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     # A GPU attends to the resident rows while the CPU searches, or waits for a search of the GPU.
-    asked = ToHost(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
+    asked = HostCopy(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
     end_search = _start_search(layer, searching, queries, params)
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
@@ -150,7 +150,7 @@ def _start_search(layer: LayerState, searching: list[int], queries: Tensor, para
 
 
 def _attend_retrieved(
-    layer: LayerState, searching: list[int], queries: Tensor, asked: ToHost | None, params: AttentionParams
+    layer: LayerState, searching: list[int], queries: Tensor, asked: HostCopy | None, params: AttentionParams
 ) -> list[Partial]:
     """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device. asked: the
     queries of these sequences, `[len(searching), H_q, 1, D]`, if the CPU attends to the selection."""
@@ -172,7 +172,7 @@ def _attend_on_host(layer: LayerState, searching: list[int], queries: Tensor, pa
     """Attention of the CPU to the selections, for queries `[len(searching), H_q, 1, D]` on the CPU; as one part on the
     device."""
     held = [layer.held[b] for b in searching]
-    selected = ToHost(*(x for found in held for x in (found.ids, found.counts))).wait()
+    selected = HostCopy(*(x for found in held for x in (found.ids, found.counts))).wait()
     parts = []
     for i, b in enumerate(searching):
         table = layer.store.host[b].table(_HOST)

@@ -10,7 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
-from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.host_copies import HostCopy
 
 _log = logging.getLogger("vllm.kvrecall")
 
@@ -24,8 +24,7 @@ class FiniteWatch:
     def __init__(self) -> None:
         self._flags: list[tuple[int, Tensor]] = []
         self._passes = 0
-        self._copy: Tensor | None = None
-        self._sent: torch.cuda.Event | None = None
+        self._copy: HostCopy | None = None
 
     def add(self, number: int, flags: Tensor) -> None:
         """flags: int32 `[b]` of layer `number`, not 0 for rows that were not finite."""
@@ -41,11 +40,12 @@ class FiniteWatch:
             self._forget()
         if self._copy is None:
             if self._passes % PASSES == 0:
-                self._send()
+                self._copy = HostCopy(torch.stack([flags.amax() for _, flags in self._flags]))
             return []
-        if self._sent is not None and not self._sent.query():
+        worst = self._copy.ready()
+        if worst is None:
             return []
-        found = sorted(number for (number, _), flag in zip(self._flags, self._copy.tolist(), strict=True) if flag)
+        found = sorted(number for (number, _), flag in zip(self._flags, worst[0].tolist(), strict=True) if flag)
         self._copy = None
         if found:
             self._forget()
@@ -60,14 +60,3 @@ class FiniteWatch:
     def _forget(self) -> None:
         for _, flags in self._flags:
             flags.zero_()
-
-    def _send(self) -> None:
-        worst = torch.stack([flags.amax() for _, flags in self._flags])
-        if worst.is_cuda:
-            with lasting_tensors():
-                self._copy = torch.empty(worst.shape, dtype=worst.dtype, pin_memory=True, device="cpu")
-            self._copy.copy_(worst, non_blocking=True)
-            self._sent = torch.cuda.Event()
-            self._sent.record()
-        else:
-            self._copy = worst

@@ -70,8 +70,7 @@ class PrunedIndex(IndexWrapper):
         for part in (self.base, *self.tables):
             part.truncate(sequence, tokens)
 
-    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        found = self.base.search(queries, budget, sequences)
+    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         grouped = search_queries(queries, self._kv_heads, self._gqa).double()
         kept = []
         for ids, query, b in zip(found.ids.to(queries.device), grouped, sequences, strict=True):

@@ -147,12 +147,11 @@ class PageMeansIndex(IndexWrapper):
         for b in sequences:
             self.catch_up(b, self.lengths[b])
 
-    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        found = super().search(queries, budget, sequences)
+    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         for b in sequences:
             self.catch_up(b, self.lengths[b])
         stored, group = [self.means.stored(b) for b in sequences], queries.shape[1] // self._shape.kv_heads
-        pairs = zip(sequences, found.ids, stored, strict=True)
+        pairs = zip(sequences, found.ids.to(queries.device, non_blocking=True), stored, strict=True)
         biases = [self._bias(b, ids, rows.count).repeat_interleave(group, 0) for b, ids, rows in pairs]
         counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32, device="cpu").to(
             queries.device, non_blocking=True

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.core.host_copies import ToHost
+from kvrecall.core.host_copies import HostCopy
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
@@ -232,7 +232,7 @@ class CentroidIndex(Index):
     def _ask(self, query: Tensor, sequence: int) -> Asked:
         """Starts the search of a query `[H_q, D]`."""
         recalled = self._recall(query, sequence)
-        return Asked(recalled, ToHost(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked])
+        return Asked(recalled, HostCopy(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked])
 
     def _recall(self, query: Tensor, sequence: int) -> Recalled:
         lists, heads = self._lists[sequence], self._shape.kv_heads
