@@ -10,10 +10,10 @@ import torch
 
 import kvrecall
 from kvrecall import parts
-from kvrecall.baselines.pqcache.index import ProductConfig
-from kvrecall.baselines.shadowkv.outliers import OutlierPages
-from kvrecall.baselines.socket.index import SoftHashConfig
-from kvrecall.baselines.twilight.index import TopP
+from kvrecall.baselines.pqcache import ProductConfig
+from kvrecall.baselines.shadowkv import OutlierPages
+from kvrecall.baselines.socket import SoftHashConfig
+from kvrecall.baselines.twilight import TopP
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.clusters import ClusterConfig

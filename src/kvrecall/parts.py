@@ -22,12 +22,12 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "query-centroids": ("kvrecall.index.query_centroids", "CentroidConfig"),
         "clusters": ("kvrecall.index.clusters", "ClusterConfig"),
         "exact": ("kvrecall.index.exact", "ExactConfig"),
-        "product": ("kvrecall.baselines.pqcache.index", "ProductConfig"),
-        "soft-hash": ("kvrecall.baselines.socket.index", "SoftHashConfig"),
+        "product": ("kvrecall.baselines.pqcache", "ProductConfig"),
+        "soft-hash": ("kvrecall.baselines.socket", "SoftHashConfig"),
         "accumulated": ("kvrecall.baselines.h2o.index", "AccumulatedConfig"),
         "milestones": ("kvrecall.baselines.raas.index", "MilestoneConfig"),
         "estimating-clusters": ("kvrecall.baselines.retroinfer.index", "EstimatingConfig"),
-        "hash-sampling": ("kvrecall.baselines.magicpig.index", "SamplingConfig"),
+        "hash-sampling": ("kvrecall.baselines.magicpig", "SamplingConfig"),
         "nothing": ("kvrecall.index.nothing", "NothingConfig"),
     },
     "trigger": {
@@ -38,9 +38,9 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "static": {
         "observation-window": ("kvrecall.static.choice", "ObservationWindow"),
-        "outlier-pages": ("kvrecall.baselines.shadowkv.outliers", "OutlierPages"),
+        "outlier-pages": ("kvrecall.baselines.shadowkv", "OutlierPages"),
     },
-    "prune": {"top-p": ("kvrecall.baselines.twilight.index", "TopP")},
+    "prune": {"top-p": ("kvrecall.baselines.twilight", "TopP")},
     "rest": {"page-means": ("kvrecall.index.page_means", "PageMeans")},
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.baselines.magicpig.index import sampling_probability
+from kvrecall.baselines.magicpig import sampling_probability
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.index.hashing import hyperplanes
 from tests.baselines.course import Course, weighted

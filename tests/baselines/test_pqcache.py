@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.baselines.pqcache.index import ProductIndex, encode, scores, train
+from kvrecall.baselines.pqcache import ProductIndex, encode, scores, train
 from kvrecall.core.errors import ParameterError
 from tests.baselines.course import Course, best, shared
 from tests.baselines.small import small

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.baselines.shadowkv.outliers import OutlierPages
+from kvrecall.baselines.shadowkv import OutlierPages
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.pages import volumes
 from kvrecall.methods import ShadowKV

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.baselines.socket.index import SoftHashIndex
+from kvrecall.baselines.socket import SoftHashIndex
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.hashing import hyperplanes

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall import methods
-from kvrecall.baselines.twilight.index import PrunedIndex
-from kvrecall.baselines.twilight.quantised import quantise, restore
-from kvrecall.baselines.twilight.top_p import top_p_positions
+from kvrecall.baselines.twilight import PrunedIndex, quantise, restore, top_p_positions
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.methods import Method
 from tests.baselines.course import Course

@@ -1,7 +1,8 @@
-"""PQCache's index: product quantisation of the keys, trained on the prompt.
+"""PQCache: Product Quantization-based KVCache for Long Context LLM Inference (Zhang et al., 2025).
 
-A key is cut into `subspaces` pieces; each is replaced by the nearest of 2^bits centres, found by k-means over the prompt's keys
-of its KV head. A query's products with the centres are a table, and a token's score is the sum of its entries.
+The index is product quantisation of the keys, trained on the prompt. A key is cut into `subspaces` pieces; each is replaced by the
+nearest of 2^bits centres, found by k-means over the prompt's keys of its KV head. A query's products with the centres are a table,
+and a token's score is the sum of its entries.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
+from kvrecall.fetch import Staged
 from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.clusters.kmeans import lloyd
 from kvrecall.index.trained import TrainedIndex
+from kvrecall.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,34 @@ def scores(queries: Tensor, book: Tensor, codes: Tensor) -> Tensor:
         table = pieces[:, :, s] @ book[:, s].double().transpose(-1, -2)  # [H_kv, G', centres]
         total += table.gather(2, codes[:, :, s].long().unsqueeze(1).expand_as(total))
     return total.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PQCache(Method):
+    """Scores every token from a product-quantised key.
+
+    1. After the prompt each KV head's keys are cut into `subspaces` pieces, and k-means finds 2^`bits` centres per piece.
+    2. A key is stored as the numbers of its nearest centres; later keys use the same centres.
+    3. Every step adds up table entries per token, ranks by the mean over the group of the softmax, and fetches `top_k` tokens;
+       rows that are still on the device are not read again (the paper's block cache).
+
+    iterations: at most, of k-means. Simplified: k-means starts at evenly spaced keys and runs before the first step, not during
+    prefill; rows are kept from one step to the next, not in a cache of blocks with LFU replacement; top_k is a number, not a
+    share of the prompt (0.1 or 0.2 of it, half of that retrieved).
+    Source: the paper's text and published code (2 subspaces of 6 bits).
+    """
+
+    name: ClassVar[str] = "pqcache"
+    paper: ClassVar[str] = "PQCache: Product Quantization-based KVCache for Long Context LLM Inference"
+
+    subspaces: int = 2
+    bits: int = 6
+    iterations: int = 10
+
+    top_k: int | None = 1024
+
+    def own_index(self) -> ProductConfig:
+        return ProductConfig(subspaces=self.subspaces, bits=self.bits, iterations=self.iterations)
+
+    def own_fetch(self) -> Staged:
+        return Staged(reuse=True)

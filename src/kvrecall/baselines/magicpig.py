@@ -1,8 +1,8 @@
-"""MagicPIG's index: samples tokens by locality-sensitive hashing, and weights them by their sampling probability.
+"""MagicPIG: LSH Sampling for Efficient LLM Generation (Chen et al., 2024).
 
-Keys are centred by the mean of the prompt's keys, which shifts all logits equally. A query head takes the tokens that share its
-bucket in at least two tables. With p = 1 - angle / pi and a = p^bits a token is taken with probability
-u = 1 - (1 - a)^tables - tables a (1 - a)^(tables - 1), and log u is subtracted from its logit.
+The index samples tokens by locality-sensitive hashing. Keys are centred by the mean of the prompt's keys, which shifts all logits
+equally. A query head takes the tokens that share its bucket in at least two tables. With p = 1 - angle / pi and a = p^bits a token
+is taken with probability u = 1 - (1 - a)^tables - tables a (1 - a)^(tables - 1), and log u is subtracted from its logit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes
 from kvrecall.index.trained import TrainedIndex
+from kvrecall.methods.base import Method
 
 _COMPARED_TOKENS = 2048
 """Tokens compared at a time: bounds the comparisons in flight to H_kv * G * 2048 * tables bytes."""
@@ -112,3 +113,36 @@ def sampling_probability(cosines: Tensor, bits: int, tables: int) -> Tensor:
     """Probability that two vectors share a bucket in at least two of `tables` tables, from their cosine, fp64."""
     same = (1 - cosines.double().clamp(-1, 1).acos() / torch.pi) ** bits
     return 1 - (1 - same) ** tables - tables * same * (1 - same) ** (tables - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagicPIG(Method):
+    """Samples tokens by hashing instead of taking the best, and corrects for each token's sampling probability.
+
+    1. Keys, minus their mean over the prompt, are hashed into `tables` (L) tables by the signs of `bits` (K) projections.
+    2. Each query head takes the tokens that share its bucket in at least two tables.
+    3. Attention to them divides each weight by its sampling probability, so its expectation is full attention. It is merged
+       with sink and window by log-sum-exp.
+    4. Layers 0, 16, 32, 48 and 64 are dense, as in the paper's code.
+
+    top_k: upper bound of a head's sample; its size follows from the hashes. seed: of the hyperplanes. If top_k covers the zone,
+    nothing is sampled and everything is attended.
+    Simplified: codes and attention are on the device (the paper's tables and attention are on the CPU); generated keys are
+    hashed when they leave the window (the paper's code never hashes them). Source: the paper's text and published code.
+    """
+
+    name: ClassVar[str] = "magicpig"
+    paper: ClassVar[str] = "MagicPIG: LSH Sampling for Efficient LLM Generation"
+
+    bits: int = 10
+    tables: int = 150
+    seed: int = 42
+
+    top_k: int | None = 4096
+    sink_tokens: int = 4
+    local_tokens: int = 64
+    update_interval: int = 256
+    dense_layers: tuple[int, ...] = (0, 16, 32, 48, 64)
+
+    def own_index(self) -> SamplingConfig:
+        return SamplingConfig(bits=self.bits, tables=self.tables, seed=self.seed)

@@ -1,6 +1,7 @@
-"""SOCKET's index: keys fall into one bucket per table, a query into all of them, each with a probability.
+"""SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (Joshi et al., 2026).
 
-A token's score is the sum over the tables of the probability that the query falls into its bucket, times the norm of its value.
+In the index a key falls into one bucket per table, a query into all of them, each with a probability. A token's score is the sum
+over the tables of the probability that the query falls into its bucket, times the norm of its value.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes, patterns
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TokenIndex
+from kvrecall.methods.base import Method
 
 _SCORED_TOKENS = 2048
 """Tokens scored at a time: bounds the probabilities in flight to H_kv * G * 2048 * tables * 8 bytes."""
@@ -127,3 +129,32 @@ def soft_collisions(tables: Tensor, codes: Iterable[Tensor]) -> Tensor:
         at = piece.long().transpose(1, 2).unsqueeze(1).expand(-1, group, -1, -1)  # [H_kv, G', tables, n]
         pieces.append(tables.gather(-1, at).sum(2))
     return torch.cat(pieces, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SOCKET(Method):
+    """Each key falls into one bucket per table, a query into every bucket with a probability, so that near misses count.
+
+    1. `tables` tables of `bits` random hyperplanes put each key into one bucket per table, by the signs of its projections.
+    2. A query falls into every bucket with a probability: the softmax over the buckets of its agreement with their signs,
+       at a `temperature`.
+    3. A token's score is the sum over the tables of its bucket's probability, times the norm of its value; the best `top_k`
+       are fetched. A group is ranked by the mean of its heads' shares.
+
+    seed: of the hyperplanes. Simplified: written from a summary of the paper (12 planes, 60 tables, temperature 0.3, value
+    norms). Chosen here: the query is normalised, and a bucket's signs are scaled to a unit vector before the temperature.
+    Source: that summary; parameters as given there.
+    """
+
+    name: ClassVar[str] = "socket"
+    paper: ClassVar[str] = "SOCKET: SOft Collision Kernel EsTimator for Sparse Attention"
+
+    bits: int = 12
+    tables: int = 60
+    temperature: float = 0.3
+    seed: int = 42
+
+    top_k: int | None = 1024
+
+    def own_index(self) -> SoftHashConfig:
+        return SoftHashConfig(bits=self.bits, tables=self.tables, temperature=self.temperature, seed=self.seed)
