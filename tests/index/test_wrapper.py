@@ -39,7 +39,8 @@ def test_whatever_an_index_has_a_wrapper_asks_its_base_for(name: str) -> None:
     found: Any = getattr(wrapper, name)
     if callable(getattr(Index, name, None)):
         arguments = {
-            "archive": [Recorder(), []], "rewind": [0, (0, [])], "bind": [[]], "select": [[0]], "mark": [0, False], "append": [0, None],
+            "archive": [Recorder(), []], "rewind": [0, (0, [])], "bind": [[]], "select": [[0]], "mark": [0, False],
+            "append": [0, None],
         }.get(name, [None] * 3)  # fmt: skip
         result = found(*arguments)
         if name == "start_search":

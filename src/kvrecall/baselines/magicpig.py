@@ -1,8 +1,9 @@
 """MagicPIG: LSH Sampling for Efficient LLM Generation (Chen et al., 2024).
 
-The index samples tokens by locality-sensitive hashing. Keys are centred by the mean of the prompt's keys, which shifts all logits
-equally. A query head takes the tokens that share its bucket in at least two tables. With p = 1 - angle / pi and a = p^bits a token
-is taken with probability u = 1 - (1 - a)^tables - tables a (1 - a)^(tables - 1), and log u is subtracted from its logit.
+The index samples tokens by locality-sensitive hashing. Keys are centred by the mean of the prompt's keys, which shifts all
+logits equally. A query head takes the tokens that share its bucket in at least two tables. With p = 1 - angle / pi and a =
+p^bits a token is taken with probability u = 1 - (1 - a)^tables - tables a (1 - a)^(tables - 1), and log u is subtracted from
+its logit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PQCache: Product Quantization-based KVCache for Long Context LLM Inference (Zhang et al., 2025).
 
-The index is product quantisation of the keys, trained on the prompt. A key is cut into `subspaces` pieces; each is replaced by the
-nearest of 2^bits centres, found by k-means over the prompt's keys of its KV head. A query's products with the centres are a table,
-and a token's score is the sum of its entries.
+The index is product quantisation of the keys, trained on the prompt. A key is cut into `subspaces` pieces; each is replaced by
+the nearest of 2^bits centres, found by k-means over the prompt's keys of its KV head. A query's products with the centres are a
+table, and a token's score is the sum of its entries.
 """
 
 from __future__ import annotations

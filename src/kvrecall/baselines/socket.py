@@ -1,7 +1,7 @@
 """SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (Joshi et al., 2026).
 
-In the index a key falls into one bucket per table, a query into all of them, each with a probability. A token's score is the sum
-over the tables of the probability that the query falls into its bucket, times the norm of its value.
+In the index a key falls into one bucket per table, a query into all of them, each with a probability. A token's score is the
+sum over the tables of the probability that the query falls into its bucket, times the norm of its value.
 """
 
 from __future__ import annotations
