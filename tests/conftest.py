@@ -80,9 +80,11 @@ def smollm2_was_unpacked() -> bool:
     import torch
     from scripts.offline_models import ensure
 
-    from kvrecall.models.unpack import find_unpacked
+    from kvrecall.models import KNOWN
+    from kvrecall.models.unpacked import folder_of, is_complete
 
-    return find_unpacked(ensure("smollm2-135m"), torch.float32) is not None
+    name = "smollm2-135m"
+    return is_complete(folder_of(ensure(name), KNOWN[name].sha256, torch.float32))
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def test_demo_keeps_the_zones_of_the_method_for_both(cli: Cli, tiny: Path) -> No
 
 
 def test_demo_takes_the_default_model_and_passes_on_its_notice(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fallen_back(on_progress: Any, on_notice: Any) -> str:
+    def fallen_back(on_notice: Any) -> str:
         on_notice("no network [today], using something small")
         return str(tiny)
 

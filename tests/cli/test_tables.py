@@ -117,12 +117,12 @@ def test_what_takes_long_tells_so_and_what_is_quick_does_not(
             now[0] += 2.0
             on_progress(done, 1000)
     assert capsys.readouterr().err == ""
-    with session.download_bar("fetching") as on_progress:
-        for done in range(0, 5 << 20, 1 << 20):
+    with session.token_bar("reading") as on_progress:
+        for done in range(0, 4001, 1000):
             now[0] += 20.0
-            on_progress(done, 4 << 20)
-    said = [("0 B", "0:00:20"), ("2.0 MiB", "0:01:00"), ("4.0 MiB", "0:01:40")]  # its size first
-    assert capsys.readouterr().err.splitlines() == [f"fetching: {done} of 4.0 MiB, {at}" for done, at in said]
+            on_progress(done, 4000)
+    said = [("1,000", "0:00:40"), ("3,000", "0:01:20"), ("4,000", "0:01:40")]
+    assert capsys.readouterr().err.splitlines() == [f"reading: {done} of 4,000, {at}" for done, at in said]
     quiet = ProgressLog(quiet=True)
     quiet.tell(lambda: "no", always=True)
     assert capsys.readouterr().err == "" and eval_verb.ProgressLog is ProgressLog

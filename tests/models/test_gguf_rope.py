@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrecall.core.errors import ModelFilesError
-from kvrecall.models import load
-from kvrecall.models.config import load_config
+from kvrecall.models import load, load_config
 from tests.models.hostile import tiny_gguf
 
 LLAMA3 = {

@@ -1,8 +1,7 @@
-"""Loading from folders, GGUF files and the unpacked cache; configs without weights."""
+"""Loading from folders and GGUF files; configs without weights."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from kvrecall.core.errors import ModelFilesError, ParameterError
-from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, load, load_config, unpack
-from tests.tiny import WORDS, save_tiny_model
+from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, load, load_config
+from tests.tiny import save_tiny_model
 
 
 @pytest.fixture
@@ -79,49 +78,6 @@ def test_configs_of_known_models_need_no_files(name: str, models_folder: Path) -
     config = load_config(name)
     assert config.num_hidden_layers in (24, 28, 30) and config.max_position_embeddings >= 8192
     assert not models_folder.exists()
-
-
-class TestUnpacked:
-    """The folder of dequantised weights, on a file that stands for a GGUF."""
-
-    @pytest.fixture
-    def gguf(self, tmp_path: Path, models_folder: Path) -> Path:
-        path = tmp_path / "w.gguf"
-        path.write_bytes(b"GGUF")
-        return path
-
-    @pytest.fixture
-    def loaded(self, folder: Path) -> tuple[Any, Any]:
-        return load(folder, dtype="float32")
-
-    def test_second_load_reads_the_folder(self, gguf: Path, loaded: tuple[Any, Any]) -> None:
-        assert unpack.find_unpacked(gguf) is None
-        kept = unpack.keep_unpacked(gguf, *loaded)
-        assert kept is not None and unpack.find_unpacked(gguf, torch.float32) == kept == unpack.find_unpacked(gguf)
-        assert unpack.find_unpacked(gguf, torch.bfloat16) is None
-        model, tokenizer = load(gguf, dtype="float32")
-        weights = loaded[0].state_dict()
-        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-        assert tokenizer("red")["input_ids"] == [6] and load_config(gguf).vocab_size == len(WORDS)
-
-    def test_changed_file_gets_another_folder(self, gguf: Path, loaded: tuple[Any, Any]) -> None:
-        unpack.keep_unpacked(gguf, *loaded)
-        os.utime(gguf, ns=(1, 1))
-        assert unpack.find_unpacked(gguf) is None
-
-    def test_incomplete_folder_is_not_used(self, gguf: Path, loaded: tuple[Any, Any]) -> None:
-        kept = unpack.keep_unpacked(gguf, *loaded)
-        assert kept is not None
-        (kept / "kvrecall-complete").unlink()
-        assert unpack.find_unpacked(gguf) is None
-        assert unpack.keep_unpacked(gguf, *loaded) == kept and unpack.find_unpacked(gguf) == kept
-
-    def test_switch_and_full_disk(self, gguf: Path, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(unpack.shutil, "disk_usage", lambda _: unpack.shutil._ntuple_diskusage(9, 9, 0))  # type: ignore[attr-defined]
-            assert unpack.keep_unpacked(gguf, *loaded) is None
-        monkeypatch.setenv("KVRECALL_UNPACK", "0")
-        assert unpack.keep_unpacked(gguf, *loaded) is None and unpack.find_unpacked(gguf) is None
 
 
 @pytest.mark.model

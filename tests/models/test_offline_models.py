@@ -50,7 +50,7 @@ def test_parts_are_assembled_where_kvrecall_looks(index: list[bytes], models_fol
 
 def test_wrong_bytes_are_refused(index: list[bytes], models_folder: Path) -> None:
     index[1] = index[1][:-1] + b"?"
-    with pytest.raises(ModelFilesError, match="has sha256"):
+    with pytest.raises(ModelFilesError, match="and sha256"):
         offline_models.ensure(NAME)
     assert find(NAME) is None and not list(models_folder.glob(".assembling-*"))
 

@@ -34,7 +34,7 @@ def test_a_file_of_another_size_does_not_count(hub: FakeHub, models_folder: Path
 def test_wrong_bytes_are_removed_and_named(hub: FakeHub, hub_cache: Path) -> None:
     right = hub.files[FILE]
     hub.files[FILE] = right[:-1] + b"?"
-    with pytest.raises(ModelFilesError, match=r"has sha256 .*, expected"):
+    with pytest.raises(ModelFilesError, match=r"and sha256 .*, expected"):
         pull(NAME)
     assert find(NAME) is None and not list(hub_cache.rglob("blobs/*"))
     hub.files[FILE] = right
@@ -54,11 +54,11 @@ def test_unknown_name() -> None:
 def test_default_model_falls_back_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    def only_small(name: str, on_progress: object = None) -> None:
+    def only_small(name: str, on_notice: object = None) -> None:
         if name != FALLBACK:
             raise ModelFilesError(name, "no room", "Make some.")
 
-    def none(name: str, on_progress: object = None) -> None:
+    def none(name: str, on_notice: object = None) -> None:
         raise ModelFilesError(name, "no network", "Check it.")
 
     module = sys.modules[pull.__module__]

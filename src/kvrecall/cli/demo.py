@@ -18,7 +18,7 @@ from kvrecall.cli.answer import answer, printable, summary, to_stdout
 from kvrecall.cli.demo_document import Question, excerpt, harbour_log
 from kvrecall.cli.report import seconds, size, stats_table
 from kvrecall.cli.screen import results
-from kvrecall.cli.session import Session, download_bar, note, open_session, token_bar
+from kvrecall.cli.session import Session, note, open_session, token_bar
 from kvrecall.cli.verb import Result, notes, status, verb
 
 QUESTIONS = 3
@@ -43,9 +43,9 @@ def demo(
 
     from kvrecall import Full, RetrievalCache, engine
     from kvrecall.engine.prompts import DocumentPrompt
-    from kvrecall.models import FALLBACK
+    from kvrecall.models import FALLBACK, default_model
 
-    session = open_session(model or _default(as_json), dtype, device, quiet=as_json)
+    session = open_session(model or default_model(note), dtype, device, quiet=as_json)
     document, questions = harbour_log()
     questions = questions if every else questions[:QUESTIONS]
     if session.name == FALLBACK:
@@ -103,13 +103,6 @@ def demo(
         "questions": told,
         "from_session": again,
     }
-
-
-def _default(quiet: bool) -> str:
-    from kvrecall.models import default_model
-
-    with download_bar("fetching a model", quiet) as on_progress:
-        return default_model(on_progress, note)
 
 
 def _side_by_side(question: Question, method: str, row: dict[str, Any]) -> Table:

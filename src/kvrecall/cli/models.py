@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +12,8 @@ from rich.text import Text
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
-from kvrecall.cli.session import OnProgress, download_bar
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.session import note
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import KVRecallError, ParameterError
 
 OTHER_MODELS = "`-m` takes any other model, too, as a folder, a .gguf file or a hub repository (OWNER/NAME)."
@@ -26,48 +25,44 @@ Names = Annotated[list[str] | None, typer.Argument(help="Known names; see `kvrec
 def known_models() -> list[dict[str, Any]]:
     """Every known model and whether its file is here: its size is compared, its hash is not computed."""
     from kvrecall.models import DEFAULT, KNOWN, find
-    from kvrecall.models.remove import stored_bytes
-    from kvrecall.models.store import files_of
+    from kvrecall.models.files import files_of
+    from kvrecall.models.unpacked import copies
 
-    told = []
-    for model in KNOWN.values():
-        path = find(model.name)
-        state = "ready" if path else "damaged" if files_of(model) else "not fetched"
-        row = {"name": model.name, "default": model.name == DEFAULT, "state": state, "path": str(path) if path else None}
-        row["unpacked_bytes"] = stored_bytes(model.name)[1]
-        told.append({**row, "bytes": model.bytes, "description": model.description, "licence": model.licence})
-    return told
+    rows = []
+    for name, model in KNOWN.items():
+        path = find(name)
+        rows.append({
+            "name": name, "default": name == DEFAULT, "path": str(path) if path else None,
+            "state": "ready" if path else "damaged" if files_of(model) else "not fetched",
+            "unpacked_bytes": _bytes(copies(sha256=model.sha256)),
+            "bytes": model.bytes, "description": model.description, "licence": model.licence,
+        })  # fmt: skip
+    return rows
+
+
+def _bytes(folders: list[Path]) -> int:
+    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
 
 
 @models.command("list")
 @verb
 def list_models(as_json: options.AsJson = False) -> Result:
     """List the known models, where their files are, and what unpacked copies take."""
-    from kvrecall.models import models_dir
-    from kvrecall.models.hub import cache_dir
-    from kvrecall.models.unpack import bytes_of, copies, limit_bytes
+    from kvrecall.models.files import hub_cache, models_dir
+    from kvrecall.models.unpacked import copies
 
-    told: Result = {
-        "folder": str(models_dir()),
-        "hub_cache": str(cache_dir()),
-        "models": known_models(),
-        "unpacked_bytes": sum(map(bytes_of, copies())),
-        "unpacked_limit_bytes": limit_bytes(),
-    }
+    folder, cache, unpacked = str(models_dir()), str(hub_cache()), _bytes(copies())
+    rows = known_models()
     if not as_json:
         table = plain_table(None, "name", "state", "size", "unpacked", "licence", "what it is", prose=True)
-        for row in told["models"]:
-            name = row["name"] + (" (default)" if row["default"] else "")
-            table.add_row(
-                name, row["state"], size(row["bytes"]), size(row["unpacked_bytes"]), row["licence"], row["description"]
-            )
-        console = results()
-        console.print(table)
-        console.print(Text(f"\nfolders: {told['folder']}, then the model hub's cache {told['hub_cache']}"), soft_wrap=True)
-        taken = f"{size(told['unpacked_bytes'])} of at most {size(told['unpacked_limit_bytes'])}"
-        console.print(Text(OTHER_MODELS), soft_wrap=True)
-        console.print(Text(f"unpacked copies, of other files too: {taken} (KVRECALL_UNPACK_LIMIT)"), soft_wrap=True)
-    return told
+        for row in rows:
+            name, sizes = row["name"] + (" (default)" if row["default"] else ""), (row["bytes"], row["unpacked_bytes"])
+            table.add_row(name, row["state"], *map(size, sizes), row["licence"], row["description"])
+        results().print(table)
+        for line in (f"\nfolders: {folder}, then the model hub's cache {cache}", OTHER_MODELS,
+                     f"unpacked copies, of other files too: {size(unpacked)}"):  # fmt: skip
+            results().print(Text(line), soft_wrap=True)
+    return {"folder": folder, "hub_cache": cache, "models": rows, "unpacked_bytes": unpacked}
 
 
 @models.command("pull")
@@ -77,54 +72,38 @@ def pull_models(names: Names = None, as_json: options.AsJson = False) -> Result:
     from kvrecall.models import DEFAULT, find, pull
     from kvrecall.models.registry import known
 
-    told = []
-    wanted = [known(name) for name in names or [DEFAULT]]
-    for model in wanted:
+    rows = []
+    for model in [known(name) for name in names or [DEFAULT]]:
         fetched = find(model.name) is None
-        with download_bar(f"fetching {model.name}", quiet=as_json) as on_progress:
-            path = pull(model.name, on_progress)
-        told.append({"name": model.name, "path": str(path), "bytes": model.bytes, "fetched": fetched})
+        path = pull(model.name, None if as_json else note)
+        rows.append({"name": model.name, "path": str(path), "bytes": model.bytes, "fetched": fetched})
         if not as_json:
             print(f"{model.name}: {'fetched and verified' if fetched else 'already there'}, {path}")
-    return {"models": told}
+    return {"models": rows}
 
 
 @models.command("check")
 @verb
 def check_models(names: Names = None, as_json: options.AsJson = False) -> Result:
-    """Compute the hashes of stored models again, unpacked copies included (all that are here if none is named).
-
-    Exit code 2 if any is wrong.
-    """
+    """Compute the hashes of stored models again (all that are here if none is named). Exit code 2 if any is wrong."""
     from kvrecall.models import KNOWN, check
-    from kvrecall.models.check import check_folder
+    from kvrecall.models.files import files_of
     from kvrecall.models.registry import known
-    from kvrecall.models.store import files_of, path_of
-    from kvrecall.models.unpack import copies
 
-    here = [model for model in KNOWN.values() if files_of(model)]
-    wanted = [known(name) for name in names] if names else here
-    checks: list[tuple[str, Callable[[OnProgress], Path]]] = [(m.name, functools.partial(check, m.name)) for m in wanted]
-    if not names:
-        # Copies of files that are not known models, or not here any more.
-        mine = {folder for model in wanted for folder in copies(path_of(model).stem)}
-        checks += [(f.name, functools.partial(check_folder, f.name, f)) for f in copies() if f not in mine]
-    told, first_error = [], None
-    for name, run in checks:
+    chosen = [known(name).name for name in names or [name for name, model in KNOWN.items() if files_of(model)]]
+    rows, errors = [], []
+    for name in chosen:
         try:
-            with download_bar(f"checking {name}", quiet=as_json) as on_progress:
-                path = run(on_progress)
+            rows.append({"name": name, "path": str(check(name)), "ok": True})
         except KVRecallError as error:
-            first_error = first_error or error
-            continue
-        told.append({"name": name, "path": str(path), "ok": True})
-        if not as_json:
-            print(f"{name}: ok, {path}")
-    if first_error:
-        raise first_error
-    if not checks and not as_json:
-        notes().print("no models here yet; `kvrecall models pull` fetches the default one")
-    return {"models": told}
+            errors.append(error)
+    if not as_json:
+        print(*(f"{row['name']}: ok, {row['path']}\n" for row in rows), sep="", end="")
+    if errors:
+        raise errors[0]
+    if not chosen and not as_json:
+        note("no models here yet; `kvrecall models pull` fetches the default one")
+    return {"models": rows}
 
 
 @models.command("rm")
@@ -137,17 +116,21 @@ def remove_models(
     as_json: options.AsJson = False,
 ) -> Result:
     """Delete models, from the model hub's cache too, and their unpacked copies."""
+    from kvrecall.models.files import remove
     from kvrecall.models.registry import known
-    from kvrecall.models.remove import remove, remove_unpacked
+    from kvrecall.models.unpacked import copies
 
     if not names and not only_unpacked:
         raise ParameterError("NAMES", "a known name, or --unpacked", "neither", "`kvrecall models list` shows what is here.")
-    for name in names or []:
-        known(name)  # all names are right, or nothing is deleted
-    told: list[dict[str, Any]] = [{"name": name, "bytes": remove(name, only_unpacked)} for name in names or []]
-    if not names:
-        told = [{"name": None, "bytes": remove_unpacked()}]
-    if not as_json:
-        for row in told:
-            print(f"{row['name'] or 'all unpacked copies'}: {size(row['bytes'])} freed")
-    return {"models": told}
+    # All names are right, or nothing is deleted.
+    chosen = [(name, copies(sha256=known(name).sha256)) for name in names or []] or [(None, copies())]
+    rows = []
+    for name, folders in chosen:
+        freed = _bytes(folders)
+        for folder in folders:
+            shutil.rmtree(folder)
+        freed += remove(name) if name and not only_unpacked else 0
+        rows.append({"name": name, "bytes": freed})
+        if not as_json:
+            print(f"{name or 'all unpacked copies'}: {size(freed)} freed")
+    return {"models": rows}

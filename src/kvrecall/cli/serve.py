@@ -200,11 +200,12 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
     from kvrecall.backends.transformers.families import context_limit
     from kvrecall.backends.vllm.command import number_given
     from kvrecall.engine.plan_vllm import host_sequences
-    from kvrecall.models.config import local_config
+    from kvrecall.models import load_config
     from kvrecall.step.settings import BLOCK_TOKENS
 
-    config = local_config(model)
-    if config is None:
+    try:
+        config = load_config(model, offline=True)
+    except KVRecallError:
         return None
     tokens = number_given(given, "--max-model-len") or flags["max-model-len"] or context_limit(config)
     if tokens is None or settings.residency == "device":

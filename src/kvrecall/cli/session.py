@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvrecall.cli.report import size
 from kvrecall.cli.verb import notes, status
 from kvrecall.core.errors import ContextLengthError
 
@@ -54,8 +53,7 @@ def open_session(name: str, dtype: str | None, device: str | None, quiet: bool =
 
     source = models.resolve(name)
     if source.kind == "hub" or (source.kind == "known" and models.find(name) is None):
-        with download_bar(f"fetching {name}", quiet) as on_progress:
-            models.pull(name, on_progress)
+        models.pull(name, None if quiet else note)
     start = time.perf_counter()
     with status(f"loading {name} (the first time takes half a minute)", quiet):
         model, tokenizer = models.load(name, dtype=dtype, device=device, on_notice=note)
@@ -68,32 +66,14 @@ def note(said: str) -> None:
 
 
 @contextmanager
-def download_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
-    """A bar in bytes that vanishes when done."""
-    with _bar(title, DownloadColumn(binary_units=True), quiet) as on_progress:
-        yield on_progress
-
-
-@contextmanager
 def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
     """A bar in tokens that vanishes when done."""
-    with _bar(title, MofNCompleteColumn(), quiet) as on_progress:
-        yield on_progress
-
-
-@contextmanager
-def _bar(title: str, count: Any, quiet: bool) -> Iterator[OnProgress]:
     console = notes()
     if quiet or not console.is_terminal:
         log = ProgressLog(quiet)
-        in_bytes = isinstance(count, DownloadColumn)
-        written = size if in_bytes else "{:,}".format
-        # A download says its size before its first byte.
-        yield lambda done, total: log.tell(
-            lambda: f"{title}: {written(done)} of {written(total)}", last=done >= total, always=in_bytes and not done
-        )
+        yield lambda done, total: log.tell(lambda: f"{title}: {done:,} of {total:,}", last=done >= total)
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

