@@ -42,10 +42,7 @@ ZONES = {"zones", "slot_zones", "slot_kernels"}
 """Lengths of zones, and how a device step counts them: an index's part of that step follows them."""
 STEP_PARTS = {"index/step.py", "index/sphere/kernels/step.py"}
 """Parts of a device step, which attends in the launch that stores."""
-LATE = {
-    ("kvrecall.index.sphere.config", "kvrecall.index.sphere"),
-    ("kvrecall.backends.transformers.generating", "kvrecall.backends.transformers.capture.calls"),
-}
+LATE = {("kvrecall.index.sphere.config", "kvrecall.index.sphere")}
 """Pairs of modules that import each other, one of them inside a function."""
 THIRD_PARTY = {
     "_C", "_cuda_hasPrimaryContext", "_cuda_getCurrentRawStream", "_dynamo", "_buffers", "_call_impl", "_compiled_call_impl",

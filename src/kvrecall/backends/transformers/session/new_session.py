@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
 
+from kvrecall.backends.transformers.cache_state import CacheState
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory
 from kvrecall.cache.session_files import NewFile
@@ -29,9 +30,6 @@ from kvrecall.core.archive import Notes
 from kvrecall.core.launch import cdiv
 from kvrecall.methods.settings import settings_of
 
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
-
 _MOST_FILES = 16
 """Files that the blocks of a layer may lie in; a layer in more of them is written whole."""
 
@@ -39,7 +37,7 @@ _MOST_FILES = 16
 class NewSession:
     """A session of a cache: `add` each part, write `files`, then ask for the `index`."""
 
-    def __init__(self, cache: RetrievalCache, block_size: int, rows: str, before: SavedState | None) -> None:
+    def __init__(self, cache: CacheState, block_size: int, rows: str, before: SavedState | None) -> None:
         """rows: the form of rows. before: the session in whose place this one comes, if the cache knows it."""
         assert cache.tables is not None
         self._cache, self._size, self._rows, self._before = cache, block_size, rows, before

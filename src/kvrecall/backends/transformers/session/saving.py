@@ -7,10 +7,11 @@ that no index names are removed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvrecall.backends.transformers.cache_state import CacheState
 from kvrecall.backends.transformers.fingerprint import (
     Fingerprint,
     computation_of,
@@ -34,9 +35,6 @@ from kvrecall.core.whole_files import written_to
 from kvrecall.layer.saved import archive_layer
 from kvrecall.layer.state import LayerState
 
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
-
 _FORMS = (
     '"fp8" is half as large, at a loss. A session without rows would have to read its documents again whenever it is loaded: '
     "keep their text instead."
@@ -45,7 +43,7 @@ _FORMS = (
 
 
 @operation("save", recovers=False)
-def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
+def save(cache: CacheState, folder: str | Path, rows: str = "plain", about: dict[str, Any] | None = None) -> SessionInfo:
     """See `RetrievalCache.save`."""
     if rows not in ("plain", "fp8"):
         raise ParameterError("rows", '"plain" or "fp8"', rows, _FORMS)
@@ -56,7 +54,7 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
     method = registered_name(cache.method)
     check_heads(cache._config, states)
     _check_about({} if about is None else about)
-    known = cache._session
+    known: SavedState | None = cache._session
     about = about if about is not None else {} if known is None else known.about
     fingerprint = _fingerprint(cache)
     notes = _archived(cache, states)
@@ -84,7 +82,7 @@ def save(cache: RetrievalCache, folder: str | Path, rows: str = "plain", about: 
     return info_of(path, session, cache.tokens.ids())
 
 
-def _fingerprint(cache: RetrievalCache) -> Fingerprint:
+def _fingerprint(cache: CacheState) -> Fingerprint:
     """What computed the cache's tokens. Raises SessionError if that is not known well enough to compare it with a model."""
     writer, model = cache._writer, None if cache._model is None else cache._model()
     if writer is None:
@@ -98,7 +96,7 @@ def _fingerprint(cache: RetrievalCache) -> Fingerprint:
     return found
 
 
-def _archived(cache: RetrievalCache, states: list[LayerState]) -> dict[str, Notes]:
+def _archived(cache: CacheState, states: list[LayerState]) -> dict[str, Notes]:
     """What each layer and then the cache itself remember, by the part's name in the index. Nothing is copied."""
     noted, own = {}, Writer(torch.device("cpu"))
     with lasting_tensors(), torch.no_grad():
