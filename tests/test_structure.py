@@ -142,6 +142,14 @@ def test_no_import_waits_in_a_function_because_it_would_be_a_cycle() -> None:
     assert {pair for pair in late if import_graph.reaches(loaded, pair[1], pair[0])} == LATE
 
 
+def test_the_backend_of_transformers_has_no_circle() -> None:
+    """Not even through functions, or for types."""
+    loaded, called = import_graph.graphs(PACKAGE, types=True)
+    every = {name: targets | called[name] for name, targets in loaded.items()}
+    circular = {name for name, targets in every.items() if any(import_graph.reaches(every, target, name) for target in targets)}
+    assert not [name for name in circular if name.startswith("kvrecall.backends.transformers")]
+
+
 def test_private_names_stay_in_their_folder() -> None:
     """A subclass may use what its own folder names alike."""
     folders: dict[str, list[Path]] = {}

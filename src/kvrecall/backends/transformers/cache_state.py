@@ -6,8 +6,9 @@ Layers, forward passes and sessions know a cache by this class; `cache.py` adds 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -19,16 +20,19 @@ from kvrecall.backends.transformers.fingerprint import Computation, computation_
 from kvrecall.backends.transformers.layer import RetrievalLayer, RunningPass
 from kvrecall.backends.transformers.other_layers import LayersBefore, keeps_running_state
 from kvrecall.backends.transformers.owner import Owner, operation
-from kvrecall.backends.transformers.pools import pool_of
 from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.backends.transformers.token_log import TokenLog
-from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.blocks import BlockPool, BlockTable, block_size_on
 from kvrecall.core.counts import integer
 from kvrecall.core.errors import CacheInUseError, CacheWriterError, InterruptedPassError, ParameterError
 from kvrecall.core.fp8_rows import check_host_rows
 from kvrecall.core.process import check_process
 from kvrecall.methods.base import Method
+
+_pools: WeakKeyDictionary[PreTrainedModel, dict[torch.device, BlockPool]] = WeakKeyDictionary()
+"""One pool of blocks per model and device, which all caches of the model share."""
+_lock = Lock()
 
 
 class CacheState(Cache):
@@ -251,3 +255,14 @@ def check_rows_on_device(given: object) -> None:
     if given not in (None, False):
         remedy = "Leave it out: rows lie on a GPU while it has room for them."
         raise ParameterError("rows_on_device", "None or False", given, remedy)
+
+
+def pool_of(model: PreTrainedModel | None, device: torch.device) -> BlockPool:
+    """The pool of a model for layers on a device; a new one without a model."""
+    if model is None:
+        return BlockPool(block_size_on(device))
+    with _lock:
+        own = _pools.setdefault(model, {})
+        if device not in own:
+            own[device] = BlockPool(block_size_on(device))
+        return own[device]
